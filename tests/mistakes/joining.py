@@ -184,3 +184,6 @@ def nobody_there(self, taker):
 
 
 instead("who leaves keeps its lines to newcomers", Servings, "close", seen=9110)(lambda self: None)
+around("a newcomer says anew what it has where it knew before that a source was gone", Joining, "caught_up", seen=4524)(
+    lambda self, before, newcomer, sources, *more: before(self, newcomer, newcomer.came, *more)
+)

@@ -11,6 +11,7 @@ import pytest
 from recycle_plugin.core.coordinator.departures import UNEVEN_S
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, HashAfter, Recorded, Resume
 from recycle_plugin.core.messages.from_workers import (
@@ -278,3 +279,18 @@ def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next
             joining.called_off(roster)
     assert not joining.may_enter(newcomer, 5, roster) and joining.may_enter(newcomer, 7, roster)
     assert joining.reported(newcomer) == [newcomer] and newcomer.phase is Phase.ENTERED
+
+
+@pytest.mark.parametrize("knew", (True, False))
+def test_of_a_source_that_it_knew_to_be_gone_a_newcomer_is_asked_nothing_more(knew):
+    """Its line may break, and the rest be asked from the other, before the coordinator hears of the loss."""
+    joining, out = Joining(), CoordinatorOutput()
+    one, other = (Member(rank, Seat(rank, 0), str(rank), "host") for rank in (0, 2))
+    newcomer = joining.add(Member(1, Seat(1, 0), "1.1", "host", 1))
+    joining.catch_up(newcomer, Roster((one, other)), out)
+    newcomer.came |= {one.worker, other.worker}
+    sources = (other.worker,) if knew else (one.worker, other.worker)
+    joining.caught_up(newcomer, sources, Roster((one, other)), 3, out)
+    assert not joining.see_sources(Roster((other,)))
+    assert newcomer.phase is (Phase.CAUGHT_UP if knew else Phase.CATCHING_UP)
+    assert (newcomer.comparison is not None) == knew

@@ -152,12 +152,21 @@ class Joining:
         for source in sorted(newcomer.sources):
             out.tell(source, Serve(newcomer.member.worker))
 
-    def caught_up(self, newcomer: Newcomer, roster: Roster, committed: int, out: CoordinatorOutput) -> None:
-        """Has the state of a newcomer, which follows, compared with that of its stage's workers, after the first step
-        that nobody can have gone beyond.  Costs a message to each of them.
+    def caught_up(
+        self,
+        newcomer: Newcomer,
+        sources: Collection[WorkerId],
+        roster: Roster,
+        committed: int,
+        out: CoordinatorOutput,
+    ) -> None:
+        """Has the state of a newcomer, which follows the sums of ``sources``, compared with that of its stage's
+        workers, after the first step that nobody can have gone beyond.  Costs a message to each of them.
 
-        Who applies step committed + 2 has heard that the one before is committed, which is said after this.
+        Who applies step committed + 2 has heard that the one before is committed, which is said after this.  Of a
+        source that is gone the newcomer may have known before the coordinator: it says nothing more of that.
         """
+        newcomer.came &= {*sources}
         if newcomer.phase is Phase.CATCHING_UP:
             newcomer.phase = Phase.CAUGHT_UP
         peers = {each.worker for each in roster.peers(newcomer.stage, newcomer.member.shard)}

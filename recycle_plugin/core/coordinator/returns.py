@@ -110,7 +110,7 @@ def caught_up(course: Course, message: CaughtUp, now: float, out: CoordinatorOut
         if newcomer.awaited_at is not None:  # it was compared, and has lost a part of its state since
             _call_off(course, course.joining.with_(newcomer), now, out)
         first = newcomer.phase is Phase.CATCHING_UP
-        course.joining.caught_up(newcomer, course.roster, course.committed, out)
+        course.joining.caught_up(newcomer, message.sources, course.roster, course.committed, out)
         if first:
             _say_caught_up(newcomer, message, out)
         course.plan_change(now, out)

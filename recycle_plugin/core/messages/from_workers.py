@@ -78,13 +78,15 @@ class CaughtUp(OfWorker):
     """A newcomer has the state after ``step``, follows the others' steps, and asks to take part.
 
     ``bytes``: how many of its stage's state it has taken from the others; ``followed``: how many of the sums since;
-    ``helpers``: of one that has replayed its stage, how many have helped to the end.
+    ``helpers``: of one that has replayed its stage, how many have helped to the end; ``sources``: those of the others
+    whose sums it follows.
     """
 
     step: int
     bytes: int
     followed: int
     helpers: int = 0
+    sources: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True)

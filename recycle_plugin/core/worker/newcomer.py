@@ -248,7 +248,8 @@ class Newcomer:
             if self._view.place is not None:
                 self._skip(self._view.place, False)
             taken, followed = self._catching_up.taken, self._catching_up.followed
-            self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
+            sources = tuple(sorted(self._catching_up.sources))
+            self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed, sources=sources))
         return False if closer else None
 
     def _follow(self) -> bool:
