@@ -187,3 +187,10 @@ instead("who leaves keeps its lines to newcomers", Servings, "close", seen=9110)
 around("a newcomer says anew what it has where it knew before that a source was gone", Joining, "caught_up", seen=4524)(
     lambda self, before, newcomer, sources, *more: before(self, newcomer, newcomer.came, *more)
 )
+
+
+@around("who was to give the head is not asked again over another line", CatchingUp, "_drop", seen=74)
+def asked_once(self, before, source):
+    lead = self._lead
+    before(self, source)
+    self._lead = lead

@@ -22,6 +22,7 @@ class Line:
         self.said, self.sent, self.comes = [], [], []
         self.ask, self.send = self.said.append, self.sent.append
         self.has_room = lambda waiting: True
+        self.close = lambda: None
 
     def items(self) -> list:
         came, self.comes = self.comes, []
@@ -56,3 +57,13 @@ def test_what_is_left_to_another_one_is_not_read():
     while serving.between(5, 0, False, False, False):
         pass
     assert [item.name for item in line.sent if isinstance(item, Unit)] == ["a", "c"]
+
+
+def test_who_was_asked_for_the_head_is_asked_again_over_another_line():
+    state = SimpleNamespace(begin=lambda step, head: None, write=lambda name, value: None)
+    catching_up, line, another = CatchingUp(state), Line(), Line()
+    catching_up.add_source(ONE, line)
+    catching_up.pump(9)
+    catching_up.add_source(ONE, another)
+    catching_up.pump(9)
+    assert line.said == another.said == [Asked(head=True)]

@@ -262,7 +262,7 @@ class CatchingUp:
     # --- whom to ask -------------------------------------------------------------------------------
 
     def _ask_for_head(self) -> None:
-        if self._lead not in self._streams and self._streams:
+        if self._lead is None and self._streams:
             self._lead = min(self._streams)
             self._streams[self._lead].inlet.ask(Asked(head=True))
 
@@ -309,6 +309,7 @@ class CatchingUp:
         follow.
         """
         self._streams.pop(source).inlet.close()
+        self._lead = None if self._lead == source else self._lead  # the head too: it may never come
         self.renewed += 1
         for name in [name for name, whom in self._from.items() if whom == source]:
             del self._from[name]

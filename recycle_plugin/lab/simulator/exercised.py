@@ -86,6 +86,7 @@ class ProtocolRule(str, Enum):
     NO_PROOF = "work that had cost a worker was no proof against the next"
     NOT_SAVED = "a checkpoint could not be written"
     DAMAGED = "a unit of a newcomer's state was damaged"
+    LINE_BROKE = "a source's line to a newcomer broke, and both lived"
     RETURNED = "a newcomer came to be a member"
     CALLED_OFF = "a newcomer was announced again"
     NEWCOMER_LOST = "a newcomer was lost before it was a member"

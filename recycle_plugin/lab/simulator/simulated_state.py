@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recycle_plugin.core.messages.from_workers import Serving
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Unit
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Unit
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.numbers import MOMENTS
 
@@ -165,7 +165,11 @@ class Pipe:
         return found
 
     def send(self, item: Item) -> None:
-        """Sends one item; some units are damaged on their way."""
+        """Sends one item; some units are damaged on their way, and where a head is, that breaks the line."""
+        if isinstance(item, Head) and self._cluster.damages():
+            self._cluster.exercised[ProtocolRule.LINE_BROKE] += 1
+            self.close()
+            return
         if isinstance(item, Unit) and self._cluster.damages():
             item = Unit(item.step, item.name, None)
             self._cluster.exercised[ProtocolRule.DAMAGED] += 1
