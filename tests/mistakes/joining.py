@@ -16,6 +16,7 @@ from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, Unfinished
 from recycle_plugin.core.messages.from_workers import ALWAYS
+from recycle_plugin.core.vocabulary.state_stream import Unit
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
@@ -194,3 +195,17 @@ def asked_once(self, before, source):
     lead = self._lead
     before(self, source)
     self._lead = lead
+
+
+@around(
+    "a newcomer takes no note that the coordinator took its last source from it", CatchingUp, "keep_only", seen=1078
+)
+def not_noted(self, before, workers):
+    renewed = self.renewed
+    before(self, workers)
+    self.renewed = renewed
+
+
+@around("what was asked for before a newcomer began anew stands before the head", CatchingUp, "_take", seen=1078)
+def in_the_way(self, before, source, stream, item):
+    return (self.clock is not None or not isinstance(item, Unit)) and before(self, source, stream, item)

@@ -67,3 +67,21 @@ def test_who_was_asked_for_the_head_is_asked_again_over_another_line():
     catching_up.add_source(ONE, another)
     catching_up.pump(9)
     assert line.said == another.said == [Asked(head=True)]
+
+
+def test_what_was_asked_for_before_it_began_anew_does_not_stand_before_the_head():
+    written: list[int] = []
+    state = SimpleNamespace(begin=lambda step, head: None, write=lambda name, value: written.append(value))
+    catching_up, line, late = CatchingUp(state), Line(), Line()
+    catching_up.add_source(ONE, line)
+    line.comes = [Marker(5, begins=True), Head(5, b"", {"a": 1})]
+    catching_up.pump(9)
+    line.broken = True
+    catching_up.pump(9)
+    catching_up.add_source(OTHER, late)
+    late.comes = [Marker(6, begins=True), Unit(6, "a", 1)]
+    catching_up.pump(9)
+    assert late.said == [Asked(("a",)), Asked(head=True)] and catching_up.clock is None
+    late.comes = [Head(6, b"", {"a": 1}), Unit(6, "a", 2)]
+    catching_up.pump(9)
+    assert catching_up.whole and catching_up.clock == 6 and written == [2]

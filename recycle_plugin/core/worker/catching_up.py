@@ -232,9 +232,9 @@ class CatchingUp:
                 if self.clock is None:
                     self._begin(item)
             case Unit():
-                if self.clock is None or item.step > self.clock:
+                if self.clock is not None and item.step > self.clock:
                     return False
-                self._take_unit(source, stream, item)
+                self._take_unit(source, stream, item)  # asked for before it began anew, it is nobody's
             case Handed():
                 self._handed = item
         return True
