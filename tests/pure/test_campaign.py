@@ -91,6 +91,7 @@ def unneeded(exercised: Counter, seeds: int) -> list[str]:
         pytest.param(1011, id="data has ended as a newcomer came in, which was told behind its report"),
         pytest.param(2992, id="who comes back in the midst of a step draws on from its first batch"),
         pytest.param(226, id="a newcomer's source has gone before it served"),
+        pytest.param(1078, id="the last line to a newcomer breaks, and another has broken before"),
         pytest.param(3206, id="a newcomer's source is told twice to serve it"),
         pytest.param(3216, id="a source has said much before its newcomer has come"),
         pytest.param(4524, id="a newcomer has heard before all others that its source is lost"),

@@ -225,6 +225,9 @@ class Loop:
     def stop_helping(self) -> None:
         pass
 
+    def pass_over(self, past: int) -> None:
+        pass
+
 
 def test_a_deadline_is_for_the_next_piece_of_a_state_and_not_for_all_of_it():
     filled, line = Filled(), Trickle(units=100 * ENOUGH_POLLS)
@@ -239,6 +242,20 @@ def test_a_line_from_which_nothing_comes_is_waited_for_until_the_deadline():
     line.items = list
     with pytest.raises(TimeoutError, match="the state of stage 1 from its peers, for step 5"):
         list(Newcomer(Port(), Loop(), Filled(), lambda serving: line).train(5))
+
+
+def test_whose_last_line_the_coordinator_ends_asks_again(monkeypatch):
+    """Another source may live, whose line had broken before: the coordinator takes that one to serve it still."""
+    said: list[object] = []
+    monkeypatch.setattr(Port, "send", lambda self, message: said.append(message))
+    port, line = Port(), Trickle(units=5)
+    line.items = list
+    newcomer = Newcomer(port, Loop(), Filled(), lambda serving: line)
+    for expected in ([CatchUp(2)], [CatchUp(2)] * 2):
+        with pytest.raises(TimeoutError):
+            list(newcomer.train(5))
+        assert said == expected
+        port.control_view.take(Generation(1, (Member(1, Seat(0, 1), "1", "h"),), 0, "a loss", 0.0))
 
 
 class Entering(Loop):

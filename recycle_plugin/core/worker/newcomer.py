@@ -221,6 +221,7 @@ class Newcomer:
             return False
         if self._loop.asked_to_help():
             return ASKED
+        renewed = self._catching_up.renewed
         if self._view.called_off > self._called_off:
             self._called_off, self._view.reported_first = self._view.called_off, None
             self._loop.pass_over(self._called_off)
@@ -228,9 +229,8 @@ class Newcomer:
         for serving in self._view.take_sources():
             self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
-        had = not self._catching_up.deserted
         closer = self._follow()
-        if had and self._catching_up.deserted:  # lines may break between two that live
+        if self._catching_up.deserted and self._catching_up.renewed > renewed:  # also by lines to those that live
             self._port.send(CatchUp(self._view.rank))
         self._said &= self._renewed == self._catching_up.renewed
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
