@@ -7,6 +7,8 @@ import difflib
 import re
 from importlib.resources import files
 
+from recycle_plugin.commands.parsers import command
+
 DESCRIPTION = """\
 Without a name: list the documents.  With one: print it, in Markdown.
 
@@ -16,14 +18,8 @@ _ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.md\) \| (.+?) \|$", re.MULTILINE)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser(
-        "docs",
-        help="print the documents: tutorial, operations, settings, ...",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command(commands, "docs", "print the documents: tutorial, operations, settings, ...", DESCRIPTION, run)
     made.add_argument("name", metavar="NAME", nargs="?", help="one of the list")
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
 from recycle_plugin.commands.doctor_settings import costly, refused, versions
 from recycle_plugin.commands.megatron_flags import megatron
+from recycle_plugin.commands.parsers import command
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether
@@ -36,11 +37,8 @@ Exit code: 0 where nothing has to change; 1 where something has to, in lines tha
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser(
-        "doctor",
-        help="what a job survives, what each loss costs, and what to change",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = command(
+        commands, "doctor", "what a job survives, what each loss costs, and what to change", DESCRIPTION, run
     )
     made.add_argument("config", nargs="?", metavar="CONFIG", help='DeepSpeed\'s JSON, with its "recycle" section')
     made.add_argument("--pp", type=int, metavar="P", help="pipeline stages")
@@ -67,7 +65,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument(
         "--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"'
     )
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:

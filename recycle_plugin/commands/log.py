@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from recycle_plugin.commands.losses import stages_text
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.runtime.log.reader import LogReader, runs
 from recycle_plugin.runtime.log.segment import Fault, Segment, files
 
@@ -31,15 +32,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("inspect", "segments, steps, bytes and gaps", INSPECT, inspect),
         ("verify", "every record is read and checked", VERIFY, verify),
     ):
-        part = parts.add_parser(
-            name,
-            help=help_,
-            description=f"{description}\n{CODES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        part = command(parts, name, help_, f"{description}\n{CODES}", run)
         part.add_argument("folder", metavar="FOLDER", type=Path, help="where the segments are")
         part.add_argument("--run", dest="job", metavar="ID", default=None, help="of several runs in it, this one")
-        part.set_defaults(run=run)
 
 
 def _reader(found: argparse.Namespace) -> LogReader:

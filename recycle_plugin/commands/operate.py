@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.commands.running_job import ask, folder_of
 from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain, AskLeave
 
@@ -37,12 +38,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("drain", "HOST", "all workers of a host leave a running job as planned", DRAIN, AskDrain),
         ("admit", "SEAT", "a seat that has left a running job, or was given up, is held again", ADMIT, AskAdmit),
     ):
-        made = commands.add_parser(
-            name,
-            help=help_,
-            description=f"{description}\n{CODES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        made = command(commands, name, help_, f"{description}\n{CODES}", run)
         made.add_argument("what", metavar=what, help="as recycle status names it")
         made.add_argument(
             "--run",
@@ -51,7 +47,7 @@ def add(commands: argparse._SubParsersAction) -> None:
             required=True,
             help="the job's run folder, or host and port of its coordinator; only the job's own user can ask",
         )
-        made.set_defaults(run=run, make=make)
+        made.set_defaults(make=make)
 
 
 def run(found: argparse.Namespace) -> int:

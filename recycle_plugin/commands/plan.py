@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recycle_plugin.commands.given import SHAPE, JobArguments, add_job, job
 from recycle_plugin.commands.megatron_flags import shape
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.span import Span
@@ -19,7 +20,7 @@ DESCRIPTION = """\
 Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.
 
 recycle plan --pp 4 --dp 3 --micro-batches 6 --lost 1.2 --cap 2.0 --costs F=1,I=1,W=1,comm=0,step=3
-recycle plan --lost 1.2 --megatron --workers 12 --pipeline-model-parallel-size 4 --micro-batch-size 2 ...
+recycle plan --dp 3 --megatron --pipeline-model-parallel-size 4 --micro-batch-size 2 --no-gradient-accumulation-fusion
 
 --programs FILE writes lines of three words, "<seat> <start> <instruction>": every live worker's program in
 its order.  The seat is replica.stage; the start is the planned one in the unit that the first lines name, counted
@@ -34,12 +35,7 @@ COARSE = 60  # columns of a grid whose costs are no ticks
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser(
-        "plan",
-        help="plan one step for a shape and its lost workers",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command(commands, "plan", "plan one step for a shape and its lost workers", DESCRIPTION, run)
     add_job(made, required=False)
     made.add_argument(
         "--megatron",
@@ -56,7 +52,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from recycle_plugin.commands.parsers import command
+
 DESCRIPTION = """\
 Write report.html to a run folder: what happened and what it cost in one sentence, why the job ended, throughput and
 loss with the failures marked, with recycle.trace the schedule before and after, and the events.  The file needs
@@ -15,14 +17,8 @@ recycle report runs/train
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser(
-        "report",
-        help="write report.html of a run",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command(commands, "report", "write report.html of a run", DESCRIPTION, run)
     made.add_argument("folder", metavar="RUN_DIR", type=Path, help="the job's run folder")
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:

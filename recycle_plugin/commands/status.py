@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from math import isfinite, nan
 from pathlib import Path
 
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.commands.running_job import folder_of
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.comings import comings
@@ -29,15 +30,9 @@ MOST_NAMED = 24  # seats in a line
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser(
-        "status",
-        help="where a running job is: steps, live workers, throughput",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command(commands, "status", "where a running job is: steps, live workers, throughput", DESCRIPTION, run)
     made.add_argument("job", metavar="RUN_DIR|ADDRESS", help="the job's run folder, or its coordinator's host and port")
     made.add_argument("--json", action="store_true", help="the same as data")
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:

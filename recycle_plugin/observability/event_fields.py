@@ -16,33 +16,15 @@ ABSENT = object()
 Check = Callable[[Any], bool]
 
 
-def count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST
-
-
-def positive(value: object) -> bool:
-    return count(value) and value != 0
-
-
-def number(value: object) -> bool:
-    return (type(value) is int and abs(value) <= LARGEST) or (type(value) is float and isfinite(value))
-
-
-def moment(value: object) -> bool:
-    return number(value) and 0 <= value < LATEST  # type: ignore[operator]
-
-
-def loss(value: object) -> bool:
-    """Whether it is a mean loss, which may be infinite or no number, or None."""
-    return value is None or type(value) is float or number(value)
-
-
-def text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def texts(value: object) -> bool:
-    return isinstance(value, list) and all(map(text, value))
+count: Check = lambda value: type(value) is int and 0 <= value <= LARGEST
+positive: Check = lambda value: count(value) and value != 0
+number: Check = lambda value: isfinite(value) if type(value) is float else type(value) is int and abs(value) <= LARGEST
+moment: Check = lambda value: number(value) and 0 <= value < LATEST  # in seconds since the epoch
+loss: Check = lambda value: value is None or type(value) is float or number(value)  # also an infinite one, or NaN
+text: Check = lambda value: isinstance(value, str)
+texts: Check = lambda value: isinstance(value, list) and all(map(text, value))
+rank: Check = lambda value: value is None or count(value)  # None: nobody's
+yes_or_no: Check = lambda value: isinstance(value, bool)
 
 
 def seats(value: object) -> bool:
@@ -58,14 +40,6 @@ def others(value: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(ranks, list) and all(map(count, ranks)) for ranks in value.values()
     )
-
-
-def rank(value: object) -> bool:
-    return value is None or count(value)
-
-
-def yes_or_no(value: object) -> bool:
-    return isinstance(value, bool)
 
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {

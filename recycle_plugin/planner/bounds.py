@@ -40,13 +40,6 @@ class StageCosts(NamedTuple):
     backward: Array
 
 
-def windows(problem: Problem) -> Array:
-    """The least microseconds per stage from its first F's start to its last instruction's end; int64, one entry per
-    stage.
-    """
-    return _reached(problem).windows
-
-
 class _Reached(NamedTuple):
     """The least microseconds per stage from its first F's start to the end of its last I, and to the end of all."""
 
@@ -108,11 +101,10 @@ def _together(problem: Problem, reached: _Reached) -> int:
     return int(problem.summed(lasts).max())
 
 
-def round_trips(problem: Problem, quick: StageCosts | None = None) -> Array:
+def round_trips(problem: Problem, quick: StageCosts) -> Array:
     """The least microseconds per stage from a micro-batch's F's start to its gradient's arrival; int64, one entry per
     stage.
     """
-    quick = quick or _quickest(problem)
     below = np.cumsum((quick.forward + quick.gradient)[::-1])[::-1] - quick.gradient
     return below + 2 * problem.communication[0] * np.arange(problem.stages - 1, -1, -1)
 

@@ -19,6 +19,8 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.planner.plan_error import PlanError
 
+RESERVE = 0.05  # the share of a device that stays free for fragmentation
+
 
 class StageMemory(NamedTuple):
     """The memory per stage, int64: what a worker may hold, what an activation holds, and what a pending W holds."""
@@ -58,17 +60,14 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
     return StageMemory(cap, activation, pending)
 
 
-def auto(
-    device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int], reserve: float = 0.05
-) -> tuple[int, ...]:
+def auto(device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int]) -> tuple[int, ...]:
     """The ``Policy.memory_bytes`` that a memory profile allows, per stage.
 
     ``state_bytes``: what is held beside activations while gradients are computed (core/vocabulary/worker_bytes.py);
-    ``working_bytes``: the most that one running instruction needs on top; ``reserve``: the share of the device that
-    stays free for fragmentation.  Raises PlanError where nothing is left.
+    ``working_bytes``: the most that one running instruction needs on top.  Raises PlanError where nothing is left.
     """
     left = tuple(
-        int(device_bytes * (1 - reserve)) - state - working
+        int(device_bytes * (1 - RESERVE)) - state - working
         for state, working in zip(state_bytes, working_bytes, strict=True)
     )
     for stage, free in enumerate(left):

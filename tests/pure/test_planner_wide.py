@@ -228,7 +228,7 @@ def test_memory_in_bytes_counts_a_pending_weight_gradient_that_is_larger() -> No
 
 
 def test_memory_from_a_profile() -> None:
-    assert memory.auto(1000, (300, 400), (100, 50), reserve=0.1) == (500, 450)
+    assert memory.auto(1000, (300, 400), (100, 50)) == (550, 500)
     with pytest.raises(PlanError, match="stage 1"):
         memory.auto(1000, (300, 900), (100, 50))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile
 
 DESCRIPTION = """\
@@ -30,12 +31,7 @@ measured instead.
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand and its arguments."""
-    made = commands.add_parser(
-        "profile",
-        help="measure a GPT's costs on the device at hand",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command(commands, "profile", "measure a GPT's costs on the device at hand", DESCRIPTION, run)
     made.add_argument(
         "--model",
         default="gpt_tiny",
@@ -71,7 +67,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="between hosts, where it is not measured (default: 30)",
     )
     made.add_argument("--out", type=Path, default=None, metavar="FILE", help="write the profile as JSON")
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from recycle_plugin.commands.given import JobArguments, add_job, job
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.lab.commands import failure
 
 DESCRIPTION = """\
@@ -34,12 +35,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand and its arguments."""
-    made = commands.add_parser(
-        "simulate",
-        help="simulate hours of training under failures",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command(commands, "simulate", "simulate hours of training under failures", DESCRIPTION, run)
     add_job(made).add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see above")
     failures = made.add_mutually_exclusive_group(required=True)
     failures.add_argument("--trace", metavar="FILE", help="failure trace: a file, or gcp")
@@ -76,7 +72,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument("--no-normalise", action="store_true", help="do not move workers to stages that lost more")
     made.add_argument("--seed", type=int, default=0, help="of who is lost (default: 0)")
     made.add_argument("--json", action="store_true", help="print everything as JSON")
-    made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:
