@@ -1,11 +1,10 @@
-"""``recycle plan``: one plan, drawn, measured and written out so that anybody can check it without this code."""
+"""``recycle plan``: one plan, drawn and measured."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from recycle_plugin.commands.given import SHAPE, JobArguments, add_job, job
@@ -14,21 +13,12 @@ from recycle_plugin.commands.parsers import command
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.core.vocabulary.topology import Topology
 
 DESCRIPTION = """\
 Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.
 
 recycle plan --pp 4 --dp 3 --micro-batches 6 --lost 1.2 --cap 2.0 --costs F=1,I=1,W=1,comm=0,step=3
 recycle plan --dp 3 --megatron --pipeline-model-parallel-size 4 --micro-batch-size 2 --no-gradient-accumulation-fusion
-
---programs FILE writes lines of three words, "<seat> <start> <instruction>": every live worker's program in
-its order.  The seat is replica.stage; the start is the planned one in the unit that the first lines name, counted
-from the step's first instruction; the instruction is <stage><op><replica>.<index>, as in 2F1.3, with op F (forward),
-I and W (backward: gradient of the input, of the weights) or B (both at once), and <stage>REDUCE, <stage>TIE (where
-the stage shares weights) and <stage>STEP at the end.  A boundary tensor goes to whoever runs its micro-batch on the
-next stage, or for a gradient on the one before.  Step k starts k periods later.  Lines that begin with # give the
-job: shape, lost workers, costs, cap, period, bound, digest.
 """
 DRAWN_SEATS, DRAWN_COLUMNS = 64, 160  # larger grids are not printed
 COARSE = 60  # columns of a grid whose costs are no ticks
@@ -50,7 +40,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="print figures as JSON instead of the grid; plan_ms: from membership to verified and hashed plan, in a "
         "warm process",
     )
-    made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
 
 
@@ -68,8 +57,6 @@ def run(found: argparse.Namespace) -> int:
     planned, plan_ms = timed(given)
     spans = timeline(planned, given.costs)
     figures = summary(given, planned, spans, plan_ms)
-    if found.programs is not None:
-        found.programs.write_text("\n".join(program_lines(given, planned, figures)) + "\n")
     if found.png is not None:
         draw_png(given, planned, spans, found.png)
     print(json.dumps(figures, indent=1) if found.json else report(given, planned, figures, spans))
@@ -146,26 +133,6 @@ def peaks(planned: Plan) -> list[int]:
     return most
 
 
-def program_lines(given: JobArguments, planned: Plan, figures: dict) -> Iterator[str]:
-    """The lines of ``--programs``: the job, and each worker's instructions with their planned starts."""
-    topology = given.view.topology
-    yield (
-        f"# stages {topology.stages}, replicas {topology.replicas}, "
-        f"micro-batches {topology.micro_batches} of each replica{ties_text(topology)}"
-    )
-    yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {cap_text(planned.policy)}"
-    yield f"# costs, {given.scale} to a unit: {given.costs}"
-    yield "# " + ", ".join(f"{name} {figures[name]}" for name in ("unit", "period", "span", "lower_bound", "digest"))
-    for seat, program in planned.programs.items():
-        for instruction, start in zip(program, planned.starts[seat]):
-            yield f"{seat} {given.shown(start)} {instruction}"
-
-
-def ties_text(topology: Topology) -> str:
-    """The stages that share weights, in words that follow a shape; empty where none do."""
-    return "".join(f", stages {'+'.join(map(str, tie))} share weights" for tie in topology.ties)
-
-
 def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span]) -> str:
     """What is printed: the grid, where it is not too large, and the plan's figures."""
     from recycle_plugin.render import grid
@@ -182,7 +149,7 @@ def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span])
     tick = given.scale if given.unit == "ticks" else max(1, planned.span_us // COARSE)
     if len(planned.programs) <= DRAWN_SEATS and planned.span_us <= 2 * DRAWN_COLUMNS * tick:
         return "\n".join([grid.draw(spans, tick), *lines])
-    return "\n".join([*lines, "too large to draw here: --png FILE draws it, --programs FILE lists it"])
+    return "\n".join([*lines, "too large to draw here: --png FILE draws it"])
 
 
 def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) -> None:
@@ -192,8 +159,9 @@ def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) 
     unit = (given.scale, "ticks") if given.unit == "ticks" else None
     lost = f", without {', '.join(map(str, given.view.lost))}" if given.view.lost else ""
     shape = given.view.topology
+    ties = "".join(f", stages {'+'.join(map(str, tie))} share weights" for tie in shape.ties)
     title = (
-        f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches{ties_text(shape)}{lost}: "
+        f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches{ties}{lost}: "
         f"period {given.shown(planned.period_us)} {given.unit}"
     )
     gantt.draw(path, gantt.Panel(title, spans, unit=unit))

@@ -37,14 +37,12 @@ LOOKS = {
 INK, DEATH, IDLE, MARK, PAUSE = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f", "#fbe3e0"
 LOST_ALPHA, AGAIN_WIDTH = 0.35, 1.6
 ROW, GAP = 0.82, 0.55  # height of a row, extra space between replicas
-CHARACTER = 1 / 150  # of the time axis, which a text's character takes; a turned text takes the height of a line
+CHARACTER = 1 / 150  # of the time axis, which a text's character takes
 TITLE = 100  # characters in a line
 UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
 MOST = 0.9  # of the bars of a kind have a text, or none has
-Texts = Mapping[tuple[Op, bool], tuple[int, float]]
-"""Of each kind of bar that has texts, an operation, rerouted or not: by how many degrees these are turned, and how much
-of the time axis a bar takes at least that has one.
-"""
+Texts = Mapping[tuple[Op, bool], float]
+"""Of each kind of bar that has texts, an operation, rerouted or not: how much of the time axis a bar with one takes."""
 
 
 class Pause(NamedTuple):
@@ -148,9 +146,8 @@ def _draw_panel(axes: Axes, panel: Panel, length: int, texts: Texts) -> None:
     repeats = set(panel.again.values())
     for span in panel.spans:
         _draw_span(axes, span, rows[span.seat], at, span in panel.again, span in repeats)
-        turn, least = texts.get(_kind(span), (0, 1.0))
-        if at.share(span.end_us - span.start_us) > least:
-            _draw_label(axes, span, rows[span.seat], at, turn, span in panel.again)
+        if at.share(span.end_us - span.start_us) > texts.get(_kind(span), 1.0):
+            _draw_label(axes, span, rows[span.seat], at, span in panel.again)
     for seat, when in panel.deaths.items():
         _draw_death(axes, rows[seat], at(max(when, begin)), at, when >= begin)
     _frame(axes, rows, height + (0.45 if panel.pauses else 0), at, at(end))
@@ -208,7 +205,7 @@ def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again
         axes.broken_barh(*bar, facecolors="none", edgecolors=INK, linewidth=AGAIN_WIDTH, zorder=3.5)
 
 
-def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, turn: int, lost: bool) -> None:
+def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, lost: bool) -> None:
     text, rerouted, took = label(span.instruction, is_rerouted(span)), is_rerouted(span), span.end_us - span.start_us
     behind = {"boxstyle": "round,pad=0.12", "facecolor": LOOKS[span.instruction.op].colour, "edgecolor": "none"}
     axes.text(
@@ -217,7 +214,6 @@ def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, turn: int, lost:
         text,
         ha="center",
         va="center",
-        rotation=turn,
         fontsize=7.5,
         color=INK,
         alpha=0.6 if lost else None,
@@ -227,17 +223,16 @@ def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, turn: int, lost:
 
 
 def _texts(panels: Iterable[Panel], length: int) -> Texts:
-    """How texts are put so that most of the bars of a kind have one: of equal bars all do, or none does."""
+    """The kinds of bars most of which have room for their text: of equal bars all have one, or none has."""
     kinds: defaultdict[tuple[Op, bool], list[tuple[float, int]]] = defaultdict(list)
     for span in (span for panel in panels for span in panel.spans):
         if text := label(span.instruction, is_rerouted(span)):
             kinds[_kind(span)].append(((span.end_us - span.start_us) / length, len(text)))
     found = {}
     for kind, bars in kinds.items():
-        longest = max(characters for _, characters in bars)
-        for turn, characters in ((90, 1.3), (0, longest + 0.3)):
-            if sum(share > CHARACTER * characters for share, _ in bars) >= MOST * len(bars):
-                found[kind] = turn, CHARACTER * characters
+        least = CHARACTER * (max(characters for _, characters in bars) + 0.3)
+        if sum(share > least for share, _ in bars) >= MOST * len(bars):
+            found[kind] = least
     return found
 
 

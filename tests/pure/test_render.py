@@ -32,7 +32,7 @@ def test_of_equal_bars_all_have_a_number_or_none() -> None:
         texts, equal = gantt._texts([panel], length), defaultdict(set)
         for span in panel.spans:
             kind, took = gantt._kind(span), span.end_us - span.start_us
-            has = bool(gantt.label(span.instruction, kind[1])) and took / length > texts.get(kind, (0, 1.0))[1]
+            has = bool(gantt.label(span.instruction, kind[1])) and took / length > texts.get(kind, 1.0)
             equal[kind, took].add(has)
         assert all(len(each) == 1 for each in equal.values())
 
