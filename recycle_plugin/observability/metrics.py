@@ -248,17 +248,14 @@ class TrainingTime:
     are worth.
 
     Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the
-    part of the wall-clock time in which a job made progress that it kept: no restarts, and no steps computed twice.
-    There jobs run at full speed or not at all.  Here one also goes on with fewer workers, more slowly, so what it has
-    done is counted, and not how long it was at it::
+    part of the time in which a job made progress that it kept.  Here a job also goes on with fewer workers, more slowly,
+    so what it has done is counted::
 
         ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
 
     The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first
-    ones (History.before_s).  So hardware, input and the schedule's bubbles are no loss; failures, slower steps after
-    them, checkpoints that steps wait for, evaluations and the time until the first step are.  Steps that a loaded
-    checkpoint took back don't stand.  It is NaN until two steps are committed, for good where somebody was lost before;
-    the end of the job stops the clock.
+    ones (RunHistory.before_s).  It is NaN until two steps are committed, for good where somebody was lost before; the
+    end of the job stops the clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -49,7 +49,7 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     (told,) = result.of("report")
     await_reports(run.mark)
     assert told["text"] == f"{run.folder / 'report.html'} is being written"
-    assert "0.0 lost" in (run.folder / "report.html").read_text()
+    assert "(0.0 in step " in (run.folder / "report.html").read_text()
 
 
 @pytest.mark.plain_too
