@@ -247,6 +247,11 @@ def deaf_unheard(self, before, missing, roster, *given):
     return None if str(roster.member(missing.worker).seat) == missing.source else before(self, missing, roster, *given)
 
 
+instead("who hears nobody says so only once it has waited for long enough", Worker, "_meets_again", seen=3438)(
+    lambda self: False
+)
+
+
 # --- who takes part, and what is known of them ------------------------------------------------------------
 
 

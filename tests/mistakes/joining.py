@@ -163,6 +163,9 @@ instead(
     "_await_changes",
     seen=43,
 )(lambda self: iter(()))
+instead("whoever takes part waits for sources that have left", CatchingUp, "keep_only", seen=9895)(
+    lambda self, workers: None
+)
 around("a step is followed with what the script here has set, and not there", FilledStage, "follow", seen=43)(
     followed_with(settings=None)
 )

@@ -284,6 +284,59 @@ def test_the_first_of_its_stage_waits_for_what_a_peers_script_hands_over(monkeyp
     assert newcomer.handed == b"an average"
 
 
+class Source(Trickle):
+    """A line over which all comes that is asked for, with that the state changes no more; where its worker ``has_left``
+    only the state, and nothing after that.
+    """
+
+    def __init__(self, has_left: bool) -> None:
+        self._items, self._has_left, self.asked = [], has_left, []
+
+    def ask(self, asked: Asked) -> None:
+        self.asked += asked.units
+        if asked.head:
+            self._items += [Marker(4, begins=True), Head(4, None, {"a": 1, "b": 1})]
+        self._items += [Unit(4, name, 0.0) for name in asked.units]
+        if asked.units:
+            self._items += [Marker(4, begins=True)] + [Marker(4, ends=True)] * (not self._has_left)
+
+    def items(self) -> list[Item]:
+        came, self._items = self._items, []
+        return came
+
+
+def of_two(port: Port, loop: Loop) -> tuple[dict[WorkerId, Source], Newcomer]:
+    """A newcomer, and the lines to its sources, of which rank 1 has left."""
+    lines = {WorkerId(1): Source(has_left=True), WorkerId(3): Source(has_left=False)}
+    port.control_view.take(Serving(1, BACK, "there"))
+    filled = Filled()
+    filled.take_settings = lambda settings: None
+    return lines, Newcomer(port, loop, filled, lambda serving: lines[serving.worker], from_top=False)
+
+
+def test_a_source_that_has_left_while_the_state_comes_is_waited_for_no_more():
+    port = Port()
+    lines, newcomer = of_two(port, Loop())
+    lines[WorkerId(1)].ask = lines[WorkerId(1)].asked.append  # nothing comes
+    with pytest.raises(TimeoutError):
+        list(newcomer.train(5))
+    port.control_view.take(Generation(1, (Member(3, Seat(1, 1), "3", "h"),), 5, "a leave", 0.0))
+    with pytest.raises(HasCaughtUp):
+        list(newcomer.train(5))
+    assert sorted(lines[WorkerId(3)].asked) == ["a", "b"]
+
+
+def test_who_takes_part_waits_for_no_source_that_has_left_before(monkeypatch):
+    monkeypatch.setattr(Port, "send", lambda self, message: None)
+    port = Port()
+    loop = Entering(port, Trickle(units=0))
+    lines, newcomer = of_two(port, loop)
+    members = Member(2, Seat(0, 1), "2", "h", 1), Member(3, Seat(1, 1), "3", "h")
+    port.control_view.pending = Generation(1, members, 5, "a return", 0.0)
+    list(newcomer.train(5))
+    assert sorted(lines[WorkerId(3)].asked) == ["a", "b"] and lines[WorkerId(1)].asked
+
+
 def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next():
     """It comes when the newcomer is announced once more: it has stopped for a membership that is no more."""
     joining = Joining()

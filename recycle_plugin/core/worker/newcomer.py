@@ -171,13 +171,14 @@ class Newcomer:
         )
 
     def _await_changes(self) -> Iterator[Any]:
-        """Waits for what the others' scripts have changed since the last step: this one's begins behind that.  Where
-        all sources are lost meanwhile nobody has it, and it says so.
+        """Waits for what the others' scripts have changed since the last step: this one's begins behind that.  A source
+        that is no member any more does not come to that.  Where all are lost nobody has it, and it says so.
         """
         catching_up, clock = self._catching_up, self._catching_up.clock or 0
         changed = f"what the other scripts of stage {self._loop.seat.stage} have changed since step {clock}"
         came: bool | None = None
         while came is None:
+            catching_up.keep_only(self._view.roster.workers)
             try:
                 came = yield from self._port.wait(changed, catching_up.take_changes)
             except Interrupted:
@@ -225,7 +226,8 @@ class Newcomer:
         if self._view.called_off > self._called_off:
             self._called_off, self._view.reported_first = self._view.called_off, None
             self._loop.pass_over(self._called_off)
-            self._catching_up.keep_only(self._view.others.workers if self._view.others is not None else ())
+        if self._view.others is not None:
+            self._catching_up.keep_only(self._view.others.workers)
         for serving in self._view.take_sources():
             self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))

@@ -164,10 +164,17 @@ class Worker:
         """The data of plain iterators that is here, by step, packed for the others, with all that the lost have sent
         before.
         """
-        if self.store.reads_iterator:
+        if self.store.reads_iterator or self._meets_again():
             self._machine.hear_out()
         self._take_arrivals()
         return self.iterator_data.held_draws() if self.iterator_data is not None else {}
+
+    def _meets_again(self) -> bool:
+        """Whether all meet again although nobody is lost: something did not get through.  Who hears nobody may be the
+        last to wait for that, and others complain before it does, each time: so all listen to themselves then.
+        """
+        coming = self._control_view.interruption()
+        return coming is not None and self._control_view.roster.workers <= coming.roster.workers
 
     @property
     def places(self) -> dict[str, Place]:
