@@ -12,7 +12,8 @@ from contextlib import contextmanager
 def none_left(pid: int) -> Iterator[None]:
     """The process ``pid`` can open nothing meanwhile; what is open stays so."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    open_now = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    folder = f"/proc/{pid}/fd"
+    open_now = {int(name) for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")}  # but the listing's
     free = next(number for number in range(len(open_now) + 1) if number not in open_now)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, before[1]))
     try:
