@@ -16,6 +16,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.collector import no_collections
 from recycle_plugin.lab.experiments.bench_scripts import script
-from recycle_plugin.planner.recovery_order import arrange
+from recycle_plugin.planner.recovery import recover
 
 STEPS = 4
 HEARTBEATS, TICKS = 2, 20  # of a worker, and of the coordinator's clock, in a step of some seconds
@@ -178,8 +179,8 @@ def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:
 def worked_out(plan: Plan, costs: CostModel, resume: Resume, seat: Seat) -> None:
     """Work out what is left to do for ``seat``, as a worker does."""
     held = {Seat.parse(name): unpack(packed) for name, packed in resume.held.items()}
-    for recovery in unfinished(plan, resume.committed, held):
-        assert arrange(recovery, plan, costs, held)[seat]
+    for recovery in unfinished(partial(recover, plan, costs), resume.committed, held):
+        assert recovery.program(seat)
 
 
 if __name__ == "__main__":

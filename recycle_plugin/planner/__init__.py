@@ -9,7 +9,7 @@ from recycle_plugin.planner.lower import lowered
 from recycle_plugin.planner.make import plan
 from recycle_plugin.planner.plan_error import PlanError, VerificationError
 from recycle_plugin.planner.plan_store import PlanStore
-from recycle_plugin.planner.recovery_order import arrange
+from recycle_plugin.planner.recovery import recover
 from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
@@ -17,9 +17,9 @@ __all__ = [
     "PlanError",
     "PlanStore",
     "VerificationError",
-    "arrange",
     "lowered",
     "plan",
+    "recover",
     "verify",
     "warm",
 ]

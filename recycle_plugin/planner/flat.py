@@ -8,6 +8,7 @@ are integer microseconds, all memory is in the units of ``planner.memory``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,12 +113,12 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
     reduce, step = (np.array([costs.of(op, stage) for stage in range(stages)], np.int64) for op in (Op.REDUCE, Op.STEP))
     tie = np.array([min(topology.tie(stage), default=stage) for stage in range(stages)], np.int64)
     tied = np.array([costs.of(Op.TIE, stage) if topology.tie(stage) else 0 for stage in range(stages)], np.int64)
-    cost = np.array([[costs.of(kind, stage) for stage in range(stages)] for kind in KINDS], np.int64)
+    cost = per_stage(costs)
     worker = (routing.rank + ranks * np.arange(stages)[:, None, None]).reshape(-1).astype(np.int64)
     live = np.zeros(stages * ranks, np.int64)
     rank_of = {replica: rank for rank, replica in enumerate(routing.replicas)}
     live[[seat.stage * ranks + rank_of[seat.replica] for seat in view.live]] = 1
-    forward_lag, backward_lag = _lags(costs, routing.rank.reshape(stages, ranks * per))
+    forward_lag, backward_lag = lags(costs, routing.rank.reshape(stages, ranks * per))
     return Problem(
         stages,
         per,
@@ -132,7 +133,7 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         memory(costs, policy),
         _transfers(costs),
         worker,
-        _spend(costs, cost, rank_of, stages, ranks),
+        spend(costs, cost, rank_of, stages, ranks),
         forward_lag,
         backward_lag,
         np.bincount(worker, minlength=stages * ranks),
@@ -153,16 +154,22 @@ def _transfers(costs: CostModel) -> tuple[int, int]:
     return min(costs.communication, across), across
 
 
-def _spend(costs: CostModel, cost: Array, rank_of: dict[int, int], stages: int, ranks: int) -> Array:
-    spend = np.repeat(cost, ranks, axis=1)
+def per_stage(costs: CostModel) -> Array:
+    """The time per kind of operation and stage."""
+    return np.array([[costs.of(kind, stage) for stage in range(costs.stages)] for kind in KINDS], np.int64)
+
+
+def spend(costs: CostModel, cost: Array, rank_of: Mapping[int, int], stages: int, ranks: int) -> Array:
+    """The time per kind of operation and worker.  ``cost``: per kind and stage; ``rank_of``: by replica."""
+    found = np.repeat(cost, ranks, axis=1)
     for seat, _ in costs.slowness:
         if seat.replica in rank_of and seat.stage < stages:
             here = seat.stage * ranks + rank_of[seat.replica]
-            spend[:, here] = [costs.of(kind, seat.stage, seat) for kind in KINDS]
-    return spend
+            found[:, here] = [costs.of(kind, seat.stage, seat) for kind in KINDS]
+    return found
 
 
-def _lags(costs: CostModel, rank: Array) -> tuple[Array, Array]:
+def lags(costs: CostModel, rank: Array) -> tuple[Array, Array]:
     """The time per record that its activation and its gradient spend on the way; nothing at the pipeline's ends."""
     _, across = _transfers(costs)
     hops = np.where(rank[1:] == rank[:-1], costs.communication, across).astype(np.int64)

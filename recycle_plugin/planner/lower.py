@@ -1,7 +1,7 @@
 """Lowering, from what is computed to what a worker executes: data loading and transport put around the computation, as
 the dataflow says.
 
-The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery_order.py), and of an
+The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery.py), and of an
 evaluation (planner/forwards.py).
 """
 

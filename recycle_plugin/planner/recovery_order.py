@@ -1,5 +1,4 @@
-"""The order in which a :class:`core.vocabulary.recovery_plan.RecoveryPlan` runs: list scheduling over what is left of a
-step.
+"""The order in which what is left of a step runs (planner/closure.py): event-driven list scheduling, compiled.
 
 As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once per
 failure for a part of one step, so it takes the plain rule: I before F where memory allows before W, micro-batches by
@@ -7,199 +6,187 @@ index.  Every worker finds the same order from the same inventories.  Weight gra
 (core/vocabulary/blocks.py) wait for each other.
 
 It keeps to the memory cap, which the plan's own order would not: what survivors hold comes on top of what starts anew.
-The price is time where there are many workers: 0.1 s for 32 of them, some 5 s for 1,536 (and as much again for the
-closure).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from functools import partial
-from heapq import heappop, heappush
+from typing import NamedTuple
 
-from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
-from recycle_plugin.planner.lower import BoundaryRoute, lower, send
-from recycle_plugin.planner.memory import StageMemory, memory
+import numpy as np
+from numpy.typing import NDArray
 
-Programs = Mapping[Seat, tuple[Instruction, ...]]
+from recycle_plugin.planner.compiled import compiled, inner
+from recycle_plugin.planner.greedy import B, F, I, W, pop, push
+
+Array = NDArray[np.int64]
+
+INPUT_THERE = 4  # an event: all that operation ``kind`` of a record needs is there; below it are the operations' ends
+FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, BUSY = range(5)
+"""Rows of ``tally``, per worker: sizes of its queues (of W: all ever queued, and taken), and whether it is busy."""
 
 
-def arrange(recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> Programs:
-    """The program of every live seat that carries ``recovery`` out: first what it keeps for others, then what it
-    computes, then the closing.
-
-    LOAD and transport are put around it (planner/lower.py) once somebody asks for a seat's program, since each worker
-    asks for its own only.  Raises PlanError where memory holds no micro-batch.
-    """
-    return Arranged(recovery, plan, _Order(recovery, plan, costs, held).run())
-
-
-class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
-    """The programs of a recovery plan by seat, each made when it is asked for.  ``computed``: each seat's F, I, W and B
-    in the global order.
+class RestProblem(NamedTuple):
+    """What is left of a step; arrays are int64, times in microseconds.  A record is a stage and a column, a worker a
+    stage and a replica; kinds of operation as in ``planner.greedy``.
     """
 
-    def __init__(self, recovery: RecoveryPlan, plan: Plan, computed: Mapping[Seat, list[Instruction]]) -> None:
-        self._recovery, self._plan, self._computed = recovery, plan, computed
-        self._kept: dict[Seat, list[Instruction]] = {}
-        for datum, move in sorted((datum, move) for datum, move in recovery.moves.items() if move.kept):
-            self._kept.setdefault(move.source, []).append(send(datum, move.target))
-
-    def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
-        computed = lower(self._computed[seat], self._plan.stages, partial(self._way, seat))
-        return (*self._kept.get(seat, ()), *computed, *self._recovery.closing[seat])
-
-    def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
-        """The way of a boundary tensor: ``seat`` has from before what has no move here, and what others send needs no
-        sending by it.
-        """
-        move = self._recovery.moves.get(datum)
-        if move is None:
-            return BoundaryRoute(self._plan.route[datum.stage, datum.made_of], None)
-        return BoundaryRoute(move.source, move.target if not move.kept and move.source == seat else None)
-
-    def __iter__(self) -> Iterator[Seat]:
-        return iter(self._computed)
-
-    def __len__(self) -> int:
-        return len(self._computed)
+    width: int  # records per stage
+    replicas: int  # workers per stage
+    worker: Array  # [record]
+    missing: Array  # [kind, record] how much that it needs is still to be made; -1: it does not run
+    since: Array  # [kind, record] when that is there which is on its way at the beginning
+    forward_lag: Array  # [record] between the end of F one stage up and the earliest start here
+    backward_lag: Array  # [record] between the end of I or B one stage down and the earliest start here
+    in_turn: Array  # [record] 1: the weight gradient of the next record is added behind this one's
+    for_boundary: Array  # [kind, record] 1: it leaves nothing but its boundary tensor
+    key: Array  # [record] which is taken first: the least
+    spend: Array  # [kind, worker]
+    room: Array  # [worker] memory that is free
+    activation: Array  # [stage] what an F takes
+    pending: Array  # [stage] what a pending W keeps
+    loads: Array  # [worker] records that it may work on
 
 
-class _Worker:
-    """One seat's queues of what it may do next, and how much memory it has left."""
-
-    __slots__ = ("backwards", "busy", "forwards", "room", "weights")
-
-    def __init__(self, room: int) -> None:
-        self.backwards: list[tuple] = []
-        self.forwards: list[tuple] = []
-        self.weights: deque[Instruction] = deque()
-        self.room = room
-        self.busy = False
-
-
-class _Order:
-    """An event-driven scheduler: an instruction is offered to its seat once all that it needs of the recovery plan is
-    there.
+@inner
+def less(rest, kind, record, now, events, agenda):
+    """One thing less is missing for operation ``kind`` of ``record``, which is there at ``now``; returns the number of
+    events.
     """
-
-    def __init__(self, recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> None:
-        self._recovery, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
-        self._blocks = plan.policy.blocks(plan.view.topology)
-        self._workers = {
-            seat: _Worker(_room(self._memory, seat, held[seat], recovery.step)) for seat in recovery.compute
-        }
-        self._events: list[tuple[int, int, Seat, Instruction, bool]] = []
-        self._missing: dict[tuple[Seat, Instruction], int] = {}
-        self._users: dict[Datum, tuple[Seat, Instruction]] = {}
-        self._now, self._count = 0, 0
-        self._order: dict[Seat, list[Instruction]] = {seat: [] for seat in recovery.compute}
-        self._left = sum(map(len, recovery.compute.values()))
-        made = {datum for work in recovery.compute.values() for one in work for datum in provides(one)}
-        for seat, work in sorted(recovery.compute.items()):
-            for one in work:
-                self._await(
-                    seat, one, [datum for datum in (*requires(one, plan.stages), *self._in_turn(one)) if datum in made]
-                )
-
-    def run(self) -> dict[Seat, list[Instruction]]:
-        while self._left:
-            if not self._events:
-                self._force()
-            self._now = self._events[0][0]
-            touched = []
-            while self._events and self._events[0][0] == self._now:
-                _, _, seat, one, ended = heappop(self._events)
-                self._end(seat, one) if ended else self._offer(seat, one)
-                touched.append(seat)
-            for seat in touched:
-                self._start(seat)
-        return self._order
-
-    def _in_turn(self, one: Instruction) -> Iterator[Datum]:
-        before = self._blocks.before(one.works_on)
-        if before is not None and one.op in (Op.W, Op.B):
-            yield Datum("wgrad", one.stage, before, one.step)
-
-    def _await(self, seat: Seat, one: Instruction, made: list[Datum]) -> None:
-        self._missing[seat, one] = len(made)
-        for datum in made:
-            self._users[datum] = (seat, one)
-        if not made:
-            kept = [
-                move
-                for datum in requires(one, self._costs.stages)
-                if (move := self._recovery.moves.get(datum)) and move.kept
-            ]
-            self._push(max((self._costs.transfer(move.source, seat) for move in kept), default=0), seat, one, False)
-
-    def _push(self, at: int, seat: Seat, one: Instruction, ended: bool) -> None:
-        self._count += 1
-        heappush(self._events, (at, self._count, seat, one, ended))
-
-    def _offer(self, seat: Seat, one: Instruction) -> None:
-        worker, key = self._workers[seat], (one.works_on.index, one.works_on.replica)
-        if one.op is Op.W:
-            worker.weights.append(one)
-        else:
-            heappush(worker.forwards if one.op is Op.F else worker.backwards, (*key, str(one), one))
-
-    def _end(self, seat: Seat, one: Instruction) -> None:
-        worker, (activation, pending) = self._workers[seat], self._holds(seat)
-        worker.busy = False
-        kept = pending if one not in self._recovery.boundary_only else 0
-        worker.room += {Op.F: 0, Op.I: activation - kept, Op.W: pending, Op.B: activation}[one.op]
-        for datum in provides(one):
-            if datum in self._users:
-                user, wanted = self._users[datum]
-                self._missing[user, wanted] -= 1
-                if not self._missing[user, wanted]:
-                    self._push(
-                        self._now + (self._costs.transfer(seat, user) if user != seat else 0), user, wanted, False
-                    )
-
-    def _start(self, seat: Seat) -> None:
-        worker, (activation, pending) = self._workers[seat], self._holds(seat)
-        if worker.busy:
-            return
-        if worker.backwards and (worker.room >= pending - activation or not worker.weights):
-            self._run(seat, heappop(worker.backwards)[-1])
-        elif worker.forwards and worker.room >= activation:
-            self._run(seat, heappop(worker.forwards)[-1])
-        elif worker.weights:
-            self._run(seat, worker.weights.popleft())
-
-    def _run(self, seat: Seat, one: Instruction) -> None:
-        worker = self._workers[seat]
-        worker.busy = True
-        if one.op is Op.F and one not in self._recovery.boundary_only:
-            worker.room -= self._holds(seat)[0]
-        self._order[seat].append(one)
-        self._left -= 1
-        self._push(self._now + self._costs.of(one.op, seat.stage, seat), seat, one, True)
-
-    def _force(self) -> None:
-        """Goes past the memory cap, since nobody can go on within it: what survived of the old routes and what is new
-        don't fit.
-        """
-        seat = min(
-            (seat for seat, worker in self._workers.items() if worker.forwards), key=lambda seat: (-seat.stage, seat)
-        )
-        self._run(seat, heappop(self._workers[seat].forwards)[-1])
-
-    def _holds(self, seat: Seat) -> tuple[int, int]:
-        """The memory that an activation and a pending weight gradient take."""
-        return int(self._memory.activation[seat.stage]), int(self._memory.pending[seat.stage])
+    if rest.missing[kind, record] <= 0:
+        return agenda
+    rest.missing[kind, record] -= 1
+    if rest.missing[kind, record]:
+        return agenda
+    at = max(now, rest.since[kind, record])
+    push(events, 0, agenda, (at * 2 * INPUT_THERE + INPUT_THERE + kind) * rest.worker.size + record)
+    return agenda + 1
 
 
-def _room(memory: StageMemory, seat: Seat, held: AbstractSet[Datum], step: int) -> int:
-    """The memory of a worker that is left beside what it holds of ``step``."""
-    each = {"stash": memory.activation[seat.stage], "inner": memory.pending[seat.stage]}
-    return int(memory.cap[seat.stage] - sum(each.get(datum.kind, 0) for datum in held if datum.step == step))
+@inner
+def settle(rest, kind, record, now, events, agenda):
+    """Gives memory back at the end of an operation, and says what it has made; returns the number of events."""
+    here, stage = rest.worker[record], record // rest.width
+    if kind == I:
+        rest.room[here] += rest.activation[stage] - (0 if rest.for_boundary[I, record] else rest.pending[stage])
+    elif kind == W:
+        rest.room[here] += rest.pending[stage]
+    elif kind == B:
+        rest.room[here] += rest.activation[stage]
+    if kind == F:
+        agenda = less(rest, I, record, now, events, agenda)
+        agenda = less(rest, B, record, now, events, agenda)
+        if record + rest.width < rest.worker.size:
+            below = record + rest.width
+            agenda = less(rest, F, below, now + rest.forward_lag[below], events, agenda)
+    if (kind == I or kind == B) and record >= rest.width:
+        above = record - rest.width
+        for each in (I, B):
+            agenda = less(rest, each, above, now + rest.backward_lag[above], events, agenda)
+    if kind == I:
+        agenda = less(rest, W, record, now, events, agenda)
+    if (kind == W or kind == B) and rest.in_turn[record]:
+        for each in (W, B):
+            agenda = less(rest, each, record + 1, now, events, agenda)
+    return agenda
+
+
+@inner
+def choose(rest, tally, here, stage):
+    """The kind of queue from which an idle worker takes what it begins next, or -1."""
+    weights = tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here]
+    grows = rest.pending[stage] - rest.activation[stage]
+    if tally[BACKWARDS, here] and (rest.room[here] >= grows or not weights):
+        return BACKWARDS
+    if tally[FORWARDS, here] and rest.room[here] >= rest.activation[stage]:
+        return FORWARDS
+    return WEIGHTS if weights else -1
+
+
+@inner
+def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
+    """Begins the next operation of a queue; returns its code."""
+    records, stage = rest.worker.size, here // rest.replicas
+    tally[BUSY, here] = 1
+    if waiting == WEIGHTS:
+        tally[WEIGHTS_DONE, here] += 1
+        code = W * records + queue[base[WEIGHTS, here] + tally[WEIGHTS_DONE, here] - 1]
+    else:
+        code = pop(queue, base[waiting, here], tally[waiting, here]) % (INPUT_THERE * records)
+        tally[waiting, here] -= 1
+    kind, record = code // records, code % records
+    if kind == F and not rest.for_boundary[F, record]:
+        rest.room[here] -= rest.activation[stage]
+    push(events, 0, agenda, (now + rest.spend[kind, here]) * 2 * INPUT_THERE * records + code)
+    return code
+
+
+@inner
+def force(rest, tally):
+    """Who goes past the memory cap, since nobody can go on within it: what survived of the old routes and what is new
+    don't fit.
+    """
+    for stage in range(rest.worker.size // rest.width - 1, -1, -1):
+        for here in range(stage * rest.replicas, (stage + 1) * rest.replicas):
+            if tally[FORWARDS, here]:
+                return here
+    return -1
+
+
+@compiled
+def order_rest(rest, order):
+    """Writes all operations into ``order`` by their starts, each as kind * records + record; returns how many there
+    are.  Changes ``rest.missing`` and ``rest.room``.  Costs time in proportion to the operations, times the logarithm
+    of that.
+    """
+    records, workers = rest.worker.size, rest.loads.size
+    codes = 2 * INPUT_THERE * records  # an event is time * codes + its number * records + record
+    tally, queue, base = (
+        np.zeros((5, workers), np.int64),
+        np.empty(3 * records, np.int64),
+        np.empty((3, workers), np.int64),
+    )
+    for number in range(3):
+        base[number] = number * records + np.cumsum(rest.loads) - rest.loads
+    events, agenda = np.empty(8 * records + 1, np.int64), 0
+    touched = np.empty(8 * records + 1, np.int64)
+    now, left, count = 0, 0, 0
+    for kind in range(INPUT_THERE):
+        for record in range(records):
+            left += rest.missing[kind, record] >= 0
+            if rest.missing[kind, record] == 0:
+                code = (INPUT_THERE + kind) * records + record
+                push(events, 0, agenda, rest.since[kind, record] * codes + code)
+                agenda += 1
+    while count < left:
+        if not agenda:
+            here = force(rest, tally)
+            order[count] = begin(rest, tally, queue, base, here, FORWARDS, now, events, agenda)
+            agenda, count = agenda + 1, count + 1
+            continue
+        now, touches = events[0] // codes, 0
+        while agenda and events[0] // codes == now:
+            code = pop(events, 0, agenda) % codes
+            agenda -= 1
+            kind, record = code // records, code % records
+            here = rest.worker[record]
+            if kind < INPUT_THERE:
+                tally[BUSY, here] = 0
+                agenda = settle(rest, kind, record, now, events, agenda)
+            elif kind == INPUT_THERE + W:
+                queue[base[WEIGHTS, here] + tally[WEIGHTS, here]] = record
+                tally[WEIGHTS, here] += 1
+            else:
+                kind -= INPUT_THERE
+                waiting = FORWARDS if kind == F else BACKWARDS
+                key = rest.key[record] * INPUT_THERE * records + kind * records + record
+                push(queue, base[waiting, here], tally[waiting, here], key)
+                tally[waiting, here] += 1
+            touched[touches] = here
+            touches += 1
+        for touch in range(touches):
+            here = touched[touch]
+            waiting = -1 if tally[BUSY, here] else choose(rest, tally, here, here // rest.replicas)
+            if waiting >= 0:
+                order[count] = begin(rest, tally, queue, base, here, waiting, now, events, agenda)
+                agenda, count = agenda + 1, count + 1
+    return count

@@ -18,6 +18,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner.bounds import bound
 from recycle_plugin.planner.make import plan, prepare, solve
+from recycle_plugin.planner.recovery import recover
 from recycle_plugin.planner.search import climbed
 
 
@@ -42,7 +43,9 @@ def warm() -> None:
 def _run() -> None:
     view = Topology(2, 2, 2).full().without(Seat(0, 1))
     costs = CostModel.uniform(2, communication=1)
-    _ = plan(view, costs, Policy()).digest
+    planned = plan(view, costs, Policy())
+    _ = planned.digest
+    recover(planned, costs, 1, dict.fromkeys(view.live, frozenset())).program(Seat(0, 0))
     problem = prepare(view, costs, Policy())
     climbed(problem, solve(problem)[0], bound(problem) - 1, 1, 1)
 

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from recycle_plugin import planner
 from recycle_plugin.core.coordinator import departures
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.complaints import Complaints
@@ -39,7 +39,8 @@ from recycle_plugin.lab.simulator import arithmetic, cluster
 from recycle_plugin.lab.simulator import simulated_worker as worker
 from recycle_plugin.lab.simulator.numbers import Numbers
 from recycle_plugin.lab.simulator.state_dump import load
-from recycle_plugin.planner import recovery_order as recovery
+from recycle_plugin.planner.closure import Holdings
+from recycle_plugin.planner.recovery import Recovery
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -91,9 +92,7 @@ def changed(monkeypatch, owner: type, name: str, change: Callable) -> None:
     monkeypatch.setattr(owner, name, lambda self, *given, **named: change(self, before, *given, **named))
 
 
-def changed_recovery_plans(
-    monkeypatch, change: Callable[[recovery_plan.RecoveryPlan], recovery_plan.RecoveryPlan]
-) -> None:
+def changed_recovery_plans(monkeypatch, change: Callable[[Recovery], Recovery]) -> None:
     """Every worker works out other rests of the unfinished steps."""
     monkeypatch.setattr(
         training_loop, "unfinished", lambda *given: tuple(map(change, recovery_plan.unfinished(*given)))
@@ -103,9 +102,9 @@ def changed_recovery_plans(
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
-    def unfinished(plan, committed, held, *more):
+    def unfinished(recover, committed, held, *more):
         return recovery_plan.unfinished(
-            plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, *more
+            recover, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, *more
         )
 
     monkeypatch.setattr(training_loop, "unfinished", unfinished)
@@ -125,15 +124,9 @@ mistake("a stage does not roll forward", seen=74)(
 @mistake("a weight gradient is left out", seen=2)
 def left_out(monkeypatch) -> None:
     def change(recovery):
-        seat = next(
-            (seat for seat, work in sorted(recovery.compute.items()) if any(one.op is Op.W for one in work)), None
-        )
-        if seat is None:
-            return recovery
-        dropped = next(one for one in recovery.compute[seat] if one.op is Op.W)
-        return replace(
-            recovery, compute=recovery.compute | {seat: tuple(one for one in recovery.compute[seat] if one != dropped)}
-        )
+        weight = recovery.rest.weight.copy()
+        weight.flat[np.flatnonzero(weight)[:1]] = False
+        return replace(recovery, rest=replace(recovery.rest, weight=weight))
 
     changed_recovery_plans(monkeypatch, change)
 
@@ -397,33 +390,22 @@ def order_of_arrival(self, before, brought):
     return functools.reduce(lambda found, total: arithmetic.added(found, total, self._scenario.ordered), totals, 0)
 
 
-@instead("a block that a worker has begun goes on with another", recovery_plan._Closure, "_seat_of", seen=243)
-def homeless(self, stage, micro_batch):
-    found = [self._where.get(Datum(kind, stage, micro_batch, self._step)) for kind in ("inner", "stash")]
-    return next((seats[0] for seats in found if seats), self._plan.route[stage, micro_batch])
+@around("a block that a worker has begun goes on with another", Holdings, "__init__", seen=243)
+def homeless(self, before, plan, step, held) -> None:
+    before(self, plan, step, held)
+    inner, stash = self.made("inner"), self.made("stash")
+    route = np.frombuffer(plan.route.data, np.int32).reshape(inner.shape)
+    self.home = np.where(inner >= 0, inner, np.where(stash >= 0, stash, route))
 
 
-@mistake("what is left of a block is added in another order", seen=15)
-def turned_round(monkeypatch) -> None:
-    arranged = planner.arrange
-
-    def changed(recovery, plan, costs, held):
-        def turned(program):
-            last = iter(
-                sorted((one for one in program if one.op is Op.W), key=lambda one: one.micro_batch, reverse=True)
-            )
-            return tuple(next(last) if one.op is Op.W else one for one in program)
-
-        return {
-            seat: turned(program)
-            if all(
-                Datum("inner", one.stage, one.micro_batch, one.step) in held[seat] for one in program if one.op is Op.W
-            )
-            else program
-            for seat, program in arranged(recovery, plan, costs, held).items()
-        }
-
-    monkeypatch.setattr(planner, "arrange", changed)
+@around("what is left of a block is added in another order", Recovery, "computed", seen=15)
+def turned_round(self, before, seat):
+    program = before(self, seat)
+    weights = [one for one in program if one.op is Op.W]
+    if {one.micro_batch for one in weights} & {one.micro_batch for one in program if one.op is Op.I}:
+        return program
+    last = iter(sorted(weights, key=lambda one: one.micro_batch, reverse=True))
+    return tuple(next(last) if one.op is Op.W else one for one in program)
 
 
 # --- rejected steps -----------------------------------------------------------------------------------
@@ -453,7 +435,7 @@ around("one stage's part of a tied gradient is left out", Numbers, "over_tie", s
 
 
 @instead("a tied gradient is made again by those alone who lack it", training_loop, "unfinished", seen=106)
-def by_those_who_lack_it(plan, committed, held, *more):
+def by_those_who_lack_it(recover, committed, held, *more):
     def change(recovery):
         has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, recovery.step) in have}
         closing = {
@@ -462,7 +444,7 @@ def by_those_who_lack_it(plan, committed, held, *more):
         }
         return replace(recovery, closing=closing)
 
-    return tuple(map(change, recovery_plan.unfinished(plan, committed, held, *more)))
+    return tuple(map(change, recovery_plan.unfinished(recover, committed, held, *more)))
 
 
 instead("a tied weight is in the norm once for each stage", Numbers, "share", seen=15)(
@@ -524,16 +506,13 @@ around(
 )(lambda self, before, after, valid_from: before(self, after + 1, valid_from))
 
 
-@around("what survivors keep for others is not sent", recovery.Arranged, "__init__", seen=5)
-def kept_for_nobody(self, before, *given):
-    before(self, *given)
-    self._kept.clear()
+instead("what survivors keep for others is not sent", Recovery, "_kept", seen=5)(lambda self, seat: ())
 
 
-@around("what is run again for its boundary tensor goes to whom the plan names", recovery.Arranged, "_way", seen=64)
+@around("what is run again for its boundary tensor goes to whom the plan names", Recovery, "_way", seen=64)
 def to_the_plans(self, before, seat, datum):
-    made, stage = before(self, seat, datum), goes_to(datum, self._plan.stages)
-    return made if made.target is None else made._replace(target=self._plan.route[stage, datum.micro_batch])
+    made, stage = before(self, seat, datum), goes_to(datum, self.plan.stages)
+    return made if made.target is None else made._replace(target=self.plan.route[stage, datum.micro_batch])
 
 
 # --- ends and goodbyes --------------------------------------------------------------------------------

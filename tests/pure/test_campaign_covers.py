@@ -44,7 +44,7 @@ def test_every_module_of_the_protocol_runs(ran: set[str], part: str) -> None:
 
 
 def test_plans_are_made_as_in_a_job(ran: set[str]) -> None:
-    assert ran >= {f"recycle_plugin.planner.{name}" for name in ("forwards", "lower", "recovery_order", "make")}
+    assert ran >= {f"recycle_plugin.planner.{name}" for name in ("forwards", "lower", "recovery", "closure", "make")}
 
 
 def test_nothing_that_needs_torch_is_run(ran: set[str]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -19,11 +20,12 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.machine_constants import by_name
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.recovery_plan import Torn, plan_recovery, unfinished
+from recycle_plugin.core.vocabulary.recovery_plan import Torn, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
-from recycle_plugin.planner import arrange, lowered, plan
-from tests.support.planned import costs, jobs, policies
+from recycle_plugin.planner import lowered, plan, recover
+from tests.support import recovered
+from tests.support.planned import costs, jobs, policies, wide_jobs
 
 SHAPE = Topology(3, 4, 6)
 COSTS = CostModel.uniform(4)
@@ -54,9 +56,9 @@ def start(planned) -> dict[Seat, set[Datum]]:
 def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
     view, costs, policy = job
     planned = plan(view, costs, policy)
-    assert unfinished(planned, STEP - 1, start(planned)) == ()
-    recovery = plan_recovery(planned, STEP, start(planned))
-    assert not recovery.undo and not recovery.holders and not recovery.boundary_only
+    assert unfinished(partial(recover, planned, costs), STEP - 1, start(planned)) == ()
+    recovery = recover(planned, costs, STEP, start(planned))
+    assert not recovery.undo and not recovery.holders
     split = (
         lambda one: {one}
         if one.op is not Op.B or not policy.split_backward
@@ -64,7 +66,7 @@ def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
     )
     for seat, program in planned.programs.items():
         expected = {part for one in program if one.op in COMPUTE for part in split(one.at(STEP))}
-        assert set(recovery.compute[seat]) == expected
+        assert set(recovery.computed(seat)) == expected and not recovery.boundary_only(seat)
         assert [one.op for one in recovery.closing[seat]] == [one.op for one in program if one.op not in COMPUTE]
 
 
@@ -81,9 +83,9 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
     blocks = policy.blocks(view.topology)
     counted = _run(programs, held, view.topology, wanted, defaultdict(int), blocks)
-    recovery = plan_recovery(planned, STEP, held)
+    recovery = recover(planned, costs, STEP, held)
     _run(
-        {seat: list(program) for seat, program in arrange(recovery, planned, costs, held).items()},
+        {seat: list(recovery.program(seat)) for seat in planned.programs},
         held,
         view.topology,
         None,
@@ -92,6 +94,34 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     )
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
+
+
+@given(jobs() | wide_jobs(), st.data())
+@settings(max_examples=200)
+def test_arrays_come_to_what_is_found_object_by_object(job, drawn) -> None:
+    """Where all workers have stopped anywhere, then one is lost and the next plan has other routes."""
+    view, costs, policy = job
+    planned = plan(view, costs, policy)
+    held, programs = start(planned), {seat: list(lowered(planned, seat, STEP)) for seat in planned.programs}
+    wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
+    _run(programs, held, view.topology, wanted, defaultdict(int), policy.blocks(view.topology))
+    able = sorted(seat for seat in view.live if len(view.live_replicas(seat.stage)) > 1)
+    if able and drawn.draw(st.booleans()):
+        view = view.without(drawn.draw(st.sampled_from(able)))
+        planned, held = plan(view, costs, policy), {seat: held[seat] for seat in view.live}
+    found = recover(planned, costs, STEP, held)
+    expected = recovered.plan_recovery(planned, STEP, held)
+    assert (found.undo, found.holders) == (expected.undo, expected.holders)
+    assert {seat: found.program(seat) for seat in view.live} == recovered.programs(expected, planned, costs, held)
+    assert frozenset().union(*map(found.boundary_only, view.live)) == expected.boundary_only
+    for stage in range(planned.stages):
+        forwards = [
+            (one.micro_batch, seat)
+            for seat, work in expected.compute.items()
+            for one in work
+            if one.op is Op.F and one.stage == stage
+        ]
+        assert found.forwards(stage) == dict(forwards)
 
 
 @st.composite
@@ -126,14 +156,14 @@ def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
         view = view.without(drawn.draw(st.sampled_from(able)))
         planned = plan(view, model, policy)
         held = {seat: held[seat] for seat in view.live}
-        if unfinished(planned, STEP - 1, held) == () and any(
+        if unfinished(partial(recover, planned, model), STEP - 1, held) == () and any(
             Datum("params", seat.stage, None, STEP + 1) in held[seat] for seat in held
         ):
             return  # applied by all who are left
-        recovery = plan_recovery(planned, STEP, held)
+        recovery = recover(planned, model, STEP, held)
         for seat in recovery.undo:
             held[seat] ^= {Datum("params", seat.stage, None, step) for step in (STEP, STEP + 1)}
-        programs = {seat: list(program) for seat, program in arrange(recovery, planned, model, held).items()}
+        programs = {seat: list(recovery.program(seat)) for seat in view.live}
     counted = defaultdict(
         int, {(datum.stage, datum.micro_batch): 1 for have in held.values() for datum in have if datum.kind == "wgrad"}
     )
@@ -152,7 +182,7 @@ def test_a_weight_gradient_that_is_ready_waits_for_those_before_it_in_its_block(
     held[home] |= {Datum("stash", 1, MicroBatch(0, 0), STEP)} | {
         Datum(kind, 1, MicroBatch(0, index), STEP) for index in range(1, 12) for kind in ("inner", "grad")
     }
-    program = arrange(plan_recovery(planned, STEP, held), planned, CostModel.uniform(2), held)[home]
+    program = recover(planned, CostModel.uniform(2), STEP, held).program(home)
     assert [one.micro_batch for one in program if one.op is Op.W] == [MicroBatch(0, index) for index in range(12)]
 
 
@@ -168,7 +198,7 @@ def test_a_block_that_is_not_added_in_order_by_one_worker_is_refused(wrong) -> N
         match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, and what its block adds before it "
         r"is not",
     ):
-        plan_recovery(planned, STEP, held)
+        recover(planned, COSTS, STEP, held)
 
 
 def _run(programs, held, shape, wanted, counted, blocks):
@@ -229,7 +259,7 @@ def test_the_same_gradient_in_two_sums_is_refused() -> None:
     for seat in (Seat(0, 2), Seat(1, 2)):
         held[seat].add(Datum("wgrad", 2, MicroBatch(0, 3), STEP))
     with pytest.raises(Torn, match=r"micro-batch 0\.3 on stage 2, step 7, is in the sums of seats 0\.2, 1\.2"):
-        plan_recovery(planned, STEP, held)
+        recover(planned, COSTS, STEP, held)
 
 
 @pytest.mark.parametrize("block", (1, 2))
@@ -242,13 +272,12 @@ def test_who_has_most_of_a_block_goes_on_with_it(block, most, least) -> None:
     held[most].add(Datum("inner", 2, one, STEP))
     if block == 2:
         held[most].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
-    recovery = plan_recovery(planned, STEP, held)
+    recovery = recover(planned, COSTS, STEP, held)
     assert {
-        seat: [str(work) for work in works if work.micro_batch == one and work.op is Op.W]
-        for seat, works in recovery.compute.items()
-        if seat in (most, least)
+        seat: [str(work) for work in recovery.computed(seat) if work.micro_batch == one and work.op is Op.W]
+        for seat in (most, least)
     } == {most: ["2W0.1@7"], least: []}
-    assert not any(work.op is Op.I and work.stage == 2 and work.micro_batch == one for work in recovery.compute[least])
+    assert not any(work.op is Op.I and work.micro_batch == one for work in recovery.computed(least))
 
 
 def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
@@ -258,9 +287,9 @@ def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
         for seat in planned.programs
     }
     held[Seat(1, 1)] = {Datum("params", 1, None, STEP)}
-    recovery = plan_recovery(planned, STEP, held)
+    recovery = recover(planned, COSTS, STEP, held)
     assert recovery.holders == {1: Seat(2, 1)} and not recovery.undo
-    assert not any(recovery.compute.values())
+    assert not any(recovery.computed(seat) for seat in planned.programs)
     assert [one.op for one in recovery.closing[Seat(1, 1)]] == [
         Op.REDUCE,
         Op.STEP,

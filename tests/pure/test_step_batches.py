@@ -19,10 +19,9 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.recovery_plan import plan_recovery
 from recycle_plugin.core.vocabulary.step_batches import LiveShare, StepBatches
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.planner import PlanError, PlanStore, lowered, plan, verify
+from recycle_plugin.planner import PlanError, PlanStore, lowered, plan, recover, verify
 from tests.support.membership import said
 
 FULL, LEFT, SHAPE = StepBatches.full(3), (0, 2), Topology(3, 2, 2)
@@ -97,10 +96,11 @@ def test_with_a_void_sum_goes_what_is_in_it_and_other_sums_stay():
 
 
 def test_what_is_left_of_a_void_step_is_added_up_again_without_the_lost():
-    given = plan(SHAPE.full().without(Seat(1, 0), Seat(1, 1)), CostModel.uniform(2), Policy(shrinks=True))
+    costs = CostModel.uniform(2)
+    given = plan(SHAPE.full().without(Seat(1, 0), Seat(1, 1)), costs, Policy(shrinks=True))
     batches = FULL.changed(LEFT, STEP - 1, survivors(SUM[1]), 2)
-    recovery = plan_recovery(given, STEP, batches.counting(survivors(SUM[1])), batches)
-    computed = {str(one.micro_batch) for work in recovery.compute.values() for one in work}
+    recovery = recover(given, costs, STEP, batches.counting(survivors(SUM[1])), batches)
+    computed = {str(one.micro_batch) for seat in given.programs for one in recovery.computed(seat)}
     assert computed <= {"0.0", "0.1", "2.0", "2.1"} and not recovery.holders and not recovery.undo
     assert all(closing[0].op is Op.REDUCE for closing in recovery.closing.values())
 

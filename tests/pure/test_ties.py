@@ -11,10 +11,9 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.recovery_plan import plan_recovery
 from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.lab.simulator import predict
-from recycle_plugin.planner import plan
+from recycle_plugin.planner import plan, recover
 from tests.support.planned import EXAMPLE, LOST, UNIT
 
 ENDS = replace(EXAMPLE, ties=((0, 3),))
@@ -71,8 +70,8 @@ def held_by(planned, *kinds: str) -> dict[Seat, set[Datum]]:
 
 
 def closing(planned, held) -> dict[Seat, list[Op]]:
-    recovery = plan_recovery(planned, STEP, held)
-    assert not any(recovery.compute.values()) and not recovery.undo
+    recovery = recover(planned, UNIT, STEP, held)
+    assert not any(map(recovery.computed, planned.programs)) and not recovery.undo
     return {seat: [one.op for one in ops] for seat, ops in recovery.closing.items()}
 
 

@@ -1,7 +1,8 @@
 """Dependencies, stated once: what an instruction needs, uses up and leaves behind.
 
-Scheduler, verifier, simulator, the runtime's waits, recovery (core/vocabulary/recovery_plan.py) and the trace's arrows
-are all derived from ``requires``, ``consumes`` and ``provides``.  A datum carries its step, because with staggered
+Simulator, lowering, the runtime's waits and the trace's arrows are all derived from ``requires``, ``consumes`` and
+``provides``; what the planner says of them in arrays is compared with these (planner/verify.py for plans, and for
+planner/closure.py the tests).  A datum carries its step, because with staggered
 stages two steps are in flight and an activation of step k must never be taken for one of k+1.
 """
 

@@ -43,7 +43,6 @@ from itertools import count
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, Torn
 from recycle_plugin.core.vocabulary.topology import ClusterView
@@ -191,10 +190,7 @@ def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatc
     recovery = iterator_state.recovery_plans.get(step)
     if recovery is None:
         return {(stage, micro_batch): plan.route[stage, micro_batch] for stage in ends for micro_batch in plan.batch}
-    forwards = (
-        (seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends
-    )
-    return {(one.stage, one.works_on): seat for seat, one in forwards}
+    return {(stage, one): seat for stage in ends for one, seat in recovery.forwards(stage).items()}
 
 
 def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]:

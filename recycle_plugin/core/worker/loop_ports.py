@@ -150,8 +150,12 @@ class Planner(Protocol):
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         """The program of ``seat`` in ``plan`` for ``step``, with its sends, receives and loads."""
 
-    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]:
-        """The program of every live seat that carries ``recovery`` out, given what each of them holds."""
+    def recover(
+        self, plan: Plan, batches: StepBatches, step: int, held: Held, also_back: frozenset[Seat] = frozenset()
+    ) -> RecoveryPlan:
+        """What is left of ``step``, whose micro-batches are those of ``batches``, as core.vocabulary.recovery_plan has
+        it.
+        """
 
 
 class LoopPort(Protocol):

@@ -12,6 +12,7 @@ whose waits block, drains it (runtime/worker/blocking_loop.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Generation, Resume
@@ -395,17 +396,17 @@ class TrainingLoop:
             reported = resume.batches.counting(reported)
             self._runner.without(resume.batches)
         held = reported
-        left = unfinished(plan, resume.committed, held, resume.rejected, self._batches)
+        recover = partial(self._planner.recover, plan, self._batches)
+        left = unfinished(recover, resume.committed, held, resume.rejected)
         recovery_plans = {recovery.step: recovery for recovery in left}
         self._recovery_plans, undo = {}, False
         if resume.norm is not None:
             self._runner.record_norm(resume.committed + 1, resume.norm)
         for recovery in recovery_plans.values():
-            program = self._planner.arrange(recovery, plan, held)[self.seat]
             self._recovery_plans[recovery.step] = StepProgram(
                 recovery.step,
-                program,
-                recovery.boundary_only,
+                recovery.program(self.seat),
+                recovery.boundary_only(self.seat),
                 recovery.holders.get(self.seat.stage),
                 resumed=True,
                 share=self._batches.share(recovery.step),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from recycle_plugin import planner
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -11,6 +9,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.loop_ports import Slowness
 
@@ -33,6 +32,8 @@ class SharedPlanner:
         """The program of ``seat`` in ``plan`` for ``step``."""
         return planner.lowered(plan, seat, step)
 
-    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Any:
-        """The program of every live seat that carries ``recovery`` out."""
-        return planner.arrange(recovery, plan, self._costs, held)
+    def recover(
+        self, plan: Plan, batches: StepBatches, step: int, held: Held, also_back: frozenset[Seat] = frozenset()
+    ) -> RecoveryPlan:
+        """What is left of ``step``."""
+        return planner.recover(plan, self._costs, step, held, batches, also_back)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from recycle_plugin import planner
@@ -162,9 +163,9 @@ class SimulatedJob:
                 _take_back(state, seat, first - 1)
             return state, sum(left.stepped[seat] >= first for seat in live)
         held: Held = {seat: frozenset(have.held()) for seat, have in state.store.items()}
-        recovery_plans = unfinished(plan, first - 1, held)
+        recovery_plans = unfinished(partial(planner.recover, plan, self.costs), first - 1, held)
         for recovery in recovery_plans:
-            state.recovery_plans[recovery.step] = planner.arrange(recovery, plan, self.costs, held)
+            state.recovery_plans[recovery.step] = {seat: recovery.program(seat) for seat in live}
             held = surviving(held, recovery)
             for seat in recovery.undo:
                 state.store[seat].undo(recovery.step)

@@ -19,6 +19,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
 Hosts = list[list[Seat]]
@@ -101,5 +102,7 @@ class WorkerPlanner:
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lowered(plan, seat, step)
 
-    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> planner.recovery_order.Programs:
-        return planner.arrange(recovery, plan, self._costs, held)
+    def recover(
+        self, plan: Plan, batches: StepBatches, step: int, held: Held, also_back: frozenset[Seat] = frozenset()
+    ) -> RecoveryPlan:
+        return planner.recover(plan, self._costs, step, held, batches, also_back)

@@ -1,0 +1,198 @@
+"""What is left of a step after a failure: the backward closure of what is missing, over arrays.
+
+To finish a step every live worker needs its stage's reduced gradient, and that needs every micro-batch's weight
+gradient.  What of these survived, on whichever live worker, stays as it is.  What has to run is found through the
+dependencies that ``core.vocabulary.dataflow`` states: a weight gradient needs what its input gradient left, that needs
+the stash and the gradient from one stage down, and so on, until something is met that a live worker holds.  Backwards
+depend on the stages behind theirs and forwards on those before, so one pass up and one down over the stages find all.
+
+In exact mode weight gradients are in the sums of blocks (core/vocabulary/blocks.py).  A block that a live worker has
+begun goes on there, in order; one whose worker has died is made again, all of it, by one worker.
+
+All arrays are by stage and *column*, the number of a micro-batch among all of a step; a worker is named by the number
+of its replica, which is -1 for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.recovery_plan import Held, Torn
+
+Array = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+MADE_OF_BLOCK = ("wgrad", "inner", "stash")  # what of it is only with its worker, most of it first
+AWAY = {"act": -1, "grad": 1}  # where a boundary tensor is made, seen from the stage that uses it
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What has to run of a step.  ``home``: who works on each micro-batch, int64.  Masks: ``forward``, ``whole`` (a
+    backward for its weights' sake), ``boundary`` (one that makes a gradient for the stage before only) and ``weight``
+    (a weight gradient by itself, whose input gradient survived, or all where backwards are ``split``).
+
+    ``sent``: by kind, the boundary tensors that their users lack; ``kept``: by kind, who has each of these from before,
+    int64, and -1 where it is made again.  ``holds``: by "stash" and "inner", how many of these each worker has, by
+    stage and replica.
+    """
+
+    split: bool
+    home: Array
+    forward: Mask
+    whole: Mask
+    boundary: Mask
+    weight: Mask
+    sent: dict[str, Mask]
+    kept: dict[str, Array]
+    holds: dict[str, Array]
+
+    @property
+    def backward(self) -> Mask:
+        """Whatever makes a gradient for the stage before."""
+        return self.whole | self.boundary
+
+    @property
+    def forward_only(self) -> Mask:
+        """The forwards that make an activation for the stage behind only."""
+        return self.forward & ~self.backward
+
+    def runs(self, op: Op) -> Mask:
+        """Where F, I, W or B runs."""
+        fused = self.whole & (not self.split)
+        return {Op.F: self.forward, Op.I: self.backward & ~fused, Op.W: self.weight, Op.B: fused}[op]
+
+
+class Holdings:
+    """What live workers hold of ``step``, as arrays.  Costs time in proportion to that."""
+
+    def __init__(self, plan: Plan, step: int, held: Held) -> None:
+        shape = plan.view.topology
+        self._size = (shape.stages, shape.replicas * shape.micro_batches)
+        self._replicas = shape.replicas
+        self._rows = _rows(held, step, shape.micro_batches)
+        column, block = np.arange(self._size[1]), plan.policy.blocks(shape).size
+        self.first: Array = column - column % shape.micro_batches % block  # of the block, for each column
+        self.begun = self._begun()
+        route = np.frombuffer(plan.route.data, np.int32).reshape(self._size).astype(np.int64)
+        self.home: Array = np.where(self.begun < 0, route, self.begun)
+
+    def _begun(self) -> Array:
+        """Who has most of each micro-batch's block, where somebody has begun it.
+
+        A stash may be left of what was run for its boundary tensor only.
+        """
+        best = np.full(self._size, len(MADE_OF_BLOCK) * self._replicas)
+        for order, kind in enumerate(MADE_OF_BLOCK):
+            at, who, stage, column = self._rows[kind]
+            own = at == stage
+            np.minimum.at(best, (stage[own], self.first[column[own]]), order * self._replicas + who[own])
+        best = best[:, self.first]
+        return np.where(best < len(MADE_OF_BLOCK) * self._replicas, best % self._replicas, -1)
+
+    def at_home(self, kind: str) -> Mask:
+        """Whether the worker that uses it has it, by the user's stage."""
+        found = np.zeros(self._size, bool)
+        at, who, stage, column = self._rows[kind]
+        mine = (stage == at + AWAY.get(kind, 0)) & (self.home[at, column] == who)
+        found[at[mine], column[mine]] = True
+        return found
+
+    def made(self, kind: str) -> Array:
+        """The first worker that has it of those of the stage that makes it."""
+        found = np.full(self._size, self._replicas)
+        at, who, stage, column = self._rows[kind]
+        own = at == stage
+        np.minimum.at(found, (stage[own], column[own]), who[own])
+        return np.where(found == self._replicas, -1, found)
+
+    def count(self, kind: str) -> Array:
+        """How many of them each worker has, by stage and replica."""
+        at, who, _, _ = self._rows[kind]
+        found = np.zeros((self._size[0], self._replicas), np.int64)
+        np.add.at(found, (at, who), 1)
+        return found
+
+    def sums(self, stage: int, column: int) -> list[Seat]:
+        """The seats in whose sums the weight gradient of a micro-batch is."""
+        at, who, of, columns = self._rows["wgrad"]
+        return [Seat(int(one), stage) for one in sorted(who[(at == stage) & (of == stage) & (columns == column)])]
+
+    def counted(self) -> Array:
+        """In how many sums each weight gradient is."""
+        at, _, stage, column = self._rows["wgrad"]
+        found, own = np.zeros(self._size, np.int64), at == stage
+        np.add.at(found, (stage[own], column[own]), 1)
+        return found
+
+
+def _rows(held: Held, step: int, per: int) -> dict[str, tuple[Array, Array, Array, Array]]:
+    """By kind, of each datum: stage and replica of who has it, its own stage, its column."""
+    rows: dict[str, list[tuple[int, int, int, int]]] = {kind: [] for kind in (*MADE_OF_BLOCK, *TRAVELS)}
+    for seat, have in held.items():
+        for kind, stage, micro_batch, of in have:
+            if of == step and micro_batch is not None and kind in rows:
+                rows[kind].append((seat.stage, seat.replica, stage, micro_batch.replica * per + micro_batch.index))
+    found = {kind: np.array(each, np.int64).reshape(-1, 4) for kind, each in rows.items()}
+    return {kind: (each[:, 0], each[:, 1], each[:, 2], each[:, 3]) for kind, each in found.items()}
+
+
+def closure(plan: Plan, step: int, held: Held, whose: Collection[int], stages: Collection[int]) -> Rest:
+    """The least work that gives each of ``stages`` the weight gradients of all micro-batches of the replicas ``whose``,
+    given what live workers hold of ``step``.
+
+    What has to start from its forward runs where ``plan`` routes it.  Costs time in proportion to the data held, and to
+    the micro-batches of all stages.  Raises :class:`Torn` where the survivors' data contradicts itself.
+    """
+    holdings, shape = Holdings(plan, step, held), plan.view.topology
+    home, counted = holdings.home, holdings.counted()
+    size = home.shape
+    in_batch = np.isin(np.arange(size[1]) // shape.micro_batches, list(whose))
+    wanted = np.zeros(size, bool)
+    wanted[list(stages)] = in_batch
+    _check(holdings, step, shape.micro_batches, wanted, counted)
+    missing = wanted & (counted == 0)
+    inner = holdings.at_home("inner")
+    whole, boundary, forward = missing & ~inner, np.zeros(size, bool), np.zeros(size, bool)
+    sent = {kind: np.zeros(size, bool) for kind in TRAVELS}
+    kept = {kind: holdings.made(kind) for kind in TRAVELS}
+    lacks = {kind: ~holdings.at_home(kind) for kind in TRAVELS}
+    for stage in range(1, size[0]):
+        sent["grad"][stage] = (whole | boundary)[stage - 1] & lacks["grad"][stage - 1]
+        boundary[stage] = sent["grad"][stage] & (kept["grad"][stage] < 0) & ~whole[stage]
+    forward |= (whole | boundary) & ~holdings.at_home("stash")
+    for stage in range(size[0] - 2, -1, -1):
+        sent["act"][stage] = forward[stage + 1] & lacks["act"][stage + 1]
+        forward[stage] |= sent["act"][stage] & (kept["act"][stage] < 0)
+    split = plan.policy.split_backward
+    holds = {kind: holdings.count(kind) for kind in ("stash", "inner")}
+    return Rest(split, home, forward, whole, boundary, missing if split else missing & inner, sent, kept, holds)
+
+
+def _check(holdings: Holdings, step: int, per: int, wanted: Mask, counted: Array) -> None:
+    """Raises :class:`Torn` where a weight gradient is in two sums, or in one that lacks what its block adds before."""
+    twice = wanted & (counted > 1)
+    gaps = wanted & (counted == 0)
+    gaps_before = np.cumsum(gaps, axis=1) - gaps
+    before = gaps_before > gaps_before[:, holdings.first]
+    alone = wanted & (counted == 1) & (before | (holdings.made("wgrad") != holdings.begun))
+    for stage, place in np.argwhere(twice | alone)[:1].tolist():
+        seats = holdings.sums(stage, place)
+        how = (
+            f"is in the sums of seats {', '.join(map(str, seats))}, and would be counted twice"
+            if twice[stage, place]
+            else f"is in the sum of seat {seats[0]}, and what its block adds before it is not"
+        )
+        raise Torn(
+            f"the weight gradient of micro-batch {MicroBatch(place // per, place % per)} on stage {stage}, "
+            f"step {step}, {how}: this is a mistake of the plugin; go on from the last checkpoint, and report it with "
+            "the run's events.jsonl"
+        )

@@ -1,0 +1,178 @@
+"""Recovery plans: what has to run again after a failure, and nothing else, in an order that can't deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.recovery_plan import Held
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
+from recycle_plugin.planner.closure import Rest, closure
+from recycle_plugin.planner.flat import KINDS
+from recycle_plugin.planner.lower import BoundaryRoute, lower, send
+from recycle_plugin.planner.recovery_order import order_rest
+from recycle_plugin.planner.rest_problem import rest_problem
+
+
+def recover(
+    plan: Plan,
+    costs: CostModel,
+    step: int,
+    held: Held,
+    batches: StepBatches | None = None,
+    also_back: frozenset[Seat] = frozenset(),
+) -> Recovery:
+    """The least work that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
+
+    ``batches``: whose micro-batches the step has, where that is not all; ``also_back``: who has to take the step back
+    whatever else is found.  Costs time in proportion to the data held and the micro-batches of all stages.  Raises
+    :class:`core.vocabulary.recovery_plan.Torn` where the survivors' data contradicts itself.
+    """
+    members = plan.view.live | held.keys()  # who is joining holds something, and is given no work
+    holders, lacking = _sums(plan, step, held, members)
+    whose = range(plan.view.topology.replicas) if batches is None else batches.of(step)
+    rest = closure(plan, step, held, whose, [stage for stage in lacking if stage not in holders])
+    stepped = frozenset(seat for seat, have in held.items() if of_layers("params", seat, step + 1) in have)
+    reads = rest.forward | rest.backward  # the parameters as they were
+    readers = {
+        Seat(replica, stage) for stage in range(plan.stages) for replica in set(rest.home[stage][reads[stage]].tolist())
+    }
+    undo = stepped & readers
+    closing = _closing(plan, step, held, lacking, held.keys() - stepped | undo)
+    return Recovery(plan, costs, step, rest, closing, holders, undo | also_back)
+
+
+def _sums(plan: Plan, step: int, held: Held, members: Collection[Seat]) -> tuple[dict[int, Seat], list[int]]:
+    """By stage, who has the reduced gradient, where others lack it; and the stages in which somebody does."""
+    holders: dict[int, Seat] = {}
+    lacking: set[int] = set()
+    for seat in sorted(members):
+        if of_layers("reduced", seat, step) in held[seat]:
+            holders.setdefault(seat.stage, seat)
+        else:
+            lacking.add(seat.stage)
+    return {stage: seat for stage, seat in holders.items() if stage in lacking}, sorted(lacking)
+
+
+def _closing(
+    plan: Plan, step: int, held: Held, lacking: Collection[int], behind: Collection[Seat]
+) -> dict[Seat, tuple[Instruction, ...]]:
+    """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by nobody,
+    and STEP, by who is ``behind``.
+
+    Where somebody has stepped the norm was told to all, and VALIDATE finds it there (core/messages/contributions.py):
+    nobody waits for one again.
+    """
+    untied = {seat.stage for seat, have in held.items() if of_layers("tied", seat, step) not in have}
+    apart = {stage for tie in plan.view.topology.ties if untied.intersection(tie) for stage in tie}
+    closing: dict[Seat, tuple[Instruction, ...]] = {}
+    for seat in held:
+        runs = {
+            Op.REDUCE: seat.stage in lacking,
+            Op.TIE: seat.stage in apart,
+            Op.VALIDATE: bool(behind),
+            Op.STEP: seat in behind,
+        }
+        ops = plan.policy.closing(tied=True)
+        closing[seat] = tuple(Instruction(op, seat.stage, None, step) for op in ops if runs[op])
+    return closing
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The work that is left of ``step``, as core.vocabulary.recovery_plan.RecoveryPlan.  ``closing``: by seat REDUCE,
+    TIE, VALIDATE and STEP, in this order.
+    """
+
+    plan: Plan
+    costs: CostModel
+    step: int
+    rest: Rest
+    closing: Mapping[Seat, tuple[Instruction, ...]]
+    holders: Mapping[int, Seat]
+    undo: frozenset[Seat]
+
+    def program(self, seat: Seat) -> tuple[Instruction, ...]:
+        """The program of ``seat``: first what it keeps for others, then what it computes, with LOAD and transport
+        around that (planner/lower.py), then the closing.
+        """
+        computed = lower(self.computed(seat), self.plan.stages, partial(self._way, seat))
+        return (*self._kept(seat), *computed, *self.closing.get(seat, ()))
+
+    def computed(self, seat: Seat) -> tuple[Instruction, ...]:
+        """The F, I, W and B of ``seat``, in their order."""
+        width, order = self.rest.home.shape[1], self._order
+        kinds, records = np.divmod(order, self.rest.home.size)
+        mine = self._worker[records] == seat.stage * self._replicas + seat.replica
+        return tuple(
+            Instruction(KINDS[kind], seat.stage, self._named(record % width), self.step)
+            for kind, record in zip(kinds[mine].tolist(), records[mine].tolist())
+        )
+
+    def boundary_only(self, seat: Seat) -> frozenset[Instruction]:
+        """Those F and I of ``seat`` that make a boundary tensor only, because the micro-batch's weight gradient has
+        been counted already.
+        """
+        mine = self.rest.home[seat.stage] == seat.replica
+        masks = {Op.F: self.rest.forward_only, Op.I: self.rest.boundary}
+        return frozenset(
+            Instruction(op, seat.stage, self._named(column), self.step)
+            for op, mask in masks.items()
+            for column in np.flatnonzero(mask[seat.stage] & mine).tolist()
+        )
+
+    def forwards(self, stage: int) -> dict[MicroBatch, Seat]:
+        """Who runs the micro-batches forward that run on ``stage``."""
+        columns = np.flatnonzero(self.rest.forward[stage])
+        who = self.rest.home[stage][columns].tolist()
+        return {self._named(column): Seat(replica, stage) for column, replica in zip(columns.tolist(), who)}
+
+    def _kept(self, seat: Seat) -> Iterator[Instruction]:
+        """What ``seat`` has from before, and sends before anything else."""
+        for kind, user in (("act", seat.stage + 1), ("grad", seat.stage - 1)):
+            mine = self.rest.sent[kind][seat.stage] & (self.rest.kept[kind][seat.stage] == seat.replica)
+            for column in np.flatnonzero(mine).tolist():
+                target = Seat(int(self.rest.home[user, column]), user)
+                yield send(Datum(kind, seat.stage, self._named(column), self.step), target)
+
+    def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
+        """The way of a boundary tensor: ``seat`` has from before what is not sent here, and what others send needs no
+        sending by it.
+        """
+        stage, column = datum.stage, self._column(datum.made_of)
+        if not self.rest.sent[datum.kind][stage, column]:
+            return BoundaryRoute(self.plan.route[stage, datum.made_of], None)
+        kept, user = int(self.rest.kept[datum.kind][stage, column]), stage + (1 if datum.kind == "act" else -1)
+        source = Seat(int(self.rest.home[stage, column]) if kept < 0 else kept, stage)
+        sends = kept < 0 and source == seat
+        return BoundaryRoute(source, Seat(int(self.rest.home[user, column]), user) if sends else None)
+
+    @property
+    def _replicas(self) -> int:
+        return self.plan.view.topology.replicas
+
+    def _named(self, column: int) -> MicroBatch:
+        return MicroBatch(*divmod(column, self.plan.view.topology.micro_batches))
+
+    def _column(self, micro_batch: MicroBatch) -> int:
+        return micro_batch.replica * self.plan.view.topology.micro_batches + micro_batch.index
+
+    @cached_property
+    def _worker(self) -> NDArray[np.int64]:
+        stages = np.arange(self.plan.stages)[:, None]
+        return (stages * self._replicas + self.rest.home).reshape(-1)
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        """All operations in one global order, each as its kind's number * records + record."""
+        order = np.empty(3 * self.rest.home.size, np.int64)
+        return order[: order_rest(rest_problem(self.rest, self.plan, self.costs), order)]
