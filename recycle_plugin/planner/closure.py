@@ -26,6 +26,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, Torn
+from recycle_plugin.core.vocabulary.topology import Topology
 
 Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -78,7 +79,7 @@ class Holdings:
         shape = plan.view.topology
         self._size = (shape.stages, shape.replicas * shape.micro_batches)
         self._replicas = shape.replicas
-        self._rows = _rows(held, step, shape.micro_batches)
+        self._rows = _rows(held, step, shape)
         column, block = np.arange(self._size[1]), plan.policy.blocks(shape).size
         self.first: Array = column - column % shape.micro_batches % block  # of the block, for each column
         self.begun = self._begun()
@@ -134,15 +135,21 @@ class Holdings:
         return found
 
 
-def _rows(held: Held, step: int, per: int) -> dict[str, tuple[Array, Array, Array, Array]]:
-    """By kind, of each datum: stage and replica of who has it, its own stage, its column."""
-    rows: dict[str, list[tuple[int, int, int, int]]] = {kind: [] for kind in (*MADE_OF_BLOCK, *TRAVELS)}
+def _rows(held: Held, step: int, shape: Topology) -> dict[str, tuple[Array, Array, Array, Array]]:
+    """By kind, of each datum: stage and replica of who has it, its own stage, its column.  What can't be of such a job,
+    as a confused worker may say, is left out.
+    """
+    rows: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in (*MADE_OF_BLOCK, *TRAVELS)}
     for seat, have in held.items():
         for kind, stage, micro_batch, of in have:
             if of == step and micro_batch is not None and kind in rows:
-                rows[kind].append((seat.stage, seat.replica, stage, micro_batch.replica * per + micro_batch.index))
-    found = {kind: np.array(each, np.int64).reshape(-1, 4) for kind, each in rows.items()}
-    return {kind: (each[:, 0], each[:, 1], each[:, 2], each[:, 3]) for kind, each in found.items()}
+                rows[kind].append((seat.stage, seat.replica, stage, *micro_batch))
+    found, limits = {}, (shape.stages, shape.replicas, shape.micro_batches)
+    for kind, each in rows.items():
+        numbers = np.array(each, np.int64).reshape(-1, 5)
+        at, who, stage, replica, index = numbers[((numbers[:, 2:] >= 0) & (numbers[:, 2:] < limits)).all(axis=1)].T
+        found[kind] = at, who, stage, replica * shape.micro_batches + index
+    return found
 
 
 def closure(plan: Plan, step: int, held: Held, whose: Collection[int], stages: Collection[int]) -> Rest:
