@@ -92,6 +92,7 @@ def measured(shape: Topology) -> Measured:
     """What a job of this shape costs."""
     costs, whole = CostModel.uniform(shape.stages), shape.full()
     lost = Seat(shape.replicas // 2, shape.stages // 2)
+    planner.warm()
     before, after = (planner.plan(view, costs, Policy()) for view in (whole, whole.without(lost)))
     job = JobSpec(shape.replicas, shape.stages, shape.micro_batches, (), "", costs, Policy(), rebalance=True)
     ranks = {seat: seat.replica * shape.stages + seat.stage for seat in sorted(whole.live)}

@@ -9,6 +9,8 @@ stages two steps are in flight and an activation of step k must never be taken f
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -158,13 +160,16 @@ def unpack(packed: dict[str, str]) -> frozenset[Datum]:
     """The set of data that :func:`pack` has put into ``packed``.  Raises ValueError where a number in it is
     malformed.
     """
-    found = set()
+    found: set[Datum] = set()
     for key, names in packed.items():
         kind, _, where = key.partition(" ")
         stage, _, step = where.partition("@")
-        if not names:
-            found.add(Datum(kind, int(stage), None, int(step)))
-        for name in names.split():
-            replica, _, index = name.partition(".")
-            found.add(Datum(kind, int(stage), MicroBatch(int(replica), int(index)), int(step)))
+        micro_batches: Iterable[MicroBatch | None] = map(_micro_batch, names.split()) if names else (None,)
+        found.update(map(Datum, repeat(kind), repeat(int(stage)), micro_batches, repeat(int(step))))
     return frozenset(found)
+
+
+@lru_cache(maxsize=1 << 16)
+def _micro_batch(name: str) -> MicroBatch:
+    replica, _, index = name.partition(".")
+    return MicroBatch(int(replica), int(index))
