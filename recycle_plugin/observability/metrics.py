@@ -248,8 +248,8 @@ class TrainingTime:
     are worth.
 
     Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the
-    part of the time in which a job made progress that it kept.  Here a job also goes on with fewer workers, more slowly,
-    so what it has done is counted::
+    part of the time in which a job made progress that it kept.  Here a job also goes on with fewer workers, more
+    slowly, so what it has done is counted::
 
         ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
 
