@@ -20,7 +20,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,26 +134,35 @@ class OneHost:
     @classmethod
     def asked_for(cls, arguments: list[str]) -> OneHost:
         """Parse options, and the script with its arguments.  Raises BadCommand."""
-        given: dict[str, str | None] = {"--workers": None, "--port": None}
-        rest = list(arguments)
-        switches = {"--no-fork": False, "--one-device": False}
-        while rest and rest[0].startswith("-"):
-            option, joined, value = rest.pop(0).partition("=")
-            if option in switches and not joined:
-                switches[option] = True
-            elif option not in given:
-                raise BadCommand(
-                    f"{option} is no option of the launcher: write those of your script behind it, and before it "
-                    "--workers, --port, --no-fork or --one-device"
-                )
-            else:
-                given[option] = value if joined else rest.pop(0) if rest else ""
-        workers, port = given["--workers"], given["--port"]
+        advice = (
+            "is no option of the launcher: write those of your script behind it, and before it --workers, --port, "
+            "--no-fork or --one-device"
+        )
+        given, on, rest = _options(arguments, ("--workers", "--port"), ("--no-fork", "--one-device"), advice)
+        workers, port = given.get("--workers"), given.get("--port")
         if workers is None:
             raise BadCommand(f"how many workers? Write {HERE}")
         count, at = _workers(workers), None if port is None else _port(port)
         _check_script(rest, HERE)
-        return cls(count, rest, at, not switches["--no-fork"], switches["--one-device"])
+        return cls(count, rest, at, "--no-fork" not in on, "--one-device" in on)
+
+
+def _options(
+    arguments: list[str], valued: Collection[str], switches: Collection[str], advice: str
+) -> tuple[dict[str, str], set[str], list[str]]:
+    """The options before a script with their values, the switches that are on, and the rest.  Raises BadCommand for an
+    option that is none of these, with this ``advice``.
+    """
+    given, on, rest = dict[str, str](), set[str](), list(arguments)
+    while rest and rest[0].startswith("-"):
+        option, joined, value = rest.pop(0).partition("=")
+        if option in switches and not joined:
+            on.add(option)
+        elif option in valued:
+            given[option] = value if joined else rest.pop(0) if rest else ""
+        else:
+            raise BadCommand(f"{option} {advice}")
+    return given, on, rest
 
 
 def _check_script(command: list[str], example: str) -> None:
@@ -230,22 +239,15 @@ class Join:
         """
         ranks = [argument for argument in arguments if _is_rank(argument)]
         rest = [argument for argument in arguments if argument not in ranks]
-        address, waits = None, True
         if not rest or rest[0].partition("=")[0] not in (JOIN, NO_WAIT):
             return None
-        while rest and rest[0].startswith("-"):
-            option, joined, value = rest.pop(0).partition("=")
-            if option == NO_WAIT and not joined:
-                waits = False
-            elif option == JOIN:
-                address = value if joined else rest.pop(0) if rest else ""
-            else:
-                raise BadCommand(f"{option} does not go with {JOIN}: write {JOIN_EXAMPLE}")
-        host, _, port = (address or "").rpartition(":")
+        given, on, rest = _options(rest, (JOIN,), (NO_WAIT,), f"does not go with {JOIN}: write {JOIN_EXAMPLE}")
+        address = given.get(JOIN, "")
+        host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            raise BadCommand(f"{JOIN} {address or ''}: write the address and port of the job's master, {JOIN_EXAMPLE}")
+            raise BadCommand(f"{JOIN} {address}: write the address and port of the job's master, {JOIN_EXAMPLE}")
         _check_script(rest, JOIN_EXAMPLE)
-        return cls(host, int(port), waits, script_command(ranks + rest))
+        return cls(host, int(port), NO_WAIT not in on, script_command(ranks + rest))
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """The environment of the worker, but for its rank and the job's size; a launcher's say which of the host's

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 HEAD = ("step", "fault-free", "with failure", "difference")
 
 
-def table(
-    fault_free: Mapping[int, float], failed: Mapping[int, float], killed_in: tuple[int, ...] = (), digits: int = 6
-) -> str:
+def table(fault_free: Mapping[int, float], failed: Mapping[int, float], killed_in: tuple[int, ...] = ()) -> str:
     """A table of two loss curves: one line for each step that either run has; ``killed_in``: steps to mark.
 
     Raises ValueError where the runs have no step in common.
@@ -20,7 +18,7 @@ def table(
     for step in sorted(fault_free.keys() | failed.keys()):
         one, two = fault_free.get(step), failed.get(step)
         difference = f"{abs(one - two):.1e}" if one is not None and two is not None else ""
-        cells = (str(step), _number(one, digits), _number(two, digits), difference)
+        cells = (str(step), _number(one), _number(two), difference)
         lines.append(_line(cells) + ("  <-- killed" if step in killed_in else ""))
     lines.append(f"largest difference: {largest_difference(fault_free, failed):.1e}")
     return "\n".join(lines)
@@ -32,8 +30,8 @@ def largest_difference(fault_free: Mapping[int, float], failed: Mapping[int, flo
     return max(differences, key=lambda value: (value != value, value))
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
 
 
 def _line(cells: tuple[str, ...]) -> str:
