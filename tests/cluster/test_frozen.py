@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.observability.trace import read_traces
 from tests.support.cluster import ForkServer, Result
 from tests.support.iterators import ends, retired
-from tests.support.jobs import BF16, LOSS_TOLERANCE, SQUARE, Shape, faults
+from tests.support.jobs import BF16, LOSS_TOLERANCE, SQUARE, Shape, apart, faults
 from tests.support.launching import launching
 
 # Which weight gradients a step's sums are made of, worked out from a job's traces and events.  What was run is more
@@ -253,7 +253,7 @@ def test_with_a_failure_each_gradient_counts_once_and_the_losses_are_those_witho
     if job.iterators:
         ((first, _),) = retired(result)
         losses, expected = losses[: first - 1], expected[: first - 1]  # of the same data
-    found = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    found = max(apart(one, other) for one, other in zip(losses, expected, strict=True))
     print(f"{name}: losses differ by {found:.2g}")
     assert found <= (0 if EXACT in job.settings else LOSS_TOLERANCE)
 

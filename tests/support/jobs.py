@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf, isnan
 from pathlib import Path
 
 import pytest
@@ -125,9 +126,14 @@ def difference(result: Result, reference: Result) -> Difference:
         delta = sum((mine[name].double() - theirs[name].double()).pow(2).sum().item() for name in theirs)
         norm = sum(theirs[name].double().pow(2).sum().item() for name in theirs)
         stage = result.stage_of(rank)
-        by_stage[stage] = max(by_stage.get(stage, (0.0, norm)), (delta, norm))
+        by_stage[stage] = max(by_stage.get(stage, (0.0, norm)), (apart(delta, 0.0), norm))
     deltas, norms = zip(*by_stage.values())
-    return Difference(max(abs(a - b) for a, b in pairs), (sum(deltas) / sum(norms)) ** 0.5)
+    return Difference(max(apart(a, b) for a, b in pairs), (sum(deltas) / sum(norms)) ** 0.5)
+
+
+def apart(one: float, other: float) -> float:
+    """How far; infinitely if one is NaN, which would hide behind a maximum."""
+    return inf if isnan(one - other) else abs(one - other)
 
 
 def assert_same_training(
