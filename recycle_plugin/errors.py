@@ -33,6 +33,10 @@ class WaitTimeout(RecycleError):
     """A wait passed its deadline; the message names what was waited for."""
 
 
+class DeviceStuck(RuntimeError):
+    """This worker's device does not come to an end, which is its own loss and nobody else's."""
+
+
 class CutOff(RecycleError):
     """The coordinator can't be heard, so this worker may be on the smaller side of a broken network.
 

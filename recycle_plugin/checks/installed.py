@@ -7,6 +7,7 @@ import subprocess
 
 import torch
 
+from recycle_plugin.runtime.collectives.nccl_door import loaded_release
 from recycle_plugin.versions import releases
 
 ASK = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -20,7 +21,7 @@ def installed(kind: str) -> dict[str, str]:
         "python": platform.python_version(),
         **{release.name: release.installed or "not installed" for release in releases()},
         "cuda": torch.version.cuda or NONE,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else NONE,
+        "nccl": ".".join(map(str, loaded_release() or (NONE,))) if cuda else NONE,
         "driver": first_line(*ASK) if cuda else NONE,
     }
 

@@ -12,7 +12,7 @@ from recycle_plugin.commands.doctor_losses import slowdown, survival
 from recycle_plugin.commands.doctor_memory import memory
 from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
-from recycle_plugin.commands.doctor_settings import costly, refused, versions
+from recycle_plugin.commands.doctor_settings import costly, device_link, refused, versions
 from recycle_plugin.commands.megatron_flags import megatron
 from recycle_plugin.commands.parsers import command
 
@@ -80,7 +80,8 @@ def run(found: argparse.Namespace) -> int:
     job = job_of(found)
     try:
         logs = [recovery(job)] if job.settings.log is not None else []
-        sections = [survival(job), slowdown(job), *logs, costly(job), refused(job), versions(), memory(job)]
+        links = [device_link(job)] if job.settings.device_link != "host" else []
+        sections = [survival(job), slowdown(job), *logs, costly(job), *links, refused(job), versions(), memory(job)]
     except PlanError as error:
         raise ValueError(str(error)) from None
     wrong = [line for section in sections for line in section.wrong]

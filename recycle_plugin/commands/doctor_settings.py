@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from recycle_plugin.commands.config_job import CLIPPING, ConfiguredJob
 from recycle_plugin.commands.doctor_memory import held_bytes
 from recycle_plugin.commands.doctor_section import Section, aligned, gib, ms, times
 from recycle_plugin.core.vocabulary.worker_bytes import ADAM, STATE_BYTES, UNDO_BYTES, UNDO_HOST_BYTES, WEIGHTS
+from recycle_plugin.runtime.collectives.nccl_door import objections, sets
 from recycle_plugin.settings.wording import SECTION, shown
 from recycle_plugin.versions import releases
 
@@ -151,6 +153,20 @@ def refused(job: ConfiguredJob) -> Section:
     half_there = ", whether the device has fp16" if half(job.config) == FP16 else ""
     lines.append(f"seen at the start only: tensor parallelism, running statistics, plain iterators{half_there}")
     return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
+
+
+def device_link(job: ConfiguredJob) -> Section:
+    """The section on what NCCL carries, with what of this environment would hang or end a survivor."""
+    wrong = tuple(objections(os.environ))
+    staged = "boundary tensors, messages between two, collectives of the script and of a seat's layers"
+    exact = " and, for their order with recycle.exact, the sums too" if job.settings.exact else ""
+    lines = (
+        "NCCL: sums of gradients and of tied weights, in a group for each stage that is made anew after each loss",
+        f"through the host's memory, since only sums go over NCCL yet: {staged}{exact}",
+        "unset, and set by the plugin: " + ", ".join(sets(os.environ)),
+        "seen at the start only: the release of NCCL that is loaded",
+    )
+    return Section("device_link", "What carries tensors", {"sums": "nccl", "sets": sets(os.environ)}, lines, wrong)
 
 
 def versions() -> Section:

@@ -201,6 +201,14 @@ class Settings(BaseModel):
         'losses that the script divides by the world size. "raise": the job ends. For an average over the '
         "live members: `recycle_plugin.mean(tensor, group)`.",
     )
+    device_link: Literal["host", "nccl"] = setting(
+        "host",
+        '"host" or "nccl"',
+        'What carries the sums of gradients, and of tied weights, of workers whose model is on a GPU. "host": host '
+        'memory and Gloo. "nccl": NCCL, made anew after each loss; it was tried with a false NCCL only, and on no GPU '
+        "([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
+        "host memory either way.",
+    )
     check_replicas: int = setting(
         0,
         "a whole number, not negative",

@@ -52,6 +52,16 @@ def test_text_fits_a_page_whatever_the_names(doctor, config, profiled) -> None:
     assert max(map(len, text.splitlines())) <= 100 and "--json has" in text
 
 
+def test_what_goes_over_nccl_and_what_would_hang_there(doctor, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    over = {**SIZES, "recycle": {"enabled": True, "device_link": "nccl", "exact": True}}
+    code, text = doctor(over, "--pp 2 --dp 2")
+    said = " ".join(text.split())
+    assert code == 1 and "! CUDA_DEVICE_MAX_CONNECTIONS is '1'" in said
+    assert "with recycle.exact, the sums too" in said and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said
+    assert "What carries tensors" not in doctor({**SIZES, **ON}, "--pp 2 --dp 2")[1]
+
+
 # --- figures ---------------------------------------------------------------------------------------------
 
 

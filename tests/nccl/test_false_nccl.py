@@ -18,7 +18,7 @@ CALL_S = 1.0  # how long a call may block
 
 
 def enter(place: Place, port: int, coordinator: None) -> None:
-    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(CALL_S)
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(LONG_S)
     from tests.support import standin
     from tests.support.standin import nccl
 
@@ -182,6 +182,7 @@ def a_direction_is_new(place: Place) -> str | bool:
         place.die()
     place.hear("lost", 1)
     stuck = both.recv([ones()], 1)
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(CALL_S)
     try:
         one.recv([ones()], 1)
     except dist.DistBackendError as error:
@@ -254,7 +255,6 @@ def a_queue_is_full(place: Place) -> list[object]:
         place.hear("over", 0)
         return []
     nccl.LAUNCHES = 2
-    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(LONG_S)
 
     def calls() -> None:
         try:

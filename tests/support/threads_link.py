@@ -26,6 +26,7 @@ from recycle_plugin.runtime.collectives.link import (
     Receive,
     ReduceScatter,
     Send,
+    done,
 )
 
 Begun = tuple[Operation, Handle]
@@ -139,12 +140,13 @@ class ThreadsLink:
             for position in self._meeting.gone:
                 self._meeting.lose(position)
 
-    def abort(self) -> None:
+    def abort(self) -> Handle:
         with self._meeting.lock:
             self._end = self._end or Broken(f"the connections among {self._name} were given up")
             for handle in [*self._running, self._connecting]:
                 handle.end(self._end)
             self._meeting.lose(self._position)
+        return done()
 
     def _who_is_missing(self) -> str:
         missing = [str(position) for position in range(self._meeting.members) if position not in self._meeting.links]

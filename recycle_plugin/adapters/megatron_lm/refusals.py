@@ -129,7 +129,7 @@ def check(args: Namespace, settings: Settings) -> None:
 def of_settings(settings: Settings) -> Iterator[str]:
     """A line for each setting that is not supported with Megatron-LM."""
     defaults = Settings()
-    for name in ("log", "unit", "batch", "replicas", "checkpoint", "norm", "loss_scaling"):
+    for name in ("log", "unit", "batch", "replicas", "checkpoint", "norm", "loss_scaling", "device_link"):
         if getattr(settings, name) != getattr(defaults, name):
             yield f"recycle.{name} is not supported with Megatron-LM yet: leave it out"
 

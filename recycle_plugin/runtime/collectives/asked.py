@@ -14,7 +14,7 @@ from recycle_plugin.runtime.collectives.startup import Kept
 from recycle_plugin.runtime.devices.port import Order
 
 ALL, EACH = "all", "each"
-SCRIPT, SUMS = "", " sums"  # links
+SCRIPT, SUMS, ON_DEVICE = "", " sums", " sums on accelerators"  # links
 Make = Callable[[list[torch.Tensor], Mapping[int, int]], Operation]
 Adjust = Callable[[torch.Tensor, int], object]
 
@@ -38,13 +38,13 @@ class Channel(NamedTuple):
 class Asked:
     """A collective as it was asked for.
 
-    ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, which
-    it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are.  Its second
-    argument has the position in the link of each logical member that takes part.  ``given``:
-    whatever else the caller has given it.  ``check`` is called before each try, and raises RecycleError where the
-    result could not be right.  ``alone``: there is something to do for a single member too.  ``adjust(tensor, count)``
-    changes each result in place, once ``count`` members took part.  ``gives``: the same result
-    to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
+    ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``,
+    which it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are, but
+    for what goes over the link ON_DEVICE, which is there itself. Its second argument has the position in the link
+    of each logical member that takes part. ``given``: whatever else the caller has given it. ``check`` is called
+    before each try, and raises RecycleError where the result could not be right. ``alone``: there is something to
+    do for a single member too. ``adjust(tensor, count)`` changes each result in place, once ``count`` members took
+    part. ``gives``: the same result to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
     """
 
     called: str

@@ -31,6 +31,8 @@ from recycle_plugin.runtime.collectives.link import (
     Receive,
     ReduceScatter,
     Send,
+    done,
+    with_values,
 )
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.system import forked
@@ -191,7 +193,7 @@ class GlooLink:
             handle.end(self._end)
         return handle
 
-    def abort(self) -> None:
+    def abort(self) -> Handle:
         """Shut the group's sockets, so that whoever waits on it, here or elsewhere, gets Broken; a thread cleans up."""
         with self._lock:
             ended = self._stop(Broken(f"the connections among {self._name} were given up"))
@@ -199,6 +201,7 @@ class GlooLink:
             handle.end(self._end)
         # which costs 0.1 s
         threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()
+        return done()
 
     # --- operations -----------------------------------------------------------------------------------
 
@@ -320,21 +323,15 @@ class GlooLink:
                 _shut(connection, self._ports)
 
 
-def _options_of(options: Any, **values: Any) -> Any:
-    for name, value in values.items():
-        setattr(options, name, value)
-    return options
-
-
 STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # of a ProcessGroupGloo, and of an operation of that type
-    AllReduce: lambda group, one: group.allreduce(one.tensors, _options_of(dist.AllreduceOptions(), reduceOp=one.op)),
-    Broadcast: lambda group, one: group.broadcast(one.tensors, _options_of(dist.BroadcastOptions(), rootRank=one.root)),
+    AllReduce: lambda group, one: group.allreduce(one.tensors, with_values(dist.AllreduceOptions(), reduceOp=one.op)),
+    Broadcast: lambda group, one: group.broadcast(one.tensors, with_values(dist.BroadcastOptions(), rootRank=one.root)),
     AllGather: lambda group, one: group.allgather([one.outputs], [one.source], AllgatherOptions()),
     Gather: lambda group, one: group.gather(
-        [one.outputs] if one.outputs else [], [one.source], _options_of(dist.GatherOptions(), rootRank=one.root)
+        [one.outputs] if one.outputs else [], [one.source], with_values(dist.GatherOptions(), rootRank=one.root)
     ),
     ReduceScatter: lambda group, one: group._reduce_scatter_base(
-        one.output, one.source, _options_of(dist.ReduceScatterOptions(), reduceOp=one.op)
+        one.output, one.source, with_values(dist.ReduceScatterOptions(), reduceOp=one.op)
     ),
     AllToAll: lambda group, one: group.alltoall_base(
         one.output, one.source, one.incoming, one.outgoing, dist.AllToAllOptions()

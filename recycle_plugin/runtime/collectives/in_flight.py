@@ -29,13 +29,13 @@ from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.collectives.asked import EACH, SCRIPT, SUMS, Asked, Call, Channel
+from recycle_plugin.runtime.collectives.asked import EACH, ON_DEVICE, SCRIPT, SUMS, Asked, Call, Channel
 from recycle_plugin.runtime.collectives.link import Broken, Handle, Link
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.collectives.transports import open_link
-from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.devices.host import on_host
+from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
+from recycle_plugin.runtime.devices.host import HOST, on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
 from recycle_plugin.runtime.movers.tcp import DEATH_S
 from recycle_plugin.runtime.state.touch import tensors_in
@@ -96,7 +96,7 @@ class Flight:
                 call.number = self._number_of(asked)
                 call.kept = startup.keep(self._line(asked.gives), asked.called, asked.tensors, asked.has_result)
             self._calls.append(call)
-            if link == SUMS:
+            if link != SCRIPT:
                 self._start(call)
             elif self._said is not None:
                 self._go_on_with(call)
@@ -224,7 +224,10 @@ class Flight:
     def _start(self, call: Call) -> None:
         asked = call.asked
         with call.order.kept():
-            call.held = [_copy(tensor) if call.lasts or not on_host(tensor) else tensor for tensor in asked.tensors]
+            call.held = [
+                _copy(tensor) if call.lasts or not (on_host(tensor) or call.link == ON_DEVICE) else tensor
+                for tensor in asked.tensors
+            ]
         # whether two members ask before somebody comes in or after it, each for itself, makes no difference to them
         of_two = isinstance(asked.gives, Channel)
         call.members = [logical for logical in self._live if of_two or logical in call.asking]
@@ -238,8 +241,10 @@ class Flight:
         except RuntimeError as error:  # tensors that do not fit together
             self._end(call, error)
             return
-        link, call.connecting = self._link(call.link, call.members)
-        call.handle = link.start(operation)
+        where = call.held[0].device if call.link == ON_DEVICE else HOST
+        link, call.connecting = self._link(call.link, call.members, where)
+        with call.order.kept():
+            call.handle = link.start(operation)
         call.handle.when_over(self._wake)
 
     def _notice(self, call: Call) -> Broken | None:
@@ -326,8 +331,20 @@ class Flight:
         self._ends: dict[str, int] = {}  # of each line, after the last one that is over on anyone
         self._asking = False
 
-    def cut(self) -> None:
-        """Leave behind what is not over, since the membership has changed; calls inside a step end with Interrupted."""
+    def give_up_links(self) -> None:
+        """End what is under way on accelerators, since the membership will change at once.
+
+        It takes no lock: whoever holds that may wait for the device.
+        """
+        for which, (link, _) in list(self._links.items()):
+            if which.startswith(ON_DEVICE):
+                link.abort()
+
+    def cut(self) -> list[Handle]:
+        """Leave behind what is not over, since the membership has changed; calls inside a step end with Interrupted.
+
+        Returns the ends of links.
+        """
         with self._lock:
             for call in self._calls:
                 self._notice(call)
@@ -337,9 +354,10 @@ class Flight:
                 call.fetched = None
                 if not call.lasts and not call.over:
                     self._end(call, Interrupted(f"the membership has changed during {call.asked.called}"))
-            for which in self._links.keys() - {SCRIPT, SUMS}:  # of some of the members that there were
-                self._links.pop(which)[0].abort()
+            # of some of the members that there were, or on accelerators
+            ends = [self._links.pop(which)[0].abort() for which in self._links.keys() - {SCRIPT, SUMS}]
             self._join()
+        return ends
 
     def go_on(self) -> None:
         """Resume calls that survive the membership change, once it is known what is behind the other members.
@@ -500,12 +518,16 @@ class Flight:
         """A link of all members, named ``called``, that no change of the membership breaks."""
         return self._open(0, called, range(len(self._ranks)))
 
-    def _open(self, generation: int, called: str, members: Sequence[int]) -> Link:
-        """A link of these logical members, which is called so in this group."""
+    def _open(self, generation: int, called: str, members: Sequence[int], where: torch.device = HOST) -> Link:
+        """A link of these logical members for tensors at ``where``, which is called so in this group."""
         ranks = [self._ranks[logical] for logical in members]
-        return open_link(self._session, generation, f"{called} of {self._name}", ranks, self._timeout)
+        return open_link(self._session, generation, f"{called} of {self._name}", ranks, self._timeout, where)
 
-    def _link(self, which: str, members: Sequence[int]) -> tuple[Link, Handle]:
+    def link_of(self, flat: torch.Tensor) -> str:
+        """The link over which the plugin's own sums of such a tensor go."""
+        return SUMS if on_host(flat) or self._session.device_link == THROUGH_HOST else ON_DEVICE
+
+    def _link(self, which: str, members: Sequence[int], where: torch.device = HOST) -> tuple[Link, Handle]:
         """The link of the present membership among these logical members, and the handle of its connecting.
 
         The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
@@ -513,7 +535,7 @@ class Flight:
         some = "" if len(members) == len(self._live) else f" of {_listed(members)}"
         last, _ = self._links.get(which + some, (None, None))
         if last is None or last.generation != self._generation:
-            link = self._open(self._generation, f"generation{self._generation}{which}{some}", members)
+            link = self._open(self._generation, f"generation{self._generation}{which}{some}", members, where)
             self._links[which + some] = link, link.connect()
             if last is not None:
                 self._links[which + some][1].when_over(last.abort)

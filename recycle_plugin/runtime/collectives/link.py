@@ -8,7 +8,7 @@ left behind: threads of the link may go on reading and writing them.  They stay 
 touched.  So a caller that may be broken off, and needs a tensor afterwards, gives copies of it, and takes the result
 from them when the handle has succeeded.
 
-An implementation passes tests/runtime/test_link.py.
+An implementation passes tests/support/link_port.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp
@@ -196,8 +196,9 @@ class Handle:
 class Link(Protocol):
     """A collective group of the members of one ``generation``.
 
-    A member's death breaks what others have under way with that member itself.  A member that waits for a live one,
-    which in turn waits for the dead, may not hear of it before somebody aborts.
+    A member's death breaks what others have under way with that member itself, unless their tensors are on an
+    accelerator.  There, and if a member waits for a live one, which in turn waits for the dead, it may not hear of it
+    before somebody aborts.
     """
 
     generation: int
@@ -215,7 +216,21 @@ class Link(Protocol):
         Its handle ends with the operation's error: :class:`Broken`, or what says that the group can't do it.
         """
 
-    def abort(self) -> None:
+    def abort(self) -> Handle:
         """Break the connections: whoever waits for one of its handles gets :class:`Broken`, here at once and elsewhere
-        as soon as it is known there.
+        as soon as it is known there.  Returns at once; until the handle is over, the device may be stuck.
         """
+
+
+def done() -> Handle:
+    """What is over from the beginning."""
+    handle = Handle("nothing")
+    handle.end()
+    return handle
+
+
+def with_values(options: Any, **values: Any) -> Any:
+    """One of torch's objects of options, with these values."""
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options

@@ -29,7 +29,8 @@ import torch
 from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.messages.from_workers import WantResult
 from recycle_plugin.core.worker.whereabouts import Reading, Whereabouts
-from recycle_plugin.errors import RecycleError
+from recycle_plugin.errors import DeviceStuck, RecycleError, WaitTimeout
+from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.packing import packed, unpacked
@@ -59,14 +60,21 @@ class Words:
     lines: dict[str, LineWords]
 
 
+ABORT_S = 60.0  # for what is stuck on a device; each link names what it waits for earlier
 LANGUAGE = Language((Words,))
 
 
 class Follower(Protocol):
     """A group that is told of membership changes."""
 
-    def cut(self) -> None:
-        """There is another membership: leave behind what is not over, and add what is over to the outcomes."""
+    def give_up_links(self) -> None:
+        """There will be another membership at once: end what is under way on accelerators.  Does not block."""
+
+    def cut(self) -> list[Handle]:
+        """There is another membership: leave behind what is not over, and add what is over to the outcomes.
+
+        Until the handles are over, devices may be stuck.
+        """
 
     def go_on(self) -> None:
         """This worker has told the others what is behind it: resume what survives the change."""
@@ -146,7 +154,7 @@ class Outcomes:
         self._asked: list[str] = []  # boards, of results
         self._counted_on: set[str] = set()  # groups
         self.startup = session.hooks.startup = Startup(session)
-        session.when_adopted = self._tell
+        session.when_adopted, session.when_regrouping = self._tell, self._give_up_links
         session.wanted = self._give
 
     def follow(self, group: Follower) -> None:
@@ -240,14 +248,17 @@ class Outcomes:
                 self._numbers[line], self._own[line] = begun, Said(begun)
             self._counted_on.add(group)
 
+    def _give_up_links(self) -> None:
+        for group in list(self._followers):
+            group.give_up_links()
+
     def _tell(self) -> None:
         session, generation = self._session, self._session.view.generation
         assert generation is not None, "it was adopted just now"
         if lets_in := self.startup.outside:
             self.startup.join()
         followers = list(self._followers)
-        for group in followers:
-            group.cut()
+        _await_ends([end for group in followers for end in group.cut()])
         while self._asked:
             session.boards.forget(self._asked.pop())
         self.whereabouts.adopt(generation, self._words(), lets_in, session.view.reported_first)
@@ -260,6 +271,15 @@ class Outcomes:
             said = {line: self._own.get(line, Said()) for line in [*self._numbers][-MOST_LINES:]}
             self._offered, self._room = {line: dict(each.values) for line, each in said.items()}, KEPT_BYTES
             return LANGUAGE.encode(Words({line: each.words(self._numbers.get(line, 0)) for line, each in said.items()}))
+
+
+def _await_ends(ends: Sequence[Handle]) -> None:
+    """Return once no device is stuck; raises DeviceStuck past the deadline."""
+    for end in ends:
+        try:
+            end.wait(ABORT_S)
+        except WaitTimeout as error:
+            raise DeviceStuck(f"{error}: this worker gives itself up") from None
 
 
 def lines_of(group: str) -> str:

@@ -1,9 +1,9 @@
 """The plugin's own sums, piece by piece, so that what is under way is bounded whatever a gradient's size.
 
-What is on the host is added up where it is; several pieces at once keep the network busy while one is added. What is on
-an accelerator goes through host memory: while one piece is added up over the network, the next ones are on their way
-down, and the last ones on their way back.  All members cut alike, so that they start the same operations in the same
-order.
+What is on the host is added up where it is; several pieces at once keep the network busy while one is added. So is what
+is on an accelerator that has links of its own (the setting ``device_link``); else it goes through host memory: while
+one piece is added up over the network, the next ones are on their way down, and the last ones on their way back. All
+members cut alike, so that they start the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from recycle_plugin.runtime.devices.pieces import on_the_host
 Parts = Sequence[torch.Tensor]
 UNDER_WAY = 4  # pieces in sums at a time; of an accelerator's as many are on the way down, all in pinned memory
 HOST_PIECE = 4 * SUM_PIECE  # numbers: in smaller pieces three and more members take longer than in one
+DEVICE_PIECE = 16 * SUM_PIECE  # over a link of the device's own
 
 
 def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (), factor: float = 1.0) -> None:
@@ -40,16 +41,17 @@ def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (
         piece, call = under_way[0]
         flight.finish(call)
         under_way.popleft()
-        if not on_host(piece):
+        if call.held[0] is not piece:
             write(piece, call.held[0], asked.called)
         if factor != 1.0:
             piece.mul_(factor)
 
+    link = flight.link_of(flat)
     try:
-        for piece, here in _cut(flat, parts, asked.called):
+        for piece, here in _cut(flat, parts, asked.called, through_host=link == SUMS and not on_host(flat)):
             if len(under_way) == UNDER_WAY:
                 finish()
-            under_way.append((piece, flight.begin(replace(asked, tensors=[here]), SUMS)))
+            under_way.append((piece, flight.begin(replace(asked, tensors=[here]), link)))
         while under_way:
             finish()
     finally:
@@ -57,12 +59,14 @@ def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (
             flight.break_off(call)
 
 
-def _cut(flat: torch.Tensor, parts: Parts, called: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pieces of ``flat``, each where it is and in host memory, once ``parts`` are written to it."""
+def _cut(
+    flat: torch.Tensor, parts: Parts, called: str, through_host: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pieces of ``flat``, each where it is and where it is added up, once ``parts`` are written to it."""
     filled = _filled(flat, parts)
-    if on_host(flat):
-        there = 0 if parts else flat.numel()
-        for end, piece in zip(range(HOST_PIECE, flat.numel() + HOST_PIECE, HOST_PIECE), flat.split(HOST_PIECE)):
+    if not through_host:
+        there, size = 0 if parts else flat.numel(), HOST_PIECE if on_host(flat) else DEVICE_PIECE
+        for end, piece in zip(range(size, flat.numel() + size, size), flat.split(size)):
             while there < min(end, flat.numel()):
                 there = next(filled)
             yield piece, piece

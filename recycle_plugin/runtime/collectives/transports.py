@@ -1,40 +1,90 @@
 """What connects workers, made here and nowhere else: a group's links, and the mover of boundary tensors.
 
-Both go by the kind of device whose tensors they carry.  What is not in these tables passes through host memory.
+Both go by the kind of device whose tensors they carry.  What is not in these tables passes through host memory; so do
+all tensors but those of the plugin's own sums, and these too unless the setting ``device_link`` says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives import nccl_door
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Link
-from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group
+from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
 from recycle_plugin.runtime.devices.host import HOST
+from recycle_plugin.runtime.devices.kinds import NVIDIA, accelerator_at
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.mover import Mover
 from recycle_plugin.runtime.movers.tcp import Transport
 
-MakeLink = Callable[[Session, int, str, Sequence[int], timedelta], Link]
+MakeLink = Callable[[Session, int, str, Sequence[int], timedelta, torch.device], Link]
 
 
-def _over_gloo(session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta) -> Link:
-    meeting, name = Rendezvous(session, called, ranks), f"ranks {', '.join(map(str, ranks))}"
-    return GlooLink(generation, meeting, name, session.own_address, timeout)
+class Way(NamedTuple):
+    """How tensors of one kind of device are added up: ``prepare`` sets the environment, or raises RecycleError."""
+
+    open: MakeLink
+    prepare: Callable[[MutableMapping[str, str]], None] = lambda environment: None
 
 
-LINKS: dict[str, MakeLink] = {HOST.type: _over_gloo}  # by kind of device
+def _over_gloo(
+    session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, where: torch.device
+) -> Link:
+    return GlooLink(generation, Rendezvous(session, called, ranks), _name(ranks), session.own_address, timeout)
+
+
+def over_nccl(
+    make: GroupMade,
+    session: Session,
+    generation: int,
+    called: str,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    where: torch.device,
+) -> Link:
+    """A link over NCCL, whose groups are made by ``make``."""
+    meeting, lane = Meeting(session, called, ranks), accelerator_at(where).lane()
+    return NcclLink(generation, meeting, _name(ranks), lane, timeout, make)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+LINKS: dict[str, Way] = {  # by kind of device
+    HOST.type: Way(_over_gloo),
+    NVIDIA: Way(partial(over_nccl, process_group), nccl_door.prepare),
+}
 MOVERS: dict[str, Callable[[Session, Device], Mover]] = {HOST.type: Transport}
 
 
-def open_link(
-    session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, kind: str = HOST.type
-) -> Link:
-    """A link of ``generation`` among ``ranks``, which is ``called`` so in the job, for tensors on devices of this
-    ``kind``.
+def carry_sums(session: Session, by: str, kind: str, environment: MutableMapping[str, str]) -> None:
+    """Have the plugin's own sums of what is on devices of this ``kind`` carried as the setting ``device_link`` says.
+
+    Raises RecycleError where that can't be.
     """
-    return LINKS.get(kind, _over_gloo)(session, generation, called, ranks, timeout)
+    if by != THROUGH_HOST:
+        if kind == HOST.type or kind not in LINKS:
+            raise RecycleError(
+                f'recycle.device_link is "{by}", and this worker computes on {kind}: write "{THROUGH_HOST}"'
+            )
+        LINKS[kind].prepare(environment)
+    session.device_link = by
+
+
+def open_link(
+    session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, where: torch.device = HOST
+) -> Link:
+    """A link of ``generation`` among ``ranks``, which is ``called`` so in the job, for tensors at ``where``."""
+    return LINKS[where.type].open(session, generation, called, ranks, timeout, where)
 
 
 def open_mover(session: Session, device: Device) -> Mover:

@@ -37,6 +37,7 @@ from recycle_plugin.runtime.control.waiting import Waiting
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 SEND_S = 60.0  # how long it may take nothing of what is said
+THROUGH_HOST = "host"  # of the setting device_link
 NOT_LAUNCHED = (
     "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch "
     "your_script.py …`, or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
@@ -51,10 +52,11 @@ class Session:
 
     * ``view``: what this worker knows of the job; ``waiting``: how it waits for news of that, or of peers.
     * ``hooks``: what is called at the turns of the training script; ``thread``: what the thread that trains is at.
-    * ``group_sums`` is the setting.
+    * ``group_sums`` and ``device_link`` are the settings.
     * ``boards``: what workers post for each other.  ``wanted`` is called when another one asks for a result
       (runtime/collectives/outcomes.py), in the thread that listens.
-    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py).
+    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py).  ``when_regrouping`` is called
+      in the thread that listens, at the first word of one that holds at once.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``secret`` is the job's, by which workers know each other too.
@@ -87,8 +89,9 @@ class Session:
         self.heartbeats = Heartbeats(self.view, self.send)
         self.waiting = Waiting(self.view, self.heartbeats, self.thread, self._refuse_forks, wait_timeout_s)
         self.boards = Boards(self.view, self.send, self.waiting)
-        self.group_sums = "warn"
+        self.group_sums, self.device_link = "warn", THROUGH_HOST
         self.when_adopted: Callable[[], None] = lambda: None
+        self.when_regrouping: Callable[[], None] = lambda: None
         self.wanted: Callable[[WantResult], object] = lambda message: None
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
@@ -184,6 +187,8 @@ class Session:
             if message is None:
                 continue
             self._leave_if_given_up(message)
+            if isinstance(message, Generation) and not message.from_step:
+                self.when_regrouping()
             if isinstance(message, Posted):
                 self.boards.take(message)
                 continue

@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +107,10 @@ class Accelerator:
         """The order of the stream that the calling thread computes on."""
         return StreamOrder(self._module, self._module.current_stream(self.where))
 
+    def lane(self) -> Lane:
+        """A new order beside all others, for what another library starts on the device."""
+        return Lane(self._module, self.where)
+
     def _mark(self, stream: Any) -> Any:
         event = self._module.Event(enable_timing=True)
         event.record(stream)
@@ -177,6 +181,32 @@ class StreamOrder:
         ours = self._module.current_stream(self._stream.device)
         if ours != self._stream:
             ours.wait_stream(self._stream)
+
+
+class Lane:
+    """A stream of the device at ``where``, of the kind that ``module`` is torch's for."""
+
+    def __init__(self, module: Any, where: torch.device) -> None:
+        self._module, self.where, self._stream = module, where, module.Stream(where)
+
+    def mark(self) -> Any:
+        """The end of what the calling thread has started on the device so far."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self.where))
+        return event
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        """A context: what the calling thread starts inside is in this order, behind ``mark``."""
+        with self._module.device(self.where), self._module.stream(self._stream):
+            stand_behind(self._stream, mark)
+            yield
+
+    def event(self, what: object) -> StreamEvent:
+        """Mark the end of what has been started in this order so far."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return StreamEvent(event, what)
 
 
 class Downward:

@@ -17,6 +17,8 @@ from recycle_plugin.runtime.devices.accelerator import Accelerator
 from recycle_plugin.runtime.devices.host import CPU, HOST, on_host
 from recycle_plugin.runtime.devices.port import COPY_S, Device, Order
 
+NVIDIA = "cuda"  # the kind for which there is NCCL
+
 
 def kinds() -> tuple[str, ...]:
     """The kinds of device that this process can compute on: the host, and the accelerator that torch finds."""
@@ -30,12 +32,12 @@ def device_of(where: torch.device) -> Device:
         return CPU
     check(where.type)
     index = torch.accelerator.current_device_index() if where.index is None else where.index
-    return _accelerator(torch.device(where.type, index))
+    return accelerator_at(torch.device(where.type, index))
 
 
 @cache
-def _accelerator(where: torch.device) -> Accelerator:
-    """One for each, since its streams and its pinned memory are shared by all threads."""
+def accelerator_at(where: torch.device) -> Accelerator:
+    """The accelerator there: one for each, since its streams and its pinned memory are shared by all threads."""
     return Accelerator(where)
 
 

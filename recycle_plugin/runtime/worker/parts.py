@@ -23,8 +23,8 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.runtime.catch_up.transfers import Transfers
-from recycle_plugin.runtime.collectives.transports import open_mover
-from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.collectives.transports import carry_sums, open_mover
+from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
@@ -67,6 +67,8 @@ class Parts:
         model = framework.model
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
         model.device.budget(settings.pinned_bytes, self._short_of_pinned)
+        _check_link(settings.device_link, framework)
+        carry_sums(session, settings.device_link, model.device.kind, os.environ)
         if settings.exact:
             model.device.repeatable()
         self.as_started = AsStarted(model.module)
@@ -263,6 +265,13 @@ class Parts:
         """Close the lines to other workers."""
         self.transfers.close()
         self.transport.close()
+
+
+def _check_link(by: str, framework: Framework) -> None:
+    """Raise RecycleError where sums that do not pass through the host are not supported yet."""
+    if by != THROUGH_HOST and (framework.pushed or framework.compute or framework.shards > 1):
+        kind = "seats of several processes" if framework.shards > 1 else "jobs whose script calls backward() itself"
+        raise RecycleError(f'recycle.device_link is "{by}", which is not supported in {kind} yet: write "host"')
 
 
 def _check_faults(settings: Settings, topology: Topology) -> None:

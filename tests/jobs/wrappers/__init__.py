@@ -8,6 +8,7 @@ from wrappers.broken_lines import break_sum, cut_line, swallow
 from wrappers.deaths import die_within_sum, killed_in_rotation, strike_at
 from wrappers.devices import break_device, small_pieces, watch_device
 from wrappers.gates import gate, lose_result, lose_tied, replay_beside
+from wrappers.nccl import die_beside_stuck_sums, never_abort, over_false_nccl
 from wrappers.negative_controls import (
     divide_by_live,
     flip_bit,
@@ -30,6 +31,7 @@ __all__ = [
     "break_sum",
     "checkpoint_every",
     "cut_line",
+    "die_beside_stuck_sums",
     "die_within_sum",
     "divide_by_live",
     "flip_bit",
@@ -45,6 +47,8 @@ __all__ = [
     "lose_result",
     "lose_tied",
     "masks_by_worker",
+    "never_abort",
+    "over_false_nccl",
     "overflow",
     "overflow_in_half",
     "record_states",

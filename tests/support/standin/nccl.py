@@ -205,7 +205,7 @@ class ProcessGroupNCCL:
         with self._first:
             if self._line is None:
                 if self._rank == 0:
-                    self._store.set("0", str(Hub(self._size).port))
+                    self._store.set("0", str(Hub(self._size).port).encode())
                 self._line = socket.create_connection(("127.0.0.1", int(self._store.get("0"))))
                 self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self.post([(HUB, WHOLE, 0, b"")])
@@ -288,12 +288,14 @@ class ProcessGroupNCCL:
         return self._communicator(None, (*given, *outputs)[0]).launch(name, given, outputs, kernel)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
-        """Combine everybody's tensors."""
+        """Combine everybody's tensor."""
+        one_of(tensors)
         return self._collective("allreduce", tensors, tensors, added(options))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         """Give all what the root has."""
         root = options.rootRank
+        one_of(tensors)
         return self._collective("broadcast", tensors, tensors, lambda rows: rows[root])
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], _: Any) -> Work:
@@ -352,6 +354,11 @@ class ProcessGroupNCCL:
             self.wait_in_call(lambda: (peer, there, 0) in self._arrived, f"the first use of a direction to rank {peer}")
         self._numbers[peer, here] += 1
         return number
+
+
+def one_of(tensors: Sequence[torch.Tensor]) -> None:
+    if len(tensors) != 1:
+        raise ValueError(f"Expecting one tensor only but got {len(tensors)} tensors.")
 
 
 def added(options: Any) -> Callable[[list[torch.Tensor]], torch.Tensor]:

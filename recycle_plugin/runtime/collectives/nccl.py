@@ -1,0 +1,333 @@
+"""The links of groups (runtime/collectives/link.py) over NCCL: tensors stay on their accelerator.
+
+Whoever waits for a lost member waits in a kernel, which nothing ends but an abort.  An abort ends all kernels of the
+group with garbage in their outputs, and the events behind them happen all the same (measured).  Therefore:
+
+* A handle succeeds only if the host has seen the operation's event while the link had no end.  :meth:`NcclLink.abort`
+  sets the end before it aborts.  So whoever writes state has to wait for the handle first, and not for a stream.
+* Each link has a thread that launches and looks, and one that aborts: of several groups that are aborted one after the
+  other none ends (measured).  Nothing of NCCL's is called by any other thread, nor under a lock.
+* :meth:`NcclLink.abort` returns the handle of the abort's end.  Until then the device may be stuck, so whoever goes on
+  after a loss waits for that, with a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from recycle_plugin.core.worker.whereabouts import Reading
+from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.collectives.link import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Broken,
+    Gather,
+    Handle,
+    Operation,
+    ReduceScatter,
+    done,
+    with_values,
+)
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.accelerator import LONGEST_S, Lane, StreamEvent
+
+ABORT_S = 20.0  # for the end of a group; measured on one H200: 0.1 to 0.5 s
+GroupMade = Callable[[dist.Store, int, int, timedelta], Any]  # at a store, of a position among so many members
+
+
+def process_group(store: dist.Store, position: int, members: int, timeout: timedelta) -> Any:
+    """torch's group, of which each communicator can be aborted at any moment, also while it is being made."""
+    kind: Any = dist.ProcessGroupNCCL  # only builds with NCCL have it
+    options = kind.Options()
+    options.config.blocking, options._timeout = 0, timeout
+    return kind(store, position, members, options)
+
+
+class Meeting(dist.Store):
+    """Where the members of one link meet: boards at the coordinator, which knows who speaks.
+
+    ``called`` is the link's name in the job, ``ranks`` are its members' in their order, of which the worker of
+    ``session`` is one.  To NCCL it is a store, on which the first member sets the group's id.  ``wanted()`` says
+    whether anybody still waits for the link.
+    """
+
+    def __init__(self, session: Session, called: str, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._session, self._called, self.ranks = session, called, tuple(ranks)
+        self.position = self.ranks.index(session.rank)
+        self._here: Reading | None = None
+        self._keys: dict[str, Reading] = {}
+        self.wanted: Callable[[], bool] = lambda: True
+
+    def come(self, timeout: timedelta) -> None:
+        """Say that this member is there, and return once all are; raises WaitTimeout."""
+        if len(self.ranks) > 1:
+            self._post("members", b"")
+            self._here = self._read("members", self.ranks)
+            self._await(self._here, self.ranks, timeout.total_seconds())
+        else:  # also a newcomer's, which takes part in no membership yet
+            self._here = Reading()
+            self._here.values[self._session.rank] = b""
+
+    def missing(self) -> list[int]:
+        """The members that have not come, by their ranks."""
+        return list(self.ranks) if self._here is None else self._here.missing(self.ranks)
+
+    def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
+        """NCCL's call at the first member: post the group's id."""
+        if len(self.ranks) > 1:
+            self._post(key, value)
+        self._keys[key] = Reading()
+        self._keys[key].values[self.ranks[0]] = value
+
+    def get(self, key: str) -> bytes:
+        """NCCL's call: the group's id, once the first member has posted it."""
+        self.wait([key])
+        return self._keys[key].values[self.ranks[0]]
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        """NCCL's call: return once these keys are set.  Raises WaitTimeout."""
+        limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else self._session.waiting.timeout_s
+        for key in keys:
+            if key not in self._keys:
+                self._keys[key] = self._read(key, self.ranks[:1])
+            self._await(self._keys[key], self.ranks[:1], limit_s)
+
+    def close(self) -> None:
+        """Forget it all: the members are connected, or never will be."""
+        for key in ("members", *self._keys):
+            self._session.boards.forget(self._board(key))
+
+    def _post(self, key: str, value: bytes) -> None:
+        self._session.boards.post(self._board(key), value, self._session.view.number)
+
+    def _read(self, key: str, ranks: Sequence[int]) -> Reading:
+        return self._session.boards.read(self._board(key), ranks, self._session.view.number)
+
+    def _await(self, reading: Reading, ranks: Sequence[int], limit_s: float) -> None:
+        what = f"the members of the link {self._called}"
+        self._session.boards.wait(what, reading, ranks, limit_s, lambda: self.wanted())
+
+    def _board(self, key: str) -> str:
+        return f"link {self._called}, NCCL's {key}"
+
+
+@dataclass(eq=False)
+class Begun:
+    """An operation from its start on: behind ``mark`` on the device, and launched once there is ``over``."""
+
+    operation: Operation
+    handle: Handle
+    mark: Any
+    over: StreamEvent | None = None
+
+
+class NcclLink:
+    """A link over NCCL among the workers that meet at ``meeting``, whose kernels are in the order of ``lane``.
+
+    ``name`` is for messages, as "ranks 0, 1"; no other link meets there.  ``make`` makes NCCL's group.
+    """
+
+    def __init__(
+        self, generation: int, meeting: Meeting, name: str, lane: Lane, timeout: timedelta, make: GroupMade
+    ) -> None:
+        self.generation = generation
+        self._meeting, self._name, self._lane, self._timeout, self._make = meeting, name, lane, timeout, make
+        self._changed = threading.Condition()
+        self._connecting: Handle | None = None
+        self._thread: threading.Thread | None = None
+        self._group: Any = None
+        self._made = self.connected = False  # whether there may be something of NCCL's, and whether it was used
+        self._waiting: deque[Begun] = deque()
+        self._launched: deque[Begun] = deque()
+        self._end: Broken | None = None  # what is over from now on may be garbage
+        self._down = done()
+        meeting.wanted = lambda: self._end is None
+
+    # --- the port -------------------------------------------------------------------------------------
+
+    def connect(self) -> Handle:
+        """Start connecting, once, in the link's thread; the handle names the members that have not come."""
+        with self._changed:
+            if self._connecting is None:
+                self._connecting = Handle(self._who_is_missing)
+                if self._end is None:
+                    self._thread = threading.Thread(target=self._run, name=f"recycle: NCCL, {self._name}", daemon=True)
+                    self._thread.start()
+        if self._end is not None:
+            self._connecting.end(self._end)
+        return self._connecting
+
+    def start(self, operation: Operation) -> Handle:
+        """Queue ``operation`` for the link's thread, behind what the caller has started on the device; after
+        :meth:`abort` its handle ends as Broken.
+        """
+        begun = Begun(operation, Handle(f"{type(operation).__name__} among {self._name}"), self._lane.mark())
+        if type(operation) not in STARTS:
+            begun.handle.end(RecycleError(f"{begun.handle.what}: messages between two go through the host's memory"))
+            return begun.handle
+        self.connect()
+        with self._changed:
+            if self._end is None:
+                self._waiting.append(begun)
+                self._changed.notify_all()
+        if self._end is not None:
+            begun.handle.end(self._end)
+        return begun.handle
+
+    def abort(self) -> Handle:
+        """End all that is under way, as Broken here and now, and on the device by a thread of its own.
+
+        The handle is over once nothing of the link is stuck on the device.
+        """
+        return self._give_up(Broken(f"the connections among {self._name} were given up"))
+
+    def _give_up(self, error: Broken) -> Handle:
+        with self._changed:
+            first, ended = self._end is None, [one.handle for one in (*self._waiting, *self._launched)]
+            self._end = self._end or error
+            self.connected, stuck = False, self._made and (not self.connected or bool(self._launched))
+            if self._connecting is not None:
+                ended.append(self._connecting)
+            if first and stuck:
+                self._down = Handle(f"the end of NCCL's group among {self._name}")
+            self._waiting.clear()
+            self._changed.notify_all()
+        for handle in ended:
+            handle.end(self._end)
+        if first and self._made:
+            threading.Thread(target=self._take_down, name=f"recycle: leaving {self._name}", daemon=True).start()
+        return self._down
+
+    # --- the link's thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._meet()
+        except Exception as error:  # of NCCL's, the device's or the boards'; whoever waits gets it
+            self._give_up(Broken(str(error)))
+            return
+        while self._end is None:
+            with self._changed:
+                if not self._waiting:
+                    self._changed.wait(LONGEST_S if self._launched else None)
+                begun = self._waiting.popleft() if self._waiting else None
+                if begun is not None:
+                    self._launched.append(begun)
+            if begun is not None:
+                self._launch(begun)
+            self._look()
+
+    def _meet(self) -> None:
+        """Make the group, and use it once: only then it is connected."""
+        self._meeting.come(self._timeout)
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            self._made = True
+        meeting = self._meeting
+        self._group = self._make(meeting, meeting.position, len(meeting.ranks), self._timeout)
+        first = Begun(Barrier(), Handle(f"the first sum among {self._name}"), self._lane.mark())
+        with self._changed:
+            self._launched.append(first)
+        self._launch(first)
+        while not first.handle.poll():
+            self._look()
+            with self._changed:
+                if self._end is not None:
+                    raise self._end
+                self._changed.wait(LONGEST_S)
+        first.handle.wait(0)
+        meeting.close()
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            self.connected = True
+        assert self._connecting is not None, "this thread is begun with it"
+        self._connecting.end()
+
+    def _launch(self, begun: Begun) -> None:
+        try:
+            with self._lane.behind(begun.mark):
+                if self._end is not None:
+                    raise self._end
+                for work in STARTS[type(begun.operation)](self._group, begun.operation, self._lane.where):
+                    work.wait()  # in the lane's order: the host goes on
+                begun.over = self._lane.event(begun.handle.what)
+        except Exception as error:  # handed to whoever waits, whatever it is
+            with self._changed:
+                self._launched.remove(begun)
+            begun.handle.end(Broken(str(error)) if isinstance(error, dist.DistError) else error)
+
+    def _look(self) -> None:
+        """End the handles of what is over.  The end is asked for after the event: an abort sets it before."""
+        while self._launched and (over := self._launched[0].over) is not None and over.poll():
+            error: Exception | None = None
+            try:
+                over.wait(0)
+            except Exception as failed:  # the device's
+                error = failed
+            with self._changed:
+                if self._end is not None:
+                    return  # its handle has ended, and its tensors stay until the device is done
+                begun = self._launched.popleft()
+            begun.handle.end(error)
+
+    # --- the thread that aborts -----------------------------------------------------------------------
+
+    def _take_down(self) -> None:
+        try:
+            if self._group is not None:
+                self._group.abort()
+            assert self._thread is not None, "it has made the group"
+            self._thread.join(ABORT_S)
+            if self._thread.is_alive():
+                raise WaitTimeout(f"waited {ABORT_S:g} s for a call of NCCL's among {self._name} to return")
+            self._lane.event(self._down.what).wait(ABORT_S)
+        except Exception as error:  # whoever waits for the end gets it
+            self._down.end(error)
+            return
+        self._launched.clear()
+        self._group = None
+        self._down.end()
+
+    def _who_is_missing(self) -> str:
+        whole, meeting = f"the connections among {self._name}", self._meeting
+        missing = ", ".join(str(meeting.ranks.index(rank)) for rank in meeting.missing())
+        return f"{whole}; not there of {len(meeting.ranks)} are number {missing}" if missing else whole
+
+
+Works = list[Any]
+STARTS: dict[type, Callable[[Any, Any, torch.device], Works]] = {  # of a group, an operation, and where its tensors are
+    AllReduce: lambda group, one, where: [
+        group.allreduce([tensor], with_values(dist.AllreduceOptions(), reduceOp=one.op)) for tensor in one.tensors
+    ],
+    Broadcast: lambda group, one, where: [
+        group.broadcast([tensor], with_values(dist.BroadcastOptions(), rootRank=one.root)) for tensor in one.tensors
+    ],
+    AllGather: lambda group, one, where: [group.allgather([one.outputs], [one.source], AllgatherOptions())],
+    Gather: lambda group, one, where: [
+        group.gather(
+            [one.outputs] if one.outputs else [], [one.source], with_values(dist.GatherOptions(), rootRank=one.root)
+        )
+    ],
+    ReduceScatter: lambda group, one, where: [
+        group._reduce_scatter_base(one.output, one.source, with_values(dist.ReduceScatterOptions(), reduceOp=one.op))
+    ],
+    AllToAll: lambda group, one, where: [
+        group.alltoall_base(one.output, one.source, [*one.incoming], [*one.outgoing], dist.AllToAllOptions())
+    ],
+    Barrier: lambda group, one, where: [group.allreduce([torch.zeros(1, device=where)], dist.AllreduceOptions())],
+}

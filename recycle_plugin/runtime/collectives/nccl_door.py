@@ -1,0 +1,137 @@
+"""What has to be so before a group over NCCL can lose a member: variables of the environment, and NCCL's release.
+
+torch is imported only where a process is asked what it has loaded: ``recycle doctor`` does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from recycle_plugin.errors import RecycleError
+
+UNSET = ""
+NO = ("0", "false", "False", "n", "no", "off")
+LONGEST_S = 300  # of a call of NCCL's
+OLDEST_TORCH = "2.7.1"  # earlier ones hang where a group is bound to a device
+OLDEST, FIRST_UNTRIED = (2, 26, 2), (2, 31, 0)
+BAD = (((2, 28, 3), (2, 28, 8), "crash where a group is aborted"),)
+
+
+class Variable(NamedTuple):
+    """A variable that gets ``value`` where it is unset; whoever has set it has to have set one of ``fits``."""
+
+    name: str
+    value: str
+    fits: tuple[str, ...]
+    why: str
+
+
+VARIABLES = (
+    Variable(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        NO,
+        "else torch ends the process after an error, or aborts a group by itself, and nobody knows that its sums are "
+        "garbage",
+    ),
+    Variable("TORCH_NCCL_BLOCKING_WAIT", "0", NO, "else a lost member blocks the others where nothing ends it"),
+    Variable("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", NO, "else an error after an abort ends the process"),
+    Variable("TORCH_NCCL_ENABLE_MONITORING", "0", NO, "else torch ends a process whose abort takes long"),
+    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", NO, "else a dump waits for Python's lock, and that for the dump"),
+    Variable("NCCL_NVLS_ENABLE", "0", ("0",), "NVLink SHARP's memory is shared with the lost member"),
+    Variable("NCCL_CUMEM_ENABLE", UNSET, ("1",), "else memory is shared in a way that a member's death makes invalid"),
+    Variable("NCCL_COMM_BLOCKING", UNSET, ("0",), "else no call of NCCL's can be aborted"),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        UNSET,
+        tuple(map(str, range(2, 33))),
+        "with one connection all streams stand behind a stuck sum",
+    ),
+)
+LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds, of a call whose peer is gone
+
+
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """Set what is unset in the environment of this process; raises RecycleError for what can't be."""
+    for wrong in (*objections(environment), *unfit()):
+        raise RecycleError(wrong)
+    environment.update(sets(environment))
+
+
+def sets(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the plugin sets, since nobody has."""
+    wanted = {variable.name: variable.value for variable in VARIABLES} | {LIMIT: str(LONGEST_S)}
+    return {name: value for name, value in wanted.items() if value != UNSET and name not in environment}
+
+
+def objections(environment: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the environment, a line each."""
+    for variable in VARIABLES:
+        given = environment.get(variable.name)
+        if given is not None and given not in variable.fits:
+            yield (
+                f'{variable.name} is {given!r}, and recycle.device_link is "nccl": leave it out, or write '
+                f"{variable.fits[0]}; {variable.why}"
+            )
+    given = environment.get(LIMIT, "1")
+    if not given.isdecimal() or not 0 < int(given) <= LONGEST_S:
+        yield (
+            f'{LIMIT} is {given!r}, and recycle.device_link is "nccl": leave it out, or write seconds, from 1 to '
+            f"{LONGEST_S}; so long a call may block whose peer is gone"
+        )
+
+
+def unfit() -> Iterator[str]:
+    """What is wrong with the releases that this process has loaded, a line each."""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        yield 'recycle.device_link is "nccl", and torch is built without NCCL here: write "host"'
+        return
+    if Version(torch.__version__) < Version(OLDEST_TORCH):
+        yield f'recycle.device_link is "nccl", and torch is {torch.__version__}: it needs {OLDEST_TORCH} or later'
+    wrong = wrong_release(loaded_release())
+    if wrong is not None:
+        yield wrong
+
+
+def loaded_release() -> tuple[int, int, int] | None:
+    """The release of the library that is loaded here: torch.cuda.nccl.version() gives the one it was compiled with."""
+    with suppress(OSError, AttributeError):
+        mapped = Path("/proc/self/maps").read_text().split()
+        library: Any = ctypes.CDLL(next((word for word in mapped if "libnccl.so" in word), None))
+        code = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(code)) == 0:
+            return code.value // 10000, code.value // 100 % 100, code.value % 100
+    return None
+
+
+def wrong_release(release: tuple[int, int, int] | None) -> str | None:
+    """Why groups over this release of NCCL can't lose members, in one line; None if they can."""
+    if release is None:
+        return 'recycle.device_link is "nccl", and no library of NCCL\'s is loaded that tells its release: write "host"'
+    if release < OLDEST:
+        return f"{_loaded(release)}: groups can be aborted from {_text(OLDEST)} on; install a later one"
+    for first, last, does in BAD:
+        if first <= release <= last:
+            return f"{_loaded(release)}: {_text(first)} to {_text(last)} {does}; install a later one"
+    if release >= FIRST_UNTRIED:
+        return (
+            f"{_loaded(release)}: from {_text(FIRST_UNTRIED)} on an abort may wait for members that are gone; install "
+            "one before it"
+        )
+    return None
+
+
+def _loaded(release: tuple[int, int, int]) -> str:
+    return f'recycle.device_link is "nccl", and the loaded NCCL is {_text(release)}'
+
+
+def _text(release: tuple[int, int, int]) -> str:
+    return ".".join(map(str, release))

@@ -1,0 +1,92 @@
+"""Sums of what is on the stand-in accelerator go over the false NCCL (tests/support/standin/nccl.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from recycle_plugin.runtime.collectives import nccl, outcomes, transports
+from recycle_plugin.runtime.collectives.asked import ON_DEVICE, SCRIPT, Asked, Call
+from recycle_plugin.runtime.collectives.in_flight import Flight
+from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink, process_group
+from recycle_plugin.runtime.worker.trainer import Trainer
+from wrappers.trainers import TRAINERS, inside, wait_until
+
+HELD_S = 0.5  # how long the training thread does not hear of a loss; it has to be less than DEATH_S
+
+
+def over_false_nccl(folder: str, mistake: str = "") -> None:
+    """How many sums have ended well over it is in a file for each worker, behind each step.
+
+    ``mistake``: one of tests/mistakes/nccl.py is planted.
+    """
+    sys.path.append(str(Path(__file__).parents[3]))
+    from tests.support import standin
+    from tests.support.standin import nccl as false
+
+    dist.ProcessGroupNCCL = false.ProcessGroupNCCL
+    transports.LINKS[standin.NAME] = transports.Way(partial(transports.over_nccl, process_group))
+    train = Trainer.train
+
+    def trained(self: Trainer) -> float:
+        loss = train(self)
+        Path(folder, f"{self.seat}.json").write_text(json.dumps(false.counted))
+        return loss
+
+    Trainer.train = trained
+    if mistake:
+        from tests.mistakes.nccl import MISTAKES
+
+        MISTAKES[mistake]()
+
+
+def never_abort(seat: str) -> None:
+    """At ``seat`` an abort does not end."""
+    from tests.support.standin import nccl as false
+
+    nccl.ABORT_S = outcomes.ABORT_S = 1.0
+    abort = false.ProcessGroupNCCL.abort
+
+    def changed(self: false.ProcessGroupNCCL) -> None:
+        if str(TRAINERS[0].seat) == seat:
+            threading.Event().wait()
+        abort(self)
+
+    false.ProcessGroupNCCL.abort = changed
+
+
+def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str]) -> None:
+    """The worker at ``seat`` dies in a sum of ``step`` that ``others`` have launched.  Their threads that train hear
+    of the loss later than their links do, as if somebody else had the machine meanwhile.
+    """
+    launch, begin, give_up = NcclLink._launch, Flight.begin, Flight.give_up_links
+
+    def now() -> tuple[str, int]:
+        work = inside().session.thread.work
+        return str(TRAINERS[0].seat), work.step if work is not None else 0
+
+    def launched(self: NcclLink, begun: Begun) -> None:
+        launch(self, begun)
+        if self.connected and now()[1] == step:
+            Path(folder, f"{now()[0]} has launched").touch()
+
+    def begun(self: Flight, asked: Asked, link: str = SCRIPT) -> Call:
+        if link == ON_DEVICE and now() == (seat, step):
+            wait_until(lambda: all(Path(folder, f"{other} has launched").exists() for other in others), "launches")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin(self, asked, link)
+
+    def given_up(self: Flight) -> None:
+        stuck = any(link._launched for which, (link, _) in self._links.items() if which.startswith(ON_DEVICE))
+        give_up(self)
+        if stuck:
+            threading.Event().wait(HELD_S)
+
+    NcclLink._launch, Flight.begin, Flight.give_up_links = launched, begun, given_up

@@ -1,0 +1,174 @@
+"""The link over NCCL does what every link has to do (tests/support/link_port.py), with tensors on an accelerator; and
+what only NCCL asks of it.
+
+Nobody's death is heard of but through the coordinator, whose word each member's process here gets from the test.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from recycle_plugin.runtime.collectives import nccl as product
+from recycle_plugin.runtime.collectives.link import AllReduce, Barrier, Broadcast, Send
+from recycle_plugin.runtime.collectives.nccl import Meeting, NcclLink
+from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.kinds import device_of
+from tests.support.link_port import *  # noqa: F403  tests
+from tests.support.link_port import SHORT_S, failure_of, name_of
+from tests.support.members import LONG_S, Place, in_processes
+from tests.support.secret import SECRET, way
+from tests.support.waiting import until
+
+
+def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
+    from tests.support import standin
+    from tests.support.standin import nccl
+
+    standin.configure(late=3)
+    torch.set_default_device(standin.NAME)
+    product.dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL
+    session, links = Session(connect(way(coordinator), LONG_S), place.position, SECRET), []
+
+    def made(generation: int) -> NcclLink:
+        meeting = Meeting(session, f"link{generation}", range(place.members))
+        lane, name = device_of(torch.device(standin.NAME)).lane(), name_of(place.members)
+        links.append(NcclLink(generation, meeting, name, lane, timedelta(seconds=LONG_S), product.process_group))
+        return links[-1]
+
+    def listen(member: int) -> None:
+        """As a session does, to which the coordinator says that somebody is lost."""
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        store.wait([f"lost {member}"], timedelta(seconds=2 * LONG_S))
+        for link in links:
+            link.abort()
+
+    for member in range(place.members):
+        threading.Thread(target=listen, args=(member,), daemon=True).start()
+    place.made = made
+
+
+def over_nccl(scenario, members: int) -> list[Any]:
+    return in_processes(scenario, members, enter, ["torch", "torch._dynamo"], coordinated=True)
+
+
+@pytest.fixture
+def run():
+    return over_nccl
+
+
+# --- NCCL's own --------------------------------------------------------------------------------------
+
+
+def garbage_is_no_result(place: Place) -> tuple[str, bool, str, float]:
+    """The abort of a stuck sum lets its event happen."""
+    link, total, again = place.link(), torch.ones(4), torch.ones(1)
+    link.connect().wait(LONG_S)
+    place.meet("connected")
+    if place.position == 1:
+        place.hear("aborted", 0)
+        link.abort().wait(LONG_S)
+    else:
+        handle = link.start(AllReduce([total], ReduceOp.SUM))
+        until(lambda: link._launched and link._launched[-1].over, "launch")
+        over = link._launched[-1].over
+        assert not over.poll() and not handle.poll()
+        down = link.abort()
+        down.wait(LONG_S)
+        assert over.poll() and bool(total.isnan().all()) and failure_of(handle) == "Broken"
+        assert link.abort() is down
+        place.say("aborted")
+    second = place.link(2)
+    second.start(AllReduce([again], ReduceOp.SUM)).wait(LONG_S)
+    return again.item(), failure_of(link.start(Barrier())), link.connected, second.connected
+
+
+def test_what_an_abort_has_ended_is_broken_and_a_new_group_works():
+    assert over_nccl(garbage_is_no_result, 2) == [(2.0, "Broken", False, True)] * 2
+
+
+def several_are_stuck(place: Place) -> list[str]:
+    """Four links, each with a sum that the other member never starts, are aborted in a row."""
+    links = [place.link(generation) for generation in range(4)]
+    for link in links:
+        link.connect().wait(LONG_S)
+    place.meet("connected")
+    handles = []
+    if place.position == 0:
+        handles = [link.start(AllReduce([torch.ones(1)], ReduceOp.SUM)) for link in links]
+        until(lambda: all(link._launched and link._launched[-1].over for link in links), "launches")
+    for down in [link.abort() for link in links]:
+        down.wait(LONG_S)
+    place.meet("over")
+    return [failure_of(handle) for handle in handles]
+
+
+def test_several_stuck_links_are_aborted_at_once():
+    assert over_nccl(several_are_stuck, 2) == [["Broken"] * 4, []]
+
+
+def a_group_is_being_made(place: Place) -> tuple[str, str]:
+    """The second member has come, and then makes no group; the first is in NCCL's call."""
+    link = place.link()
+    if place.position == 1:
+        link._meeting.come(timedelta(seconds=LONG_S))
+        place.hear("aborted", 0)
+        return "none", "none"
+    connecting = link.connect()
+    until(lambda: link._group is not None and link._group._line is not None, "call")
+    down = link.abort()
+    down.wait(LONG_S)
+    place.say("aborted")
+    return failure_of(connecting), failure_of(link.start(Barrier()))
+
+
+def test_an_abort_ends_a_first_call_that_blocks():
+    """Of a communicator that is non-blocking; on a GPU it was not tried."""
+    assert over_nccl(a_group_is_being_made, 2) == [("Broken", "Broken"), ("none", "none")]
+
+
+def an_abort_does_not_end(place: Place) -> str:
+    """Another group of the process is stuck, and nobody aborts that."""
+    link, other = place.link(1), place.link(2)
+    for each in (link, other):
+        each.connect().wait(LONG_S)
+    place.meet("connected")
+    if place.position == 1:
+        place.hear("over", 0)
+        return ""
+    product.ABORT_S = SHORT_S
+    for each in (link, other):
+        each.start(Broadcast([torch.ones(1)], 1))
+    until(lambda: other._launched and other._launched[-1].over, "launch")
+    try:
+        link.abort().wait(SHORT_S)
+        return "it has ended"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        place.say("over")
+
+
+def test_an_abort_that_does_not_end_is_named_at_a_deadline():
+    words = "WaitTimeout: waited 0.2 s for the end of NCCL's group among ranks 0, 1"
+    assert over_nccl(an_abort_does_not_end, 2) == [words, ""]
+
+
+def a_message_between_two(place: Place) -> str:
+    try:
+        place.link().start(Send(torch.ones(1), 1, 0)).wait(LONG_S)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def test_messages_between_two_are_refused():
+    words = "RecycleError: Send among ranks 0: messages between two go through the host's memory"
+    assert over_nccl(a_message_between_two, 1) == [words]
