@@ -14,7 +14,7 @@ import torch
 
 from recycle_plugin.checks.killed import failed
 from recycle_plugin.checks.rows import Row
-from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries
+from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_links, gpu_recoveries
 from recycle_plugin.lab.gpu.place import Place
 from recycle_plugin.runs import RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST
@@ -46,6 +46,7 @@ STAGES = {
         Stage("kills", 85, 580, gpu_jobs.kills),
         Stage("sanitizer", 20, 200, gpu_jobs.sanitizer),
         Stage("context", 15, 200, gpu_jobs.context),
+        Stage("links", 45, 200, gpu_links.links),
         Stage("returns", 30, 300, gpu_recoveries.returns),
         Stage("replay", 30, 300, gpu_recoveries.replay),
         Stage("sharded", 40, 300, gpu_recoveries.sharded),

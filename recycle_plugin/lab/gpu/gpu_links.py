@@ -1,0 +1,77 @@
+"""A stage of ``scripts/on_gpu``: links over NCCL of several processes on one GPU, of which one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from recycle_plugin.checks.killed import on_device
+from recycle_plugin.checks.rows import Row, judged
+from recycle_plugin.lab.gpu.gpu_jobs import MEND
+from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.runs import JobRun, RunFailed
+from recycle_plugin.runtime.collectives.nccl_door import loaded_release, unfit
+from recycle_plugin.runtime.devices.kinds import NVIDIA
+
+MEMBERS, LINKS_S = 3, 150.0
+SHARES_A_GPU = (2, 30, 0)  # the first release of NCCL with which several members may
+ON_ONE_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+WORKER = (str(Path(__file__).with_name("link_worker.py")),)
+
+
+def links(place: Place) -> list[Row]:
+    """Sums of three processes, a death in one, and what the others do; in one line why it can't be tried."""
+    if place.device != NVIDIA:
+        return [Row("links over NCCL", None, f"not tried: there is no NCCL on {place.device}")]
+    release, wrong = loaded_release(), [*unfit()]
+    if wrong:
+        return [Row("links over NCCL", None, f"not tried: {wrong[0]}")]
+    if release is None or release < SHARES_A_GPU:
+        said = ".".join(map(str, release or ()))
+        text = f"not tried: NCCL {said} allows one process on a GPU; --nccl FILE loads one from 2.30 on before torch"
+        return [Row("links over NCCL", None, text)]
+    return tried(place, WORKER, {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"), **ON_ONE_GPU})
+
+
+def tried(place: Place, worker: Sequence[str], variables: dict[str, str]) -> list[Row]:
+    """A row for each thing that each member has tried."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LINKS_S), wait_for_workers=False)
+    rows = []
+    with ExitStack() as stack:
+        runs = []
+        for rank in range(MEMBERS):
+            command = [sys.executable, *worker, place.device, str(rank), str(MEMBERS), str(store.port)]
+            environment = on_device(place.device) | variables
+            runs.append(stack.enter_context(JobRun(place.folder / f"member{rank}", command, environment)))
+        for rank, run in enumerate(runs):
+            try:
+                run.wait_for(lambda run=run: run.launcher.poll() is not None, "its end", LINKS_S)
+            except RunFailed:
+                pass  # as it is once a process has ended
+            rows += of_member(rank, run, killed=rank == MEMBERS - 1)
+    return rows
+
+
+def of_member(rank: int, run: JobRun, killed: bool) -> list[Row]:
+    """The rows of one member, from what it has printed."""
+    found = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
+    rows = [
+        judged(f"{each['name']}, member {rank}", each["wrong"], f"{each['ms']} ms", MEND, ms=each["ms"])
+        for each in found
+    ]
+    code = run.launcher.poll()
+    if code != (-9 if killed else 0):
+        rows.append(Row(f"member {rank}", False, f"it has ended with {code}", f"see {run.folder.name}/output.txt"))
+    return rows
