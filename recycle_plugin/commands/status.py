@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
 
@@ -134,15 +135,7 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
 def _joining(history: RunHistory, now: float) -> list[dict]:
     at = {rank: seat for seat, rank in history.seats.items()}
     return [
-        {
-            "seat": seat,
-            "rank": one.rank,
-            "phase": one.phase,
-            "for_s": round(now - one.since, 1),
-            "share": one.share,
-            "bytes": one.bytes,
-            "bytes_per_s": one.bytes_per_s,
-        }
+        {"seat": seat, "for_s": round(now - one.since, 1), **asdict(one)}
         for one in comings(history.events)
         if (seat := at.get(one.rank)) is not None
     ]
