@@ -550,7 +550,7 @@ around("who is cut off waits for the planned end", ControlView, "lose_coordinato
 )
 
 
-@mistake("movers take a step that others may have begun for one that nobody has", seen=2)
+@mistake("movers take a step that others may have begun for one that nobody has", seen=23)
 def bound_too_low(monkeypatch) -> None:
     reached = control_view.is_reached
     monkeypatch.setattr(control_view, "is_reached", lambda step, committed, *more: reached(step, committed - 1, *more))
