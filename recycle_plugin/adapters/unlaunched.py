@@ -1,8 +1,9 @@
-"""A line for whoever switches the plugin on in a DeepSpeed config, and starts the job without it.
+"""A line for whoever switches the plugin on, in a DeepSpeed config or by RECYCLE_CONFIG for Megatron-LM, and starts the
+job without it.
 
 The package is an entry point of the group ``torch.backends``, which torch calls when it is imported.  Nothing else of
-the plugin runs in a job that ``deepspeed train.py`` has started: it is stock DeepSpeed's, and the loss of a worker ends
-it.  Imports nothing but the standard library, since every process that imports torch pays for it.
+the plugin runs in a job that ``deepspeed train.py`` or torchrun has started: it is stock's, and the loss of a worker
+ends it.  Imports nothing but the standard library, since every process that imports torch pays for it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,39 @@ from types import ModuleType
 from typing import Any
 
 LAUNCHED = "RECYCLE_COORDINATOR"  # in the environment of the plugin's workers
-SAID = (
+CONFIG = "RECYCLE_CONFIG"  # the path of the settings of a Megatron-LM job
+WARNING = (
     "recycle: warning: recycle.enabled is true, and this job was started without the plugin: the loss of a worker ends "
-    "it. Start it as: deepspeed --module recycle_plugin.launch YOUR_SCRIPT.py ..."
+    "it. Start it as: "
+)
+SAID = WARNING + "deepspeed --module recycle_plugin.launch YOUR_SCRIPT.py ..."
+MEGATRON_SAID = (
+    WARNING
+    + "python -m recycle_plugin.launch --workers N pretrain_gpt.py ..., or torchrun -m recycle_plugin.launch ..."
 )
 
 
 def watch() -> None:
-    """Have DeepSpeed's config say so, once it is imported: after torch, in whichever order a script imports them."""
+    """Have DeepSpeed's config, and Megatron-LM's training loop, say so once they are imported, in whichever order."""
     if LAUNCHED not in os.environ:
-        AfterImport({"deepspeed.runtime.config": _wrap}).install()
+        AfterImport({"deepspeed.runtime.config": _wrap, "megatron.training.training": _warn_megatron}).install()
+
+
+def _warn_megatron(module: ModuleType) -> None:
+    if (path := os.environ.get(CONFIG)) and os.environ.get("RANK", "0") == "0" and _enables(path):
+        print(MEGATRON_SAID, file=sys.stderr, flush=True)
+
+
+def _enables(path: str) -> bool:
+    """Whether the section in the file ``path`` switches the plugin on."""
+    import json  # in few processes
+
+    try:
+        with open(path) as file:
+            section = json.load(file)
+        return bool(section.get("recycle", section)["enabled"])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return False
 
 
 def _wrap(module: ModuleType) -> None:

@@ -92,4 +92,6 @@ def test_busy_port(launch):
         run = launch(port=busy.getsockname()[1])
         assert_one_line(run.finish(), f"master port {run.port} cannot be used")
         run = launch(port=busy.getsockname()[1], TORCHELASTIC_RUN_ID="as under torchrun")
-        assert_one_line(run.finish(), "torchrun keeps it for a store of its own, and is not supported yet")
+        assert_one_line(
+            run.finish(), "torchrun keeps it for a store of its own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )

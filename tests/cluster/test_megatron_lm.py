@@ -380,11 +380,14 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_stages_and_replicas(
 
 
 def test_who_takes_the_last_ranks_place_writes_for_tensorboard_and_wandb(job: Jobs, tmp_path: Path) -> None:
-    """Megatron's last rank writes, 1.1 here; from its death on another one does, in the same run of wandb's."""
+    """Megatron's last rank writes, 1.1 here; from its death on another one does, in the same run of wandb's, which has
+    the checkpoints too.
+    """
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch"
     board = "--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"
     wandb = "--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path / "wandb")
     kill = {"rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]}
-    ours = job(gpt(2, 2, *board, *wandb, *EVALUATES), kill)
+    ours = job(gpt(2, 2, *board, *wandb, *saving, *EVALUATES), kill)
     pids = {seat: ours.result.pids[ours.result.rank_of(seat)] for seat in ("0.1", "1.1")}
     (run,) = (tmp_path / "wandb").iterdir()
     for folder in (tmp_path / "board", run):
@@ -393,6 +396,8 @@ def test_who_takes_the_last_ranks_place_writes_for_tensorboard_and_wandb(job: Jo
         assert [pid for _, (_, pid) in sorted(losses.items())] == [pids["1.1"]] * 2 + [pids["0.1"]] * 4
         evaluated = {step: pid for step, (_, pid) in _written(folder, "lm loss validation").items()}
         assert evaluated == {2: pids["1.1"], 4: pids["0.1"], 6: pids["0.1"]}
+    for step, pid in {2: pids["1.1"], 4: pids["0.1"], 6: pids["0.1"]}.items():
+        assert _written(run, f"iter_{step:07d}") == {step: (pid, pid)}
     assert _written(run, "finished") == {0: (pids["0.1"], pids["0.1"])}
 
 

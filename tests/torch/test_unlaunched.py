@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from recycle_plugin.adapters.unlaunched import LAUNCHED, SAID
+from recycle_plugin.adapters.unlaunched import CONFIG, LAUNCHED, MEGATRON_SAID, SAID
 
 SCRIPT = """
 import {first}
@@ -39,3 +40,30 @@ def test_it_is_said_once(first: str, section: dict, variables: dict[str, str], s
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines().count(SAID) == said
+
+
+@pytest.mark.parametrize(
+    "text, rank, said",
+    [
+        ('{"enabled": true}', "0", 1),
+        ('{"recycle": {"enabled": true}}', "0", 1),
+        ('{"enabled": true}', "1", 0),
+        ('{"enabled": false}', "0", 0),
+        ("[", "0", 0),
+    ],
+)
+def test_a_megatron_lm_job_that_reads_no_settings_says_so(tmp_path: Path, text: str, rank: str, said: int) -> None:
+    """Its package is empty here: the line comes when the training loop is imported."""
+    (package := tmp_path / "megatron" / "training").mkdir(parents=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py", package / "training.py"):
+        file.touch()
+    (tmp_path / "recycle.json").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHED} | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        CONFIG: str(tmp_path / "recycle.json"),
+        "RANK": rank,
+    }
+    script = "import torch, megatron.training.training"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines().count(MEGATRON_SAID) == said

@@ -17,11 +17,11 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.utils import unwrap_model
-from megatron.training import global_vars
+from megatron.training import global_vars, wandb_utils
 
 import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
 from recycle_plugin.adapters.megatron_lm import log_line
-from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles, mark_latest
+from recycle_plugin.adapters.megatron_lm.checkpoint import TRACKER, StageFiles, mark_latest
 from recycle_plugin.adapters.megatron_lm.data import IndexedData
 from recycle_plugin.adapters.megatron_lm.early_exit import EarlyExit
 from recycle_plugin.adapters.megatron_lm.model import Batches, StageModule, detach_from_ddp
@@ -152,6 +152,8 @@ class Job:
         files = self._files.at(iteration, operations)
         self._trainer.save(folder, tag, False, files)
         mark_latest(folder, iteration, self._session.rank)
+        if self.writer(global_vars.get_wandb_writer, "wandb", "wandb_project"):
+            wandb_utils.on_save_checkpoint_success(str(folder / tag), str(folder / TRACKER), str(folder), iteration)
         self._saved = iteration
         self._exit.leave_if_asked()
 

@@ -39,8 +39,8 @@ STORE_S = 5.0  # how long the store's process may take to be gone, once it is ki
 KEEP_S = 3600.0  # between two looks after the secret's file
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
 NOT_TORCHRUN = (
-    "torchrun keeps it for a store of its own, and is not supported yet: start with the deepspeed launcher, srun, or "
-    "python -m recycle_plugin.launch --workers N"
+    "torchrun keeps it for a store of its own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start torchrun with "
+    "--standalone or --rdzv-backend c10d, or start with python -m recycle_plugin.launch --workers N"
 )
 ANOTHER_ADDRESS = (
     "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
