@@ -95,6 +95,20 @@ def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(coordinator, pair, 
     assert [datum for datum, *_ in receiver.arrivals()] == [act(1)]
 
 
+def test_who_was_heard_out_and_stays_connected_is_not_waited_for_again(pair, monkeypatch):
+    """As a worker that has left as planned, whose script goes on for long."""
+    sender, receiver = pair
+    sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
+    Inbox(receiver).wait(act(0))
+    monkeypatch.setattr(tcp, "DEATH_S", 0.2)
+    receiver.hear_out(set())
+    monkeypatch.setattr(tcp, "DEATH_S", 3600.0)
+    again = threading.Thread(target=receiver.hear_out, args=(set(),), daemon=True)
+    again.start()
+    again.join(30)
+    assert not again.is_alive()
+
+
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = coordinator.sessions[1]
     session.waiting.timeout_s = 0.05

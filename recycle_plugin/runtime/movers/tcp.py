@@ -98,14 +98,17 @@ class Transport:
 
     def hear_out(self, peers: Collection[str]) -> bool:
         """Take what peers other than ``peers`` have sent before they went, waiting up to 1 s, and nothing of theirs
-        after.
+        after.  Who was heard out before is not waited for again.
         """
         live, could_knock = frozenset(peers), self._knock()
+        out = frozenset() if self._heard is None else frozenset(self._readers.values()) - self._heard
+
+        def heard() -> bool:
+            return self._knocked is None and (live | out).issuperset(self._readers.values())
+
         # a process that has ended has closed its connections, so this takes long only where a host is gone
         with self._session.waiting.changed:
-            self._session.waiting.changed.wait_for(
-                lambda: self._knocked is None and live.issuperset(self._readers.values()), DEATH_S
-            )
+            self._session.waiting.changed.wait_for(heard, DEATH_S)
             self._heard = live
             return could_knock and self._knocked is None
 
