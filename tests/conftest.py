@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests import tiers
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ("tests.support.again",)
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None)  # the same cases in each run
+settings.load_profile("fixed")
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client
 # connects to, and waits 5 s where no answer comes; or else it warns each time that nobody tells.
 os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -36,7 +36,6 @@ pure/test_confused.py::test_100_000_words_of_confused_workers_cost_at_most_thems
 pure/test_confused.py::test_no_number_of_words_fills_the_coordinators_memory
 pure/test_frozen.py::test_frozen_jobs_end_as_they_did
 pure/test_log_choices.py::test_seeded_jobs_draw_choices
-pure/test_mutate.py
 pure/test_planner_ahead.py::test_bounds_are_no_higher_than_optima
 pure/test_recovery_plan.py::test_every_process_works_out_the_same_rest
 pure/test_simulator_history.py::test_a_loss_costs_what_it_costs_instruction_by_instruction

@@ -304,8 +304,6 @@ class Fuzz:
 
         @hypothesis.settings(
             max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
             phases=[Phase.generate],
             suppress_health_check=HealthCheck,
         )

@@ -11,10 +11,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 settings.register_profile(
     "pure",
+    parent=settings.get_profile("fixed"),
     max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("pure")

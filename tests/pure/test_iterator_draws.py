@@ -130,7 +130,7 @@ def mortal(view: ClusterView) -> list[Seat]:
 
 
 @given(shapes(), st.booleans(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_losses_at_any_point(topology: Topology, one_a_step: bool, drawn: st.DataObject) -> None:
     """One loss a step never costs data that something was computed with; more may, and then that is said."""
     ends = Ends(topology)

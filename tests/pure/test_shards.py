@@ -141,7 +141,7 @@ def play(program: tuple[Instruction, ...], random: Random, turns: int, share: fl
     return shards
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(PROGRAMS + TIED), st.integers(0, 2**32), st.integers(0, 400), st.floats(0, 1))
 def test_both_stop_at_the_same_instruction_with_the_same_data(program, seed, turns, share):
     shards = play(program, Random(seed), turns, share)

@@ -50,7 +50,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     steps=st.integers(0, 2),
     spike=st.floats(-1e30, 1e30),
 )
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(max_examples=60)
 def test_any_step_comes_back_bit_for_bit(way, name, shapes, dtype, steps, spike):
     """Gradients that overflow included, whatever they leave behind."""
     subject = Subject(ALL[name], way, [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes])

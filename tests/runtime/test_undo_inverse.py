@@ -91,7 +91,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1
     ordinary=st.integers(-8, 3),
     spike=st.integers(-12, 12),
 )
-@hypothesis_settings(deadline=None, max_examples=200)
+@hypothesis_settings(max_examples=200)
 def test_any_step_comes_back(name, shapes, dtype, earlier, zeros, ordinary, spike):
     """``zeros``: share of the elements that had no gradient before this step, so that their moments are 0."""
     generator = torch.Generator().manual_seed(1)

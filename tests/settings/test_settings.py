@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from recycle_plugin import planner
@@ -152,7 +151,6 @@ def test_a_key_near_no_other_lists_them_all():
     assert message({3: 1}).startswith("recycle.3: no such key; the keys are enabled, ")
 
 
-@hypothesis_settings(deadline=None)  # the first example is slow on a loaded machine
 @given(
     st.dictionaries(
         st.sampled_from([*Settings.model_fields, "x"]), st.none() | st.booleans() | st.text() | st.lists(st.integers())

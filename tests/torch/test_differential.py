@@ -69,8 +69,6 @@ def test_random_models_have_the_same_bits_as_with_stock_autograd(request):
     @seed(request.config.getoption("--models-seed"))
     @settings(
         max_examples=request.config.getoption("--models"),
-        deadline=None,
-        database=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )

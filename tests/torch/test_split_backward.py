@@ -35,7 +35,7 @@ def test_bitwise_linear(assert_bitwise, shape, bias, dtype):
     assert_bitwise(nn.Linear(16, 12, bias=bias, dtype=dtype), activations(*shape, dtype=dtype))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 40),
     st.integers(1, 40),

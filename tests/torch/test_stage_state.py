@@ -207,7 +207,7 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype, turned: bool, generator:
     turned=st.tuples(st.booleans(), st.booleans()),
     steps=st.integers(0, 2),
 )
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(max_examples=60)
 def test_any_tensors_go_over(shapes, dtype, turned, steps):
     """Of no dimension, of no element, complex; and where they do not lie in memory as their elements are counted, there
     or here.
