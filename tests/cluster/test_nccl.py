@@ -27,6 +27,7 @@ from tests.support.jobs import (
 )
 from tests.support.kills import CLIPPED, THREE, struck
 from tests.support.launching import launching
+from tests.support.returns import LONG, assert_came_back, comes_back
 
 OVER = "recycle.device_link=nccl"
 KILLS = {
@@ -105,6 +106,19 @@ def test_a_worker_whose_abort_does_not_end_gives_itself_up(start, on_the_host, s
     result = start("recycle.rejoin=never", also=(stuck, {"name": "never_abort", "seat": "0.1"}))
     assert_same_training(result, on_the_host(), {"0.1", "1.1"})
     assert any("NCCL" in event["text"] and "ranks" in event["text"] for event in result.of("error"))
+
+
+def test_who_comes_back_adds_up_over_nccl_too(launch, on_the_host, tmp_path):
+    """The others leave their groups for ones that it is in."""
+    over, seat = {"name": "over_false_nccl", "folder": str(tmp_path)}, "1.1"
+    kill = "kill 1.1 before 1REDUCE@5"
+    result = comes_back(
+        lambda *more, **job: launch(*more, **job, **LATE), tmp_path, kill, OVER, shape=THREE, wraps=(over,)
+    )
+    result = result.finish()
+    assert_came_back(result, on_the_host(f"steps={LONG}"), seat)
+    assert_in_order(result)
+    assert min(counts(tmp_path, "")) > 0
 
 
 def test_deepspeed_survives_a_kill(server, tmp_path, references):

@@ -7,6 +7,7 @@ Nobody's death is heard of but through the coordinator, whose word each member's
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.collectives import nccl as product
 from recycle_plugin.runtime.collectives.link import AllReduce, Barrier, Broadcast, Send
 from recycle_plugin.runtime.collectives.nccl import Meeting, NcclLink
@@ -172,3 +174,66 @@ def a_message_between_two(place: Place) -> str:
 def test_messages_between_two_are_refused():
     words = "RecycleError: Send among ranks 0: messages between two go through the host's memory"
     assert over_nccl(a_message_between_two, 1) == [words]
+
+
+# --- mistakes that would be seen ---------------------------------------------------------------------
+
+
+def abort_in_turn() -> None:
+    take_down, turn = NcclLink._take_down, threading.Lock()
+
+    def changed(self: NcclLink) -> None:
+        with turn:
+            take_down(self)
+
+    NcclLink._take_down = changed
+
+
+def make_it_blocking() -> None:
+    kind = dist.ProcessGroupNCCL
+    product.process_group = lambda store, position, members, timeout: kind(store, position, members, kind.Options())
+
+
+def ends(place: Place, plant: Callable[[], None], links: int, begin: Callable[[NcclLink], bool]) -> list[bool]:
+    """Whether the abort of each of the first member's links ends in a time that is enough without the mistake."""
+    plant()
+    made = [place.link(number) for number in range(links)]
+    if place.position == 1:
+        for link in made:
+            link._meeting.come(timedelta(seconds=LONG_S)) if plant is make_it_blocking else link.connect().wait(LONG_S)
+        place.hear("seen", 0)
+        return []
+    for link in made:
+        until(lambda link=link: begin(link), "what is to be aborted")
+    found = []
+    for down in [link.abort() for link in made]:
+        try:
+            down.wait(2.0)
+            found.append(True)
+        except WaitTimeout:
+            found.append(False)
+    place.say("seen")
+    return found
+
+
+def in_turn(place: Place) -> list[bool]:
+    def begin(link: NcclLink) -> bool:
+        link.connect().wait(LONG_S)
+        if len(link._launched) == 0:
+            link.start(Broadcast([torch.ones(1)], 1))
+        return bool(link._launched) and link._launched[-1].over is not None
+
+    return ends(place, abort_in_turn, 2, begin)
+
+
+def blocking(place: Place) -> list[bool]:
+    def begin(link: NcclLink) -> bool:
+        link.connect()
+        return link._group is not None and link._group._line is not None
+
+    return ends(place, make_it_blocking, 1, begin)
+
+
+@pytest.mark.parametrize("scenario, links", [(in_turn, 2), (blocking, 1)])
+def test_aborts_in_turn_and_calls_that_block_would_be_seen(scenario, links):
+    assert over_nccl(scenario, 2) == [[False] * links, []]

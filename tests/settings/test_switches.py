@@ -48,6 +48,7 @@ SEEN = {
     "resume_iterators": "cluster/test_iterators.py::test_a_job_goes_on_at_each_iterators_place",
     "transfer_interface": "runtime/test_catch_up.py::test_newcomers_come_to_the_interface_of_the_setting",
     "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",
+    "device_link": "cluster/test_nccl.py::test_a_kill",
     "check_replicas": "cluster/test_replicas.py::test_who_differs_from_two_others_is_given_up",
     "placement": "cluster/test_hosts.py::test_a_host_goes_and_every_stage_has_a_replica_elsewhere",
     "run_dir": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",

@@ -22,6 +22,8 @@ OLDEST_TORCH = "2.7.1"  # earlier ones hang where a group is bound to a device
 OLDEST, FIRST_UNTRIED = (2, 26, 2), (2, 31, 0)
 BAD = (((2, 28, 3), (2, 28, 8), "crash where a group is aborted"),)
 
+STORE = "else torch asks a group's store for what boards do not have, and ends the process"
+
 
 class Variable(NamedTuple):
     """A variable that gets ``value`` where it is unset; whoever has set it has to have set one of ``fits``."""
@@ -44,6 +46,8 @@ VARIABLES = (
     Variable("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", NO, "else an error after an abort ends the process"),
     Variable("TORCH_NCCL_ENABLE_MONITORING", "0", NO, "else torch ends a process whose abort takes long"),
     Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", NO, "else a dump waits for Python's lock, and that for the dump"),
+    Variable("TORCH_NCCL_PROPAGATE_ERROR", "0", NO, STORE),
+    Variable("TORCH_NCCL_DESYNC_DEBUG", "0", NO, STORE),
     Variable("NCCL_NVLS_ENABLE", "0", ("0",), "NVLink SHARP's memory is shared with the lost member"),
     Variable("NCCL_CUMEM_ENABLE", UNSET, ("1",), "else memory is shared in a way that a member's death makes invalid"),
     Variable("NCCL_COMM_BLOCKING", UNSET, ("0",), "else no call of NCCL's can be aborted"),
