@@ -154,8 +154,14 @@ class Communicator:
             held = _native.hold(self.stream, f"NCCL's {name}")
         under_way.add(held)
         with self._group.changed:
-            self._queue.append(kernel(read, held))
-            self._group.changed.notify_all()
+            late = self._group.aborted
+            if not late:
+                self._queue.append(kernel(read, held))
+                self._group.changed.notify_all()
+        if late:  # an abort has come meanwhile: nobody would end the kernel
+            _native.let_go(held)
+            under_way.discard(held)
+            raise dist.DistBackendError(f"NCCL communicator was aborted, in {name}")
         return Work(self.stream.record_event())
 
     def _run(self) -> None:
