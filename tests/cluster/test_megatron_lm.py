@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -434,6 +437,32 @@ def _lines(of: Trained) -> list[str]:
     """What is printed of steps and evaluations, without times."""
     found = re.findall(r"(?: iteration +\d+/.*?consumed|validation loss at ).*", of.result.output)
     return [re.sub(r"elapsed time.*?\| (throughput.*?\|)?", "", line).rstrip() for line in found]
+
+
+def test_torchrun_with_the_plugins_module_in_between_outlives_a_worker(job: Jobs, tmp_path: Path) -> None:
+    flags = gpt(2, 2)
+    kill = {"exact": True, "rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]}
+    settings, out = tmp_path / "recycle.json", tmp_path / "out"
+    settings.write_text(json.dumps({"enabled": True, "report": False, "run_dir": str(tmp_path / "run"), **kill}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(flags.ranks)]
+    script = ["-m", "recycle_plugin.launch", megatron_lm.SCRIPT, str(out), *flags.words]
+    ended = subprocess.run(
+        [*torchrun, *script, "--recycle-config", str(settings)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(megatron_lm.home()), str(megatron_lm.ROOT)]),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=megatron_lm.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    ranks, stock = {int(file.stem[4:]): torch.load(file) for file in out.glob("rank*.pt")}, job.stock(flags)
+    assert ranks.keys() == {0, 1, 2}
+    assert_same_weights(Trained(stock.result, ranks), stock)
 
 
 def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:
