@@ -134,7 +134,9 @@ def test_what_was_not_kept_is_run_again(launch, reference):
     result = launch(faults(kill), "recycle.keep_bytes=1", "recycle.trace=true").finish()
     assert_same_training(result, reference(), {"0.1"})
     assert struck(result) == {kill}
-    senders = {event["seat"]: event for event in result.of("peak")}
+    survivors = [event for event in result.of("peak") if event["seat"] != "0.1"]  # which may be back at the end
+    senders = {event["seat"]: event for event in survivors}
+    assert senders.keys() == {"0.0", "1.0", "1.1"}
     assert all(
         event["dropped"] and event["kept_bytes"] and f"let {event['dropped']} of them go" in event["text"]
         for event in senders.values()
