@@ -70,17 +70,23 @@ def smoke(place: Place) -> list[Row]:
     return rows
 
 
-def precision(place: Place) -> list[Row]:
-    """A DeepSpeed job in bf16 and fp16 beside the CPU's in fp32, and with a worker killed from outside."""
+def precision(place: Place, *more: str) -> list[Row]:
+    """A DeepSpeed job in bf16 and fp16 beside the CPU's in fp32, and with a worker killed from outside.
+
+    ``more``: overrides of the jobs on the device.
+    """
     there, *whole = side_by_side(
-        partial(started_gpt, place.folder / "reference", HOST.type),
-        *(partial(started_gpt, place.folder / name, place.device, half) for name, half in HALVES.items()),
+        partial(started_gpt, place.folder / HOST.type, HOST.type),
+        *(partial(started_gpt, place.folder / name, place.device, half, *more) for name, half in HALVES.items()),
     )
     trained = {name: here for name, here in zip(HALVES, whole, strict=True) if isinstance(here, RunOutcome)}
     fault = f'recycle.faults=["stop {SEAT} {MOMENTS["F"]}"]'
     struck: dict[str, float] = {}
     killed = side_by_side(
-        *(partial(started_gpt, place.folder / f"{name}_killed", place.device, HALVES[name], fault) for name in trained),
+        *(
+            partial(started_gpt, place.folder / f"{name}_killed", place.device, HALVES[name], fault, *more)
+            for name in trained
+        ),
         meanwhile=lambda run: struck.update({run.folder.name: killed_from_outside(run, MOMENTS["F"])}),
     )
     rows = []
@@ -109,12 +115,16 @@ def killed_from_outside(run: JobRun, moment: str) -> float:
     return run.kill(run.rank_at(SEAT))
 
 
-def kills(place: Place) -> list[Row]:
-    """A worker killed from outside in each instruction and between steps, with dropout, losses beside the job's own."""
-    (reference,) = side_by_side(partial(started_plain, place.folder / "reference", place.device, "--dropout", "0.1"))
+def kills(place: Place, *more: str) -> list[Row]:
+    """A worker killed from outside in each instruction and between steps, with dropout, losses beside the job's own.
+
+    ``more``: options of all the jobs.
+    """
+    options = ("--dropout", "0.1", *more)
+    (reference,) = side_by_side(partial(started_plain, place.folder / "reference", place.device, *options))
     if isinstance(reference, RunFailed):
         return [failed("without a kill", reference, place.folder)]
-    started, options = one_host(place.device, JOB_S), ("--device", place.device)
+    started, options = one_host(place.device, JOB_S), ("--device", place.device, *options)
     return kill_list(started, place.folder, reference, list(MOMENTS), killed_from_outside, options)
 
 

@@ -1,4 +1,6 @@
-"""A stage of ``scripts/on_gpu``: links over NCCL of several processes on one GPU, of which one is killed."""
+"""Stages of ``scripts/on_gpu`` over NCCL, of several processes on one GPU: links of which one member is killed, and
+whole jobs that sum gradients over it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,13 +17,15 @@ import torch.distributed as dist
 
 from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import Row, judged
-from recycle_plugin.lab.gpu.gpu_jobs import MEND
+from recycle_plugin.lab.gpu.gpu_jobs import MEND, kills, precision
+from recycle_plugin.lab.gpu.gpu_recoveries import returns
 from recycle_plugin.lab.gpu.place import Place
 from recycle_plugin.runs import JobRun, RunFailed
-from recycle_plugin.runtime.collectives.nccl_door import loaded_release, unfit
+from recycle_plugin.runtime.collectives.nccl_door import LIMIT, loaded_release, unfit
+from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import NVIDIA
 
-MEMBERS, LINKS_S = 3, 150.0
+MEMBERS, LINKS_S, CALL_S = 3, 150.0, "2"  # the last: of a call that blocks
 SHARES_A_GPU = (2, 30, 0)  # the first release of NCCL with which several members may
 ON_ONE_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -33,16 +38,47 @@ WORKER = (str(Path(__file__).with_name("link_worker.py")),)
 
 def links(place: Place) -> list[Row]:
     """Sums of three processes, a death in one, and what the others do; in one line why it can't be tried."""
+    reason = untried(place)
+    if reason:
+        return [Row("links over NCCL", None, reason)]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return tried(place, WORKER, {"CUDA_VISIBLE_DEVICES": first, LIMIT: CALL_S, **ON_ONE_GPU})
+
+
+def jobs(place: Place) -> list[Row]:
+    """The kill list, a return and half precision, with gradients summed over NCCL."""
+    reason = untried(place)
+    if reason:
+        return [Row("jobs over NCCL", None, reason)]
+    os.environ.update(ON_ONE_GPU, NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT")  # for all jobs of this process
+    plain = ("--settings", json.dumps({"device_link": "nccl"}))
+    rows = [
+        *kills(replace(place, folder=place.folder / "kills"), *plain),
+        *returns(replace(place, folder=place.folder / "returns"), *plain),
+        *precision(replace(place, folder=place.folder / "precision"), "recycle.device_link=nccl"),
+    ]
+    outputs = sorted(place.folder.glob("*/*/output.txt"))
+    return [*rows, *(of_groups(path) for path in outputs if path.parent.name != HOST.type)]
+
+
+def of_groups(output: Path) -> Row:
+    """Whether a job has used NCCL, by what NCCL says of its groups."""
+    groups = output.read_text(errors="replace").count("Init COMPLETE")
+    name = f"NCCL in {'/'.join(output.parent.parts[-2:])}"
+    return judged(name, "" if groups else "none", f"{groups} ends of groups were made", MEND)
+
+
+def untried(place: Place) -> str:
+    """Why several processes can't share a GPU over NCCL here, in one line, or ""."""
     if place.device != NVIDIA:
-        return [Row("links over NCCL", None, f"not tried: there is no NCCL on {place.device}")]
+        return f"not tried: there is no NCCL on {place.device}"
     release, wrong = loaded_release(), [*unfit()]
     if wrong:
-        return [Row("links over NCCL", None, f"not tried: {wrong[0]}")]
+        return f"not tried: {wrong[0]}"
     if release is None or release < SHARES_A_GPU:
         said = ".".join(map(str, release or ()))
-        text = f"not tried: NCCL {said} allows one process on a GPU; --nccl FILE loads one from 2.30 on before torch"
-        return [Row("links over NCCL", None, text)]
-    return tried(place, WORKER, {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"), **ON_ONE_GPU})
+        return f"not tried: NCCL {said} allows one process on a GPU; --nccl FILE loads one from 2.30 on before torch"
+    return ""
 
 
 def tried(place: Place, worker: Sequence[str], variables: dict[str, str]) -> list[Row]:

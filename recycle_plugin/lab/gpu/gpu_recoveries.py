@@ -24,11 +24,12 @@ KILLED = "killed"  # the folder of a job that loses somebody
 REPLICA, SHARDED_KILL = "1.0", "kill 1.0 before 0REDUCE@4"
 
 
-def returns(place: Place) -> list[Row]:
-    """A worker that is killed, and comes back while the others train."""
+def returns(place: Place, *more: str) -> list[Row]:
+    """A worker that is killed, and comes back while the others train; ``more``: options of both jobs."""
+    fault = f"kill {SEAT} after 1F0.0@{KILLED_IN}"
     whole, found = side_by_side(
-        partial(job, place.folder / "reference", place.device),
-        partial(job, place.folder / KILLED, place.device, *killed(f"kill {SEAT} after 1F0.0@{KILLED_IN}")),
+        partial(job, place.folder / "reference", place.device, *more),
+        partial(job, place.folder / KILLED, place.device, *killed(fault), *more),
         meanwhile=let_on,
     )
     return [recovered("return", found, whole, place.folder)]

@@ -27,6 +27,7 @@ from recycle_plugin.runtime.devices.kinds import accelerator_at
 
 NUMBERS, STUCK, WAIT_S = 1 << 22, 4, 25.0
 HERE = "member {}"  # numbers alone are NCCL's own keys
+CALLS = 2.5  # that are given up until the last member comes
 SETTLE_S = 0.3  # until a launched sum is surely stuck, on a device
 
 
@@ -59,11 +60,12 @@ class Member:
         self.where = torch.device(kind, 0)
         self._store = dist.TCPStore("127.0.0.1", port, None, False, self.limit, wait_for_workers=False)
 
-    def link(self, name: str, members: int) -> NcclLink:
-        """A link of the first ``members``, which has met."""
+    def link(self, name: str, members: int, connected: bool = True) -> NcclLink:
+        """A link of the first ``members``, which has met, unless it is not to be ``connected``."""
         meeting = StoreMeeting(self._store, name, range(members), self.rank)
         made = NcclLink(1, meeting, name, accelerator_at(self.where).lane(), self.limit, partial(_made, meeting.store))
-        made.connect().wait(WAIT_S)
+        if connected:
+            made.connect().wait(WAIT_S)
         return made
 
     def begin(self, link: NcclLink) -> tuple[torch.Tensor, Handle]:
@@ -117,7 +119,7 @@ def ended(links: Sequence[NcclLink], handles: Sequence[Handle]) -> str:
 
 
 def main() -> None:
-    """Sums, a member's death in one, a new group, several groups that are stuck, and a first call that blocks."""
+    """Sums, a member's death in one, a new group, several groups that are stuck, first calls that block."""
     kind, rank, members, port = sys.argv[1], *map(int, sys.argv[2:5])
     nccl_door.prepare(os.environ)
     member, left = Member(kind, rank, members, port), members - 1
@@ -139,6 +141,12 @@ def main() -> None:
     member.meet("aborted", left)
     if rank == 0:
         tried("abort of a first call that blocks", lambda: never_made(member))
+    member.meet("slow", left)
+    slow = member.link("slow", left, connected=False)
+    if rank > 0:
+        slow._meeting.come(member.limit)
+        threading.Event().wait(CALLS * float(os.environ[nccl_door.LIMIT]))
+    tried("a group whose last member comes late", lambda: member.sum(slow, left))
     member.meet("end", left)
     sys.stdout.flush()
     os._exit(0)  # what is stuck may keep the process

@@ -47,6 +47,7 @@ STAGES = {
         Stage("sanitizer", 20, 200, gpu_jobs.sanitizer),
         Stage("context", 15, 200, gpu_jobs.context),
         Stage("links", 45, 200, gpu_links.links),
+        Stage("nccl", 180, 580, gpu_links.jobs),
         Stage("returns", 30, 300, gpu_recoveries.returns),
         Stage("replay", 30, 300, gpu_recoveries.replay),
         Stage("sharded", 40, 300, gpu_recoveries.sharded),
