@@ -8,14 +8,21 @@ import pytest
 
 from recycle_plugin.lab.gpu import gpu_links
 from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.runtime.collectives.nccl_door import LIMIT
 
 WORKER = (str(Path(__file__).parents[1] / "jobs" / "link_worker.py"),)
-BOTH = ("a sum", "abort beside the dead", "a new group and its sum", "abort of 4 at once")
+BOTH = (
+    "a sum",
+    "abort beside the dead",
+    "a new group and its sum",
+    "abort of 4 at once",
+    "a group whose last member comes late",
+)
 
 
 def test_each_member_has_a_row_for_what_it_has_tried(tmp_path):
     place = Place("standin", tmp_path, tmp_path / "links", rehearsal=True)
-    rows = gpu_links.tried(place, WORKER, {})
+    rows = gpu_links.tried(place, WORKER, {LIMIT: "1"})
     assert all(row.passed for row in rows), rows
     expected = {f"{name}, member {rank}" for name in BOTH for rank in (0, 1)}
     assert {row.name for row in rows} == expected | {

@@ -6,6 +6,7 @@ Nobody's death is heard of but through the coordinator, whose word each member's
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.collectives import nccl as product
 from recycle_plugin.runtime.collectives.link import AllReduce, Barrier, Broadcast, Send
 from recycle_plugin.runtime.collectives.nccl import Meeting, NcclLink
+from recycle_plugin.runtime.collectives.nccl_door import LIMIT
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
@@ -116,8 +118,12 @@ def test_several_stuck_links_are_aborted_at_once():
     assert over_nccl(several_are_stuck, 2) == [["Broken"] * 4, []]
 
 
+CALL_S = "0.3"  # of the call that makes a group
+
+
 def a_group_is_being_made(place: Place) -> tuple[str, str]:
     """The second member has come, and then makes no group; the first is in NCCL's call."""
+    os.environ[LIMIT] = CALL_S
     link = place.link()
     if place.position == 1:
         link._meeting.come(timedelta(seconds=LONG_S))
@@ -132,8 +138,34 @@ def a_group_is_being_made(place: Place) -> tuple[str, str]:
 
 
 def test_an_abort_ends_a_first_call_that_blocks():
-    """Of a communicator that is non-blocking; on a GPU it was not tried."""
+    """Once that has given up by itself: it holds the lock."""
     assert over_nccl(a_group_is_being_made, 2) == [("Broken", "Broken"), ("none", "none")]
+
+
+def a_member_is_slow(place: Place) -> tuple[float, bool]:
+    """The second member has come, and makes the group only after the first one's call was given up, and made again."""
+    os.environ[LIMIT], calls = CALL_S, []
+    kind, total = product.dist.ProcessGroupNCCL, torch.ones(1)
+    whole = kind.allreduce
+
+    def counted(self, *given):
+        calls.append(given)
+        if len(calls) == 3:
+            place.say("waited")
+        return whole(self, *given)
+
+    link = place.link()
+    if place.position == 1:
+        link._meeting.come(timedelta(seconds=LONG_S))
+        place.hear("waited", 0)
+    else:
+        kind.allreduce = counted
+    link.start(AllReduce([total], ReduceOp.SUM)).wait(LONG_S)
+    return total.item(), link.connected
+
+
+def test_a_group_that_takes_longer_than_a_call_may_is_made_all_the_same():
+    assert over_nccl(a_member_is_slow, 2) == [(2.0, True)] * 2
 
 
 def an_abort_does_not_end(place: Place) -> str:

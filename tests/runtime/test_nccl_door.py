@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +16,7 @@ from recycle_plugin.runtime.collectives import nccl_door, transports
 from recycle_plugin.runtime.collectives.transports import carry_sums
 from recycle_plugin.runtime.worker import parts
 
+NCCL = "libnccl.so.2"
 SETS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -21,7 +26,7 @@ SETS = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_DESYNC_DEBUG": "0",
     "NCCL_NVLS_ENABLE": "0",
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "300",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
 }
 LEFT = {"NCCL_CUMEM_ENABLE": "1", "NCCL_COMM_BLOCKING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 WRONG = {
@@ -33,7 +38,7 @@ WRONG = {
     "TORCH_NCCL_PROPAGATE_ERROR": ("1",),
     "TORCH_NCCL_DESYNC_DEBUG": ("1",),
     "NCCL_NVLS_ENABLE": ("1", "2"),
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": ("1800", "0", "-1", "soon"),
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": ("1800", "21", "0", "-1", "soon"),
     "NCCL_CUMEM_ENABLE": ("0",),
     "NCCL_COMM_BLOCKING": ("1",),
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1",),
@@ -49,7 +54,7 @@ def test_what_is_unset_is_set_and_what_fits_stays(fit):
     environment: dict[str, str] = {}
     nccl_door.prepare(environment)
     assert environment == SETS
-    own = dict(SETS, TORCH_NCCL_NONBLOCKING_TIMEOUT="60", TORCH_NCCL_ENABLE_MONITORING="false", **LEFT)
+    own = dict(SETS, TORCH_NCCL_NONBLOCKING_TIMEOUT="20", TORCH_NCCL_ENABLE_MONITORING="false", **LEFT)
     kept = dict(own)
     nccl_door.prepare(own)
     assert own == kept
@@ -86,19 +91,30 @@ def test_releases_that_will_not(release, said):
 
 
 @pytest.mark.parametrize("code, release", [(23007, (2, 30, 7)), (22602, (2, 26, 2)), (None, None)])
-def test_the_release_is_that_of_the_loaded_library(monkeypatch, code, release):
-    def version(place) -> int:
-        ctypes.cast(place, ctypes.POINTER(ctypes.c_int))[0] = code or 0
-        return 0 if code else 1
+@pytest.mark.parametrize("preloaded", [False, True])
+def test_the_release_is_that_of_the_library_that_torch_calls(tmp_path, code, release, preloaded):
+    """As torch does it: its library needs one of NCCL, and another may be there first, under the same name."""
+    torch_s = libraries(tmp_path, own=22809 if preloaded else code, other=code)
+    asks = f"from ctypes import CDLL; CDLL({str(torch_s)!r}); CDLL({str(tmp_path / 'own' / NCCL)!r}, 256); "
+    asks += "from recycle_plugin.runtime.collectives.nccl_door import loaded_release; print(loaded_release())"
+    first = {"LD_PRELOAD": str(tmp_path / "other" / NCCL)} if preloaded else {}
+    said = subprocess.run([sys.executable, "-c", asks], env=os.environ | first, capture_output=True, text=True)
+    assert (said.stdout.strip(), said.stderr) == (str(release), "")
 
-    asked = []
-    monkeypatch.setattr(
-        nccl_door.Path, "read_text", lambda self: "7f00 r-xp /opt/nccl/libnccl.so.2\n7f01 /lib/libc.so\n"
-    )
-    monkeypatch.setattr(
-        nccl_door.ctypes, "CDLL", lambda path: asked.append(path) or SimpleNamespace(ncclGetVersion=version)
-    )
-    assert nccl_door.loaded_release() == release and asked == ["/opt/nccl/libnccl.so.2"]
+
+def libraries(folder: Path, own: int | None, other: int | None) -> Path:
+    """A library with torch's name, which needs folder/own's NCCL of this release; folder/other has the other one."""
+    compiler = shutil.which("cc") or pytest.skip("there is no C compiler here")
+    for name, code in (("own", own), ("other", other)):
+        (folder / name).mkdir()
+        (folder / f"{name}.c").write_text(f"int ncclGetVersion(int *v) {{ *v = {code or 0}; return {not code:d}; }}")
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{NCCL}", "-o", str(folder / name / NCCL)]
+        subprocess.run([compiler, *options, str(folder / f"{name}.c")], check=True)
+    (folder / "torch.c").write_text("int ncclGetVersion(int *); int calls(void) { int v; return ncclGetVersion(&v); }")
+    made = folder / nccl_door.CALLER
+    options = ["-shared", "-fPIC", f"-L{folder / 'own'}", f"-l:{NCCL}", f"-Wl,-rpath,{folder / 'own'}"]
+    subprocess.run([compiler, "-o", str(made), str(folder / "torch.c"), *options], check=True)
+    return made
 
 
 def test_a_process_that_has_loaded_none_says_so():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.support.coordinator import FakeCoordinator
-from tests.support.results import DIED, result_of
+from tests.support.results import DIED, RESULT_S, result_of, say_where_it_hangs
 
 LONG_S = 60.0  # what must not pass
 
@@ -114,10 +115,13 @@ def _run(
     coordinator: tuple[str, int] | None,
     results: Any,
 ) -> None:
+    say_where_it_hangs()
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     place = Place(position, members, store, lambda: os.kill(os.getpid(), signal.SIGKILL))
     enter(place, port, coordinator)
     results.send(told(scenario, place))
+    faulthandler.cancel_dump_traceback_later()
+    threading.Event().wait(RESULT_S)  # until all have returned, whom this process may serve
     os._exit(0)  # threads may still look for who never comes
 
 

@@ -7,6 +7,8 @@ group with garbage in their outputs, and the events behind them happen all the s
   sets the end before it aborts.  So whoever writes state has to wait for the handle first, and not for a stream.
 * Each link has a thread that launches and looks, and one that aborts: of several groups that are aborted one after the
   other none ends (measured).  Nothing of NCCL's is called by any other thread, nor under a lock.
+* The call that makes a group holds a lock that an abort needs (measured), for as long as ``nccl_door.LIMIT`` says.  So
+  it is given up after that, and made again: what it began goes on, and in between an abort has its turn.
 * :meth:`NcclLink.abort` returns the handle of the abort's end.  Until then the device may be stuck, so whoever goes on
   after a loss waits for that, with a deadline.
 """
@@ -14,6 +16,7 @@ group with garbage in their outputs, and the events behind them happen all the s
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +47,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.accelerator import LONGEST_S, Lane, StreamEvent
 
 ABORT_S = 20.0  # for the end of a group; measured on one H200: 0.1 to 0.5 s
+IN_PROGRESS = "NCCL timeout in"  # in torch's error of a call that has not ended in time
 GroupMade = Callable[[dist.Store, int, int, timedelta], Any]  # at a store, of a position among so many members
 
 
@@ -242,7 +246,7 @@ class NcclLink:
         first = Begun(Barrier(), Handle(f"the first sum among {self._name}"), self._lane.mark())
         with self._changed:
             self._launched.append(first)
-        self._launch(first)
+        self._start_first(first)
         while not first.handle.poll():
             self._look()
             with self._changed:
@@ -258,14 +262,27 @@ class NcclLink:
         assert self._connecting is not None, "this thread is begun with it"
         self._connecting.end()
 
+    def _start_first(self, begun: Begun) -> None:
+        """Start the sum whose call makes the group, again and again until it is made, or the link has an end."""
+        until = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            try:
+                return self._start(begun)
+            except dist.DistBackendError as error:
+                if IN_PROGRESS not in str(error) or time.monotonic() > until:
+                    raise
+
+    def _start(self, begun: Begun) -> None:
+        with self._lane.behind(begun.mark):
+            if self._end is not None:
+                raise self._end
+            for work in STARTS[type(begun.operation)](self._group, begun.operation, self._lane.where):
+                work.wait()  # in the lane's order: the host goes on
+            begun.over = self._lane.event(begun.handle.what)
+
     def _launch(self, begun: Begun) -> None:
         try:
-            with self._lane.behind(begun.mark):
-                if self._end is not None:
-                    raise self._end
-                for work in STARTS[type(begun.operation)](self._group, begun.operation, self._lane.where):
-                    work.wait()  # in the lane's order: the host goes on
-                begun.over = self._lane.event(begun.handle.what)
+            self._start(begun)
         except Exception as error:  # handed to whoever waits, whatever it is
             with self._changed:
                 self._launched.remove(begun)

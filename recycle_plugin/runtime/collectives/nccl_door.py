@@ -17,7 +17,7 @@ from recycle_plugin.errors import RecycleError
 
 UNSET = ""
 NO = ("0", "false", "False", "n", "no", "off")
-LONGEST_S = 300  # of a call of NCCL's
+CALL_S, LONGEST_S = 10, 20  # of a call of NCCL's: what is set, and at most
 OLDEST_TORCH = "2.7.1"  # earlier ones hang where a group is bound to a device
 OLDEST, FIRST_UNTRIED = (2, 26, 2), (2, 31, 0)
 BAD = (((2, 28, 3), (2, 28, 8), "crash where a group is aborted"),)
@@ -58,7 +58,8 @@ VARIABLES = (
         "with one connection all streams stand behind a stuck sum",
     ),
 )
-LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds, of a call whose peer is gone
+CALLER = "libtorch_cuda.so"
+LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds, of a call whose peer is gone; so long an abort may wait for it
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
@@ -70,7 +71,7 @@ def prepare(environment: MutableMapping[str, str]) -> None:
 
 def sets(environment: Mapping[str, str]) -> dict[str, str]:
     """What the plugin sets, since nobody has."""
-    wanted = {variable.name: variable.value for variable in VARIABLES} | {LIMIT: str(LONGEST_S)}
+    wanted = {variable.name: variable.value for variable in VARIABLES} | {LIMIT: str(CALL_S)}
     return {name: value for name, value in wanted.items() if value != UNSET and name not in environment}
 
 
@@ -106,13 +107,18 @@ def unfit() -> Iterator[str]:
 
 
 def loaded_release() -> tuple[int, int, int] | None:
-    """The release of the library that is loaded here: torch.cuda.nccl.version() gives the one it was compiled with."""
-    with suppress(OSError, AttributeError):
-        mapped = Path("/proc/self/maps").read_text().split()
-        library: Any = ctypes.CDLL(next((word for word in mapped if "libnccl.so" in word), None))
-        code = ctypes.c_int()
-        if library.ncclGetVersion(ctypes.byref(code)) == 0:
-            return code.value // 10000, code.value // 100 % 100, code.value % 100
+    """The release of NCCL that torch calls in this process; None where it calls none.
+
+    torch.cuda.nccl.version() gives the one that torch was compiled with, and several may be loaded: torch loads its own
+    beside one of LD_PRELOAD, and calls that.  So it is asked for as the linker finds it from torch's library.
+    """
+    mapped = Path("/proc/self/maps").read_text().split()
+    code = ctypes.c_int()
+    for path in [word for word in mapped if word.endswith(CALLER)][:1]:
+        with suppress(AttributeError):
+            library: Any = ctypes.CDLL(path)
+            if library.ncclGetVersion(ctypes.byref(code)) == 0:
+                return code.value // 10000, code.value // 100 % 100, code.value % 100
     return None
 
 

@@ -11,6 +11,8 @@ Members are processes.  Semantics are those that four processes on one H200 have
   the other never ends, and all at once do.  Groups of the living work on, and a new one can be made.
 * The first use of a direction between two members is made in the call, by both.  If the peer is dead, the call blocks
   for TORCH_NCCL_NONBLOCKING_TIMEOUT seconds and raises DistBackendError.
+* So does the first call of all, which makes the group; meanwhile `abort` waits.  What it began goes on, and a later
+  call finds it.
 
 From NVIDIA's and torch's sources, not measured:
 
@@ -198,7 +200,8 @@ class ProcessGroupNCCL:
         self._store, self._rank, self._size = store, rank, size
         self._options = options or self.Options()
         self._others = [other for other in range(size) if other != rank]
-        self.changed, self._first = threading.Condition(), threading.Lock()
+        self.changed, self._first = threading.Condition(), threading.Lock()  # an abort needs both
+        self._sending = threading.Lock()  # of its own: what comes meanwhile is read
         self.aborted = False
         self._line: socket.socket | None = None
         self._arrived: dict[Key, bytes] = {}
@@ -216,7 +219,7 @@ class ProcessGroupNCCL:
                 self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self.post([(HUB, WHOLE, 0, b"")])
                 threading.Thread(target=self._read, daemon=True).start()
-        self.wait_in_call(lambda: (HUB, WHOLE, 0) in self._arrived, "ncclCommInitRankConfig")
+            self.wait_in_call(lambda: (HUB, WHOLE, 0) in self._arrived, "ncclCommInitRankConfig")
 
     def _read(self) -> None:
         with suppress(OSError):
@@ -229,7 +232,7 @@ class ProcessGroupNCCL:
     def post(self, frames: Sequence[tuple[int, int, int, bytes]]) -> None:
         """Send frames: to whom, of which kind and number, and what."""
         for to, kind, number, payload in frames:
-            with suppress(OSError), self.changed:
+            with suppress(OSError), self._sending:
                 self._line.sendall(HEAD.pack(to, self._rank, kind, number, len(payload)) + payload)
 
     def frames(self, needs: Sequence[Key]) -> list[bytes] | None:
@@ -243,8 +246,8 @@ class ProcessGroupNCCL:
 
     def wait_in_call(self, ready: Callable[[], bool], what: str) -> None:
         """Block the caller, as torch does while a non-blocking call is in progress; raises DistBackendError."""
-        limit_s = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
         abortable = self._options.config.blocking == 0
+        limit_s = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800")) if abortable else None
         with self.changed:
             if not self.changed.wait_for(lambda: ready() or (self.aborted and abortable), limit_s):
                 raise dist.DistBackendError(f"NCCL timeout in: {what}")
@@ -253,7 +256,7 @@ class ProcessGroupNCCL:
 
     def abort(self) -> None:
         """End all kernels of the group, then wait for all that the device had to do when this was called."""
-        with self.changed:
+        with self._first, self.changed:
             self.aborted = True
             self.changed.notify_all()
         stuck = set(under_way)
