@@ -205,7 +205,7 @@ class Settings(BaseModel):
         "host",
         '"host" or "nccl"',
         'What carries the sums of gradients, and of tied weights, of workers whose model is on a GPU. "host": host '
-        'memory and Gloo. "nccl": NCCL, made anew after each loss; it was tried with a false NCCL only, and on no GPU '
+        'memory and Gloo. "nccl": NCCL, made anew after each loss; it was tried on one GPU, not on several '
         "([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
         "host memory either way.",
     )
