@@ -1,5 +1,5 @@
-"""What links over Gloo, between processes, and between threads of one have to do: what every link has
-(tests/support/link_port.py), and messages between two.
+"""What links over Gloo, between processes, have to do: what every link has (tests/support/link_port.py), and messages
+between two.
 """
 
 from __future__ import annotations
@@ -7,13 +7,11 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from recycle_plugin.runtime.collectives import gloo
@@ -30,17 +28,11 @@ from recycle_plugin.runtime.control.session import Session
 from tests.support.coordinator import FakeCoordinator
 from tests.support.link_port import *  # noqa: F403  tests
 from tests.support.link_port import SHORT_S, failure_of, name_of, one_dies
-from tests.support.members import DIED, LONG_S, Place, in_processes, told
+from tests.support.members import DIED, LONG_S, Place, in_processes
 from tests.support.secret import SECRET, way
-from tests.support.threads_link import Meeting, ThreadsLink
-from tests.support.waiting import together
 
 HERE = "127.0.0.1"
 PRELOADED = ["torch", "recycle_plugin.runtime.collectives.gloo"]
-
-
-class Died(BaseException):
-    """A thread that plays a member ends."""
 
 
 # --- implementations ---------------------------------------------------------------------------------
@@ -60,32 +52,9 @@ def over_gloo(scenario: Callable, members: int) -> list[Any]:
     return in_processes(scenario, members, enter_gloo, PRELOADED, coordinated=True)
 
 
-def between_threads(scenario: Callable, members: int) -> list[Any]:
-    store, meetings, lock = dist.HashStore(), {}, threading.Lock()
-    results: list[Any] = [DIED] * members
-
-    def run(position: int) -> None:
-        def made(generation: int) -> ThreadsLink:
-            with lock:
-                meeting = meetings.setdefault(generation, Meeting(members))
-            return ThreadsLink(generation, meeting, position, name_of(members))
-
-        def end() -> None:
-            for meeting in meetings.values():
-                with meeting.lock:
-                    meeting.lose(position)
-            raise Died
-
-        with suppress(Died):
-            results[position] = told(scenario, Place(position, members, store, end, made))
-
-    together(run, range(members), 2 * LONG_S)
-    return results
-
-
-@pytest.fixture(params=[over_gloo, between_threads])
-def run(request) -> Callable[[Callable, int], list[Any]]:
-    return request.param
+@pytest.fixture
+def run() -> Callable[[Callable, int], list[Any]]:
+    return over_gloo
 
 
 def swapped(place: Place) -> tuple[bool, list[list[float]]]:

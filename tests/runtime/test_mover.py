@@ -4,84 +4,25 @@ whole, with their sender's era; what somebody lost has sent is heard, and nothin
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-
 import pytest
 import torch
 
-from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import CPU, Cpu
-from recycle_plugin.runtime.devices.port import COPY_S, Copy, Tensors
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.coordinator import generation
 from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 
-Hub = dict[str, "ThreadMover"]
-"""Those that can be reached, by address."""
-
-
-class ThreadMover:
-    """As runtime.movers.mover.Mover, of those that share ``hub``."""
-
-    def __init__(self, session: Session, hub: Hub) -> None:
-        self._session, self._hub = session, hub
-        self._arrived: deque[tuple[Datum, Copy, int]] = deque()
-        self._heard: set[str] | None = None
-        self.address = f"thread://{session.rank}"
-        hub[self.address] = self
-
-    def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
-        peer = self._hub.get(address)
-        if peer is not None:
-            peer._deliver(self.address, (datum, tensors, valid_from))
-
-    def _deliver(self, sender: str, arrived: tuple[Datum, Copy, int]) -> None:
-        with self._session.waiting.changed:
-            if self._heard is None or sender in self._heard:
-                self._arrived.append(arrived)
-                self._session.waiting.changed.notify_all()
-
-    def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        while self._arrived:
-            datum, tensors, valid_from = self._arrived.popleft()
-            yield datum, tensors.wait(COPY_S), valid_from
-
-    def wait_sent(self, addresses: Iterable[str]) -> None:
-        self._session.view.check()
-
-    def hears(self) -> bool:
-        return self.address in self._hub
-
-    def hear_out(self, peers: set[str]) -> bool:
-        with self._session.waiting.changed:
-            self._heard = peers
-        return self.hears()
-
-    def listen_to(self, peers: set[str]) -> None:
-        with self._session.waiting.changed:
-            self._heard = self._heard and self._heard | peers
-
-    def keep_only(self, peers: set[str]) -> None:
-        pass
-
-    def close(self) -> None:
-        self._hub.pop(self.address, None)
-
-
-MOVERS = {"between hosts": lambda session, hub: Transport(session, CPU), "between threads": ThreadMover}
+MOVERS = {"tcp": lambda session: Transport(session, CPU)}
 DEVICES = {"from the host": Cpu, "from one whose copies are late": LateDevice}
 
 
 @pytest.fixture(params=MOVERS)
 def pair(request, coordinator):
     """Those of two workers."""
-    hub = {}
-    ends = [MOVERS[request.param](coordinator.session(rank, wait_timeout_s=5.0), hub) for rank in (0, 1)]
+    ends = [MOVERS[request.param](coordinator.session(rank, wait_timeout_s=5.0)) for rank in (0, 1)]
     yield ends
     for end in ends:
         end.close()

@@ -23,15 +23,10 @@ LONG_S = 60.0  # what must not pass
 class Place:
     """Of one member in a scenario; members meet at ``store``.  ``made(generation)``: a link of theirs."""
 
-    def __init__(
-        self,
-        position: int,
-        members: int,
-        store: dist.Store,
-        end: Callable[[], object],
-        made: Callable[[int], Any] | None = None,
-    ) -> None:
-        self.position, self.members, self.store, self._end, self.made = position, members, store, end, made
+    made: Callable[[int], Any]
+
+    def __init__(self, position: int, members: int, store: dist.Store) -> None:
+        self.position, self.members, self.store = position, members, store
 
     def link(self, generation: int = 1) -> Any:
         return self.made(generation)
@@ -47,7 +42,7 @@ class Place:
         self.hear(word, *range(self.members))
 
     def die(self) -> None:
-        self._end()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 Enter = Callable[[Place, int, tuple[str, int] | None], object]  # of a place, the store's port, the coordinator's
@@ -117,7 +112,7 @@ def _run(
 ) -> None:
     say_where_it_hangs()
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    place = Place(position, members, store, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    place = Place(position, members, store)
     enter(place, port, coordinator)
     results.send(told(scenario, place))
     faulthandler.cancel_dump_traceback_later()
@@ -125,4 +120,4 @@ def _run(
     os._exit(0)  # threads may still look for who never comes
 
 
-__all__ = ["DIED", "LONG_S", "Place", "in_processes", "told"]
+__all__ = ["DIED", "LONG_S", "Place", "in_processes"]
