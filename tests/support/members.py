@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.support.coordinator import FakeCoordinator
+from tests.support.coordinator import FakeCoordinator, generation
 from tests.support.results import DIED, RESULT_S, result_of, say_where_it_hangs
 
 LONG_S = 60.0  # what must not pass
@@ -45,7 +45,8 @@ class Place:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-Enter = Callable[[Place, int, tuple[str, int] | None], object]  # of a place, the store's port, the coordinator's
+# Of a place, the store's port, the coordinator's address: what the scenario gets, the place itself where that is None.
+Enter = Callable[[Place, int, tuple[str, int] | None], Place | None]
 
 
 def told(scenario: Callable, place: Place) -> Any:
@@ -57,11 +58,16 @@ def told(scenario: Callable, place: Place) -> Any:
 
 
 def in_processes(
-    scenario: Callable, members: int, enter: Enter, preload: Sequence[str] = ("torch",), coordinated: bool = False
+    scenario: Callable,
+    members: int,
+    enter: Enter,
+    preload: Sequence[str],
+    coordinated: bool = False,
+    loses: bool = False,
 ) -> list[Any]:
     """Run it in a process for each, which calls ``enter`` first, and there opens a session if it is ``coordinated``.
 
-    ``hear("lost", member)`` tells of a death.
+    ``hear("lost", member)`` tells of a death; ``loses``: the last member dies, and the others' sessions are told.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     coordinator = FakeCoordinator() if coordinated else None
@@ -83,6 +89,9 @@ def in_processes(
         threading.Thread(target=_tell_of_deaths, args=(started, store), daemon=True).start()
         for _ in started if coordinator else ():
             coordinator.accept()
+        if loses:
+            started[-1].join(LONG_S)
+            coordinator.tell(generation(1, list(range(members - 1))))
         return [result_of(reading) for reading, _ in ends]
     finally:
         for process in started:
@@ -113,11 +122,10 @@ def _run(
     say_where_it_hangs()
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     place = Place(position, members, store)
-    enter(place, port, coordinator)
-    results.send(told(scenario, place))
+    results.send(told(scenario, enter(place, port, coordinator) or place))
     faulthandler.cancel_dump_traceback_later()
     threading.Event().wait(RESULT_S)  # until all have returned, whom this process may serve
     os._exit(0)  # threads may still look for who never comes
 
 
-__all__ = ["DIED", "LONG_S", "Place", "in_processes"]
+__all__ = ["DIED", "LONG_S", "Place", "in_processes", "told"]

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,33 +18,25 @@ from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
-from tests.support.coordinator import FakeCoordinator, generation
+from tests.support.coordinator import FakeCoordinator
+from tests.support.members import LONG_S, Place, in_processes, told
 from tests.support.results import result_of, say_where_it_hangs
 from tests.support.secret import SECRET, way
 
-LONG_S = 60.0
 RANKS = 3  # of a Job
 WAIT_S = 60.0  # of the workers: where they would wait for ever, they say so
 IMPORTED = ["torch", "recycle_plugin.runtime.collectives.calls", "tests.support.calls", "tests.support.scenario"]
 
 
-class Script:
+class Script(Place):
     """What a scenario sees of its rank; ranks meet at ``store`` without a collective."""
 
     def __init__(self, rank: int, session: Session, store: dist.Store) -> None:
-        self.rank, self.session, self._store = rank, session, store
+        super().__init__(rank, RANKS, store)
+        self.rank, self.session = rank, session
 
     def value(self, length: int = 1) -> torch.Tensor:
         return torch.full((length,), self.rank + 1.0)
-
-    def say(self, word: str) -> None:
-        self._store.set(f"{word} {self.rank}", "")
-
-    def hear(self, word: str, *of: int) -> None:
-        self._store.wait([f"{word} {rank}" for rank in of], timedelta(seconds=LONG_S))
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def recover(self) -> None:
         self.session.view.adopt(
@@ -57,36 +47,25 @@ class Script:
 Scenario = Callable[[Script], Any]
 
 
-def follower(
-    scenario: Scenario, rank: int, ranks: int, port: int, result: Any, coordinator: tuple[str, int], first: bool
-) -> None:
+def _follower(first: bool, place: Place, port: int, coordinator: tuple[str, int]) -> Script:
     """A rank of a job whose groups can lose members; ``first``: with the default group."""
-    say_where_it_hangs()
+    rank, ranks = place.position, place.members
     session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     Plugin(session).install()
-    script = Script(rank, session, _client(port))
+    script = Script(rank, session, place.store)
     session.hooks.between_steps = script.recover
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there
     if first:
         dist.init_process_group("gloo")
-    _send(scenario, script, result)
+    return script
 
 
-def stock(scenario: Scenario, rank: int, ranks: int, port: int, result: Any) -> None:
+def _stock(place: Place, port: int, coordinator: None) -> Script:
     """A rank of a job over torch's own groups."""
-    say_where_it_hangs()
     session: Any = None
-    dist.init_process_group("gloo", store=_client(port), rank=rank, world_size=ranks)
-    _send(scenario, Script(rank, session, _client(port)), result)
-
-
-def _send(scenario: Scenario, script: Script, result: Any) -> None:
-    try:
-        result.send(scenario(script))
-    except Exception as error:
-        result.send(f"{type(error).__name__}: {error}")
-    os._exit(0)
+    dist.init_process_group("gloo", store=_client(port), rank=place.position, world_size=place.members)
+    return Script(place.position, session, place.store)
 
 
 def _client(port: int) -> dist.Store:
@@ -97,45 +76,13 @@ def run(scenario: Scenario, ranks: int, loses: bool = False, first: bool = True)
     """What it returns on each rank, DIED for who has.  ``loses``: the last one dies, and the others are told;
     ``first``: there is a default group.
     """
-    coordinator = FakeCoordinator()
-    try:
-        return _of_all(functools.partial(follower, first=first), scenario, ranks, coordinator, loses)
-    finally:
-        coordinator.close()
+    enter = functools.partial(_follower, first)
+    return in_processes(scenario, ranks, enter, IMPORTED, coordinated=True, loses=loses)
 
 
 def run_stock(scenario: Scenario, ranks: int) -> list[Any]:
     """What it returns on each rank over torch's own groups."""
-    return _of_all(stock, scenario, ranks, None, False)
-
-
-def _of_all(
-    worker: Callable[..., None], scenario: Scenario, ranks: int, coordinator: FakeCoordinator | None, loses: bool
-) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    ends = [context.Pipe(duplex=False) for _ in range(ranks)]
-    more = {} if coordinator is None else {"coordinator": coordinator.address}
-    started = [
-        context.Process(target=worker, args=(scenario, rank, ranks, store.port, end[1]), kwargs=more, daemon=True)
-        for rank, end in enumerate(ends)
-    ]
-    try:
-        for process, (_, writing) in zip(started, ends):
-            process.start()
-            writing.close()
-        if coordinator is not None:
-            for _ in started:
-                coordinator.accept()
-            if loses:
-                started[-1].join(LONG_S)
-                coordinator.tell(generation(1, list(range(ranks - 1))))
-        return [result_of(reading) for reading, _ in ends]
-    finally:
-        for process in started:
-            process.kill()
-            process.join(LONG_S)
+    return in_processes(scenario, ranks, _stock, IMPORTED)
 
 
 def member(
@@ -151,7 +98,8 @@ def member(
     dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
     script = Script(rank, session, stores[1])
     session.hooks.between_steps = script.recover
-    _send(scenario, script, result)
+    result.send(told(scenario, script))
+    os._exit(0)
 
 
 class Job:
