@@ -4,8 +4,6 @@ processes over Gloo.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,23 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 import recycle_plugin
 from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.collectives.average import scale_sum
 from recycle_plugin.runtime.collectives.callers import Callers
-from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.script import TrainingThread
 from recycle_plugin.runtime.control.session import Session
-from tests.support.coordinator import FakeCoordinator, generation
-from tests.support.secret import SECRET, way
+from tests.support.coordinator import generation
+from tests.support.results import result_of
+from tests.support.scenario import LONG_S, RANKS, Job, Script, run_stock
 from tests.support.waiting import together
 
-RANKS, HERE = 3, Path(__file__).name
+HERE = Path(__file__).name
 DIED = "rank 2 is lost"
 
 
@@ -87,6 +83,11 @@ class Calls:
         dist.broadcast_object_list(held, 0)
         return held
 
+    def objects(self) -> list:
+        held = [None] * RANKS
+        dist.all_gather_object(held, self.rank)
+        return held
+
     def exchanged(self, peer: int) -> float:
         """More than the system's buffers hold."""
         held = torch.zeros(1 << 20)
@@ -124,7 +125,7 @@ class Calls:
             "scatter": lambda: dist.scatter(value(), self.from_first()),
             "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(value(), value(RANKS)),
             "all_to_all_single": lambda: dist.all_to_all_single(value(RANKS), value(RANKS)),
-            "all_gather_object": lambda: dist.all_gather_object([None] * RANKS, self.rank),
+            "all_gather_object": self.objects,
             "broadcast_object_list": self.told,
             "broadcast from the lost": lambda: dist.broadcast(value(), 2),
             "send to the lost": lambda: dist.send(value(), 2),
@@ -184,14 +185,10 @@ def in_a_program(calls: Calls, session: Session) -> dict[str, dict]:
     return found
 
 
-def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) -> None:
+def after_a_loss(script: Script) -> dict:
     """Rank 2 dies once all are connected; each of the others says what every collective gives, by name."""
-    session = Session(connect(way(address), 10), rank, SECRET, wait_timeout_s=20)
-    group.register(session)
-    store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
-    dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
+    rank, session = script.rank, script.session
     calls = Calls(rank, [dist.new_group([one]) for one in range(RANKS)][rank])
-    session.hooks.between_steps = lambda: session.view.adopt(session.view.pending)
     average = calls.op.AVG
     found = {
         "average": [calls.added(average), calls.mean(), calls.reduced(0, average)],
@@ -210,39 +207,22 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
         found["scaled"] = calls.scaled()
         session.group_sums = "raise"
         found["raise"] = tried(calls.added)
-    results.put((rank, found))
-    results.close()
-    results.join_thread()
-    os.kill(os.getpid(), signal.SIGKILL)
+    return found
 
 
 @pytest.fixture(scope="module")
 def said():
     """By rank what :func:`after_a_loss` has found, and the warnings."""
-    from tests.support.cluster import free_port
-
-    coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
-    results, store_port = context.Queue(), free_port()
-    started = [
-        context.Process(target=after_a_loss, args=(rank, coordinator.address, store_port, results), daemon=True)
-        for rank in range(RANKS)
-    ]
+    job = Job()
     try:
-        for process in started:
-            process.start()
-        for _ in range(RANKS):
-            coordinator.accept()
-        found = dict([results.get(timeout=60)])
-        started[2].join(30)
-        coordinator.tell(generation(1, [0, 1]))
-        found |= dict(results.get(timeout=60) for _ in range(2))
-        notes = [note for note in coordinator.hear(Note) if note.kind == "warning"]
+        members = [job.start(after_a_loss, rank) for rank in range(RANKS)]
+        found = {2: result_of(members[2])}
+        job.started[2].join(LONG_S)
+        job.coordinator.tell(generation(1, [0, 1]))
+        found |= {rank: result_of(members[rank]) for rank in (0, 1)}
+        return found, [note for note in job.coordinator.hear(Note) if note.kind == "warning"]
     finally:
-        for process in started:
-            process.kill()
-            process.join(10)
-        coordinator.close()
-    return found, notes
+        job.end()
 
 
 GIVES = {
@@ -251,18 +231,12 @@ GIVES = {
     "average": (1.5, 1.5, 1.5, RANKS),
     "largest and smallest": (2.0, 1.0),
     "barrier": None,
+    "all_gather_object": [0, 1, None],
     "broadcast_object_list": ["of rank 0"],
     "a group of the live": [1.0, 2.0],
     "the plugin's own sum": 3.0,
 }
-NEEDS_ALL = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "all_gather_object",
-)
+NEEDS_ALL = "all_gather", "all_gather_into_tensor", "gather", "reduce_scatter_tensor", "all_to_all_single"
 REFUSED = {
     "average of whole numbers": "torch.distributed.all_reduce with ReduceOp.AVG of a tensor of torch.int64: whole "
     "numbers have no average",
@@ -270,7 +244,7 @@ REFUSED = {
     "broadcast from the lost": "cannot broadcast from rank 2: that worker is lost",
     "send to the lost": "cannot send to rank 2: that worker is lost",
     "receive from the lost": "cannot receive from rank 2: that worker is lost",
-    "a batch with the lost": "cannot send to rank 2: that worker is lost",
+    "a batch with the lost": "torch.distributed.batch_isend_irecv over ranks 0, 1, 2, called at",
     "in a thread": "torch.distributed.barrier over ranks 0, 1, 2, called at",
 }
 
@@ -322,8 +296,7 @@ def test_what_can_not_be_right_is_refused(said, call):
         text = found[rank][call]
         print(text)
         if call in NEEDS_ALL:
-            name = "all_gather" if call == "all_gather_object" else call
-            assert text.startswith(f"torch.distributed.{name} over ranks 0, 1, 2, called at ") and HERE in text
+            assert text.startswith(f"torch.distributed.{call} over ranks 0, 1, 2, called at ") and HERE in text
             assert f"needs every member, and {DIED}" in text
         else:
             assert text.startswith(REFUSED[call])
@@ -367,15 +340,12 @@ def test_inside_a_program_all_of_them_are_refused_by_name(said, when, work, name
 # --- recycle_plugin.mean without the plugin -----------------------------------------------------------
 
 
-def plain(rank: int, port: int, results) -> None:
-    before = recycle_plugin.mean(torch.tensor([rank, 3.0])).tolist()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    alone = [dist.new_group([one]) for one in range(2)][rank]
+def means(script: Script) -> tuple:
+    rank, alone = script.rank, [dist.new_group([one]) for one in range(2)][script.rank]
     held = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True) * (rank + 1)
     made = recycle_plugin.mean(held.t())
     large = recycle_plugin.mean(torch.tensor(60000.0, dtype=torch.float16))
     found = (
-        before,
         made.tolist(),
         held.tolist()[0],
         made.requires_grad,
@@ -385,41 +355,19 @@ def plain(rank: int, port: int, results) -> None:
         recycle_plugin.mean(torch.tensor([1j * rank])).tolist(),
         recycle_plugin.mean(torch.empty(0, 2)).shape,
     )
-    results.put((rank, found))
     dist.barrier()
     dist.destroy_process_group()
+    return *found, recycle_plugin.mean(torch.tensor([rank, 3.0])).tolist()
 
 
 def test_the_mean_in_a_job_of_torch_alone():
-    """Before there are groups, in a group of one, of a tensor that is no block of memory, in half precision, of complex
-    numbers, of nothing.
+    """In a group of one, of a tensor that is no block of memory, in half precision, of complex numbers, of nothing; and
+    where there are no groups.
     """
-    from tests.support.cluster import free_port
-
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    results = context.Queue()
-    started = [context.Process(target=plain, args=(rank, port, results), daemon=True) for rank in range(2)]
-    try:
-        for process in started:
-            process.start()
-        found = dict(results.get(timeout=60) for _ in started)
-        for process in started:
-            process.join(30)
-    finally:
-        for process in started:
-            process.kill()
-    for rank in range(2):
-        expected = (
-            [[1.5, 4.5], [3.0, 6.0]],
-            [rank + 1.0, 2 * (rank + 1.0)],
-            False,
-            60000.0,
-            "torch.float16",
-            rank + 1.0,
-            [0.5j],
-            (0, 2),
-        )
-        assert found[rank] == ([float(rank), 3.0], *expected)
+    for rank, found in enumerate(run_stock(means, 2)):
+        size = rank + 1.0
+        own = [size, 2 * size], False, 60000.0, "torch.float16", size
+        assert found == ([[1.5, 4.5], [3.0, 6.0]], *own, [0.5j], (0, 2), [float(rank), 3.0])
 
 
 @pytest.mark.parametrize("dtype", ("int64", "bool"))

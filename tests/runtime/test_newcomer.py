@@ -305,7 +305,7 @@ def test_who_is_let_in_counts_on_where_the_others_are(job):
     store.hear("has come", 2)
     job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
     store.hear("has all", 1)
-    job._started[1].join(LONG_S)
+    job.started[1].join(LONG_S)
     job.coordinator.tell(generation(3, [0, 2]))
     everybody = [6.0, [1.0, 2.0, 3.0], [{"step": 2}]]
     assert result_of(members[0]) == [12.0, 1.5, *everybody, 5.0, (0, 3), 4.0, 4.0]

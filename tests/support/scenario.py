@@ -106,7 +106,7 @@ class Job:
     """A job of three ranks, each in a process, whose coordinator is the test."""
 
     def __init__(self) -> None:
-        self.coordinator, self._started = FakeCoordinator(), []
+        self.coordinator, self.started = FakeCoordinator(), []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -120,7 +120,7 @@ class Job:
             daemon=True,
         )
         process.start()
-        self._started.append(process)
+        self.started.append(process)
         writing.close()
         self.coordinator.accept()
         return reading
@@ -134,7 +134,7 @@ class Job:
         return result_of(self.start(scenario, rank, newcomer=True))
 
     def end(self) -> None:
-        for process in self._started:
+        for process in self.started:
             process.kill()
             process.join(LONG_S)
         self.coordinator.close()
