@@ -33,8 +33,7 @@ def assert_replayed(result: Result, calm: Result, times: int) -> None:
     """To the bit; and no copy of a log is left."""
     assert result.code == 0, result.output[-8000:]
     assert len(result.of("replayed")) == times, result.output[-8000:]
-    found = difference(result, calm)
-    assert found.loss == found.parameters == 0
+    assert difference(result, calm).none
     assert not [path for folder in folders_of(result) for path in folder.glob("*.mirror")]
 
 

@@ -44,7 +44,7 @@ def test_a_stage_that_has_lost_all_replicas_is_replayed_by_one(launch: Launch, r
     result = launch(*more, faults(*kills), shape=Shape(2, 2, 2)).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*more, shape=Shape(2, 2, 2)))
-    assert found.tolerated and (not exact or found.loss == found.parameters == 0)
+    assert found.tolerated and (not exact or found.none)
 
 
 FOUR = {
@@ -64,8 +64,7 @@ def test_four_stages_without_replicas(launch: Launch, reference, kills):
     more, shape = (*LOG, "recycle.exact=true", "model.layers=4"), Shape(1, 4, 4)
     result = launch(*more, faults(*kills), shape=shape).ended_well()
     assert len(result.of("replayed")) == len(kills), result.output[-8000:]
-    found = difference(result, reference(*more, shape=shape))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=shape)).none
 
 
 @pytest.mark.all_kills
@@ -76,8 +75,7 @@ def test_four_stages_of_two_of_which_one_is_lost_whole(launch: Launch, reference
     kills = faults(*(f"kill {replica}.{stage} before {stage}F{replica}.1@6" for replica in (0, 1)))
     result = launch(*more, kills, shape=shape).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
-    found = difference(result, reference(*more, shape=shape))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=shape)).none
 
 
 MORE = {
@@ -99,7 +97,7 @@ def test_it_is_the_same_training(launch: Launch, reference, more, kill):
     result = launch(*LOG, *more, faults(kill), shape=ALONE).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*LOG, *more, shape=ALONE))
-    assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
+    assert found.tolerated and ("recycle.exact=true" not in more or found.none)
 
 
 @pytest.mark.parametrize("seat", ("0.0", "0.2"))
@@ -195,8 +193,7 @@ def test_a_log_that_is_not_what_was_written_is_named_and_its_stage_replays_along
     (why,) = [event["along"]["0"] for event in result.of("recovery") if event["along"]]
     assert named in why and str(run.folder / "log") in why
     assert [event["seat"] for event in result.of("accompanied")] == ["0.0"]
-    found = difference(result, reference(*more, shape=ALONE))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=ALONE)).none
 
 
 def damaged_checkpoint(folder: Path) -> None:
@@ -288,8 +285,7 @@ def test_a_stage_whose_log_found_its_disk_full_replays_along_once_there_is_room(
     assert re.fullmatch(named, broken[0]), broken
     if room_again:
         assert result.code == 0 and len(result.of("replayed")) == 1 and result.of("accompanied"), result.output[-6000:]
-        found = difference(result, reference(*more, shape=ALONE))
-        assert found.loss == found.parameters == 0
+        assert difference(result, reference(*more, shape=ALONE)).none
     else:
         (end,) = result.of("end")
         assert result.code and re.search(named, end["text"]) and "Last checkpoint: /" in end["text"], end
@@ -301,8 +297,7 @@ def test_who_is_killed_while_one_segment_follows_another_is_replayed_and_its_log
     dying = wrap({"name": "killed_in_rotation", "rank": 1, "number": 4, "segment_bytes": 20_000})
     result = launch(*more, faults("kill 0.2 before 2F0.1@11"), shape=ALONE, **dying).ended_well()
     assert [event["seat"] for event in result.of("replayed")] == ["0.1", "0.2"], result.output[-6000:]
-    found = difference(result, reference(*more, shape=ALONE))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=ALONE)).none
 
 
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)

@@ -26,8 +26,7 @@ def test_stages_between_which_nothing_is_logged_replay_together(launch: Launch, 
     result = launch(*more, faults(kill), shape=ALONE).finish()
     assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-8000:]
     assert sorted(event["seat"] for event in result.of("accompanied")) == along, result.output[-8000:]
-    found = difference(result, reference(*more, shape=ALONE))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=ALONE)).none
 
 
 MORE = {
@@ -52,7 +51,7 @@ def test_it_is_the_same_training(launch: Launch, reference, more, kill):
     assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-8000:]
     assert [event["seat"] for event in result.of("accompanied")] == ["0.0"], result.output[-8000:]
     found = difference(result, reference(*more, shape=ALONE))
-    assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
+    assert found.tolerated and ("recycle.exact=true" not in more or found.none)
 
 
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
@@ -63,8 +62,7 @@ def test_a_companion_that_is_killed_is_replayed_too(launch: Launch, reference):
     result = launch(*more, kills, shape=Shape(1, 4, 4)).finish()
     assert result.code == 0 and len(result.of("replayed")) == 2, result.output[-8000:]
     assert "0.3" in {event["seat"] for event in result.of("accompanied")}
-    found = difference(result, reference(*more, shape=Shape(1, 4, 4)))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=Shape(1, 4, 4))).none
 
 
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
@@ -74,5 +72,4 @@ def test_one_of_two_replicas_replays_along(launch: Launch, reference):
     result = launch(*more, kills, shape=shape).finish()
     assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-8000:]
     assert [event["seat"] for event in result.of("accompanied")] == ["0.0"], result.output[-8000:]
-    found = difference(result, reference(*more, shape=shape))
-    assert found.loss == found.parameters == 0
+    assert difference(result, reference(*more, shape=shape)).none

@@ -33,7 +33,7 @@ def test_a_loss_leaves_what_is_trained(launch: Launch, reference, kill, more):
     found = assert_same_training(result, whole, lost={kill.split()[1]})
     assert len(set(whole.losses)) > 15 and whole.losses[-1] < whole.losses[0]
     if "recycle.exact=true" in more:
-        assert found.loss == found.parameters == 0.0
+        assert found.none
 
 
 def test_who_comes_back_trains_on_with_the_others(launch: Launch, reference, tmp_path):
@@ -42,8 +42,7 @@ def test_who_comes_back_trains_on_with_the_others(launch: Launch, reference, tmp
 
 
 def test_a_checkpoint_that_a_degraded_job_saves_goes_on_as_if_nothing_was(launch: Launch, reference):
-    first = launch("steps=8", "save_at=[8]", faults("kill 0.0 before 0F0.1@5")).finish()
-    assert first.code == 0, first.output[-6000:]
+    first = launch("steps=8", "save_at=[8]", faults("kill 0.0 before 0F0.1@5")).ended_well()
     (saved,) = (first.folder / "saved").glob("global_step8")
     assert {path.name for path in saved.iterdir()} == {"toy0", "toy1"}
     second, whole = launch(f"load={saved}").finish(), reference()

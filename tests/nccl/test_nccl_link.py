@@ -40,9 +40,10 @@ def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
     torch.set_default_device(standin.NAME)
     product.dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL
     session, links = Session(connect(way(coordinator), LONG_S), place.position, SECRET), []
+    place.meetings = {}
 
     def made(generation: int) -> NcclLink:
-        meeting = Meeting(session, f"link{generation}", range(place.members))
+        meeting = place.meetings[generation] = Meeting(session, f"link{generation}", range(place.members))
         lane, name = device_of(torch.device(standin.NAME)).lane(), name_of(place.members)
         links.append(NcclLink(generation, meeting, name, lane, timedelta(seconds=LONG_S), product.process_group))
         return links[-1]
@@ -63,6 +64,16 @@ def over_nccl(scenario, members: int) -> list[Any]:
     return in_processes(scenario, members, enter, ["torch", "torch._dynamo"], coordinated=True)
 
 
+def launched(link: NcclLink) -> Any:
+    """The event behind the last operation that has been launched, if one was."""
+    return link._launched and link._launched[-1].over
+
+
+def calling(link: NcclLink) -> bool:
+    """Whether NCCL's call that makes the group is under way."""
+    return link._group is not None and link._group._line is not None
+
+
 @pytest.fixture
 def run():
     return over_nccl
@@ -81,8 +92,7 @@ def garbage_is_no_result(place: Place) -> tuple[str, bool, str, float]:
         link.abort().wait(LONG_S)
     else:
         handle = link.start(AllReduce([total], ReduceOp.SUM))
-        until(lambda: link._launched and link._launched[-1].over, "launch")
-        over = link._launched[-1].over
+        over = until(lambda: launched(link), "launch")
         assert not over.poll() and not handle.poll()
         down = link.abort()
         down.wait(LONG_S)
@@ -107,7 +117,7 @@ def several_are_stuck(place: Place) -> list[str]:
     handles = []
     if place.position == 0:
         handles = [link.start(AllReduce([torch.ones(1)], ReduceOp.SUM)) for link in links]
-        until(lambda: all(link._launched and link._launched[-1].over for link in links), "launches")
+        until(lambda: all(map(launched, links)), "launches")
     for down in [link.abort() for link in links]:
         down.wait(LONG_S)
     place.meet("over")
@@ -126,11 +136,11 @@ def a_group_is_being_made(place: Place) -> tuple[str, str]:
     os.environ[LIMIT] = CALL_S
     link = place.link()
     if place.position == 1:
-        link._meeting.come(timedelta(seconds=LONG_S))
+        place.meetings[1].come(timedelta(seconds=LONG_S))
         place.hear("aborted", 0)
         return "none", "none"
     connecting = link.connect()
-    until(lambda: link._group is not None and link._group._line is not None, "call")
+    until(lambda: calling(link), "call")
     down = link.abort()
     down.wait(LONG_S)
     place.say("aborted")
@@ -156,7 +166,7 @@ def a_member_is_slow(place: Place) -> tuple[float, bool]:
 
     link = place.link()
     if place.position == 1:
-        link._meeting.come(timedelta(seconds=LONG_S))
+        place.meetings[1].come(timedelta(seconds=LONG_S))
         place.hear("waited", 0)
     else:
         kind.allreduce = counted
@@ -180,7 +190,7 @@ def an_abort_does_not_end(place: Place) -> str:
     product.ABORT_S = SHORT_S
     for each in (link, other):
         each.start(Broadcast([torch.ones(1)], 1))
-    until(lambda: other._launched and other._launched[-1].over, "launch")
+    until(lambda: launched(other), "launch")
     try:
         link.abort().wait(SHORT_S)
         return "it has ended"
@@ -231,8 +241,11 @@ def ends(place: Place, plant: Callable[[], None], links: int, begin: Callable[[N
     plant()
     made = [place.link(number) for number in range(links)]
     if place.position == 1:
-        for link in made:
-            link._meeting.come(timedelta(seconds=LONG_S)) if plant is make_it_blocking else link.connect().wait(LONG_S)
+        for number, link in enumerate(made):
+            if plant is make_it_blocking:
+                place.meetings[number].come(timedelta(seconds=LONG_S))
+            else:
+                link.connect().wait(LONG_S)
         place.hear("seen", 0)
         return []
     for link in made:
@@ -249,11 +262,14 @@ def ends(place: Place, plant: Callable[[], None], links: int, begin: Callable[[N
 
 
 def in_turn(place: Place) -> list[bool]:
+    begun = set()
+
     def begin(link: NcclLink) -> bool:
         link.connect().wait(LONG_S)
-        if len(link._launched) == 0:
+        if link not in begun:
+            begun.add(link)
             link.start(Broadcast([torch.ones(1)], 1))
-        return bool(link._launched) and link._launched[-1].over is not None
+        return bool(launched(link))
 
     return ends(place, abort_in_turn, 2, begin)
 
@@ -261,7 +277,7 @@ def in_turn(place: Place) -> list[bool]:
 def blocking(place: Place) -> list[bool]:
     def begin(link: NcclLink) -> bool:
         link.connect()
-        return link._group is not None and link._group._line is not None
+        return calling(link)
 
     return ends(place, make_it_blocking, 1, begin)
 

@@ -110,6 +110,10 @@ class Difference:
     def tolerated(self) -> bool:
         return self.loss <= LOSS_TOLERANCE and self.parameters <= PARAMETER_TOLERANCE
 
+    @property
+    def none(self) -> bool:
+        return self.loss == self.parameters == 0.0
+
     def exceeds(self, times: float) -> bool:
         return self.loss > times * LOSS_TOLERANCE or self.parameters > times * PARAMETER_TOLERANCE
 

@@ -122,15 +122,6 @@ def test_2_an_attached_input_keeps_the_graph_behind_it_alive():
     assert not graph_outlives_i(cured)
 
 
-def test_2_w_builds_no_graph():
-    layer = nn.Linear(48, 48)
-    deferred = DeferredWeights(layer)
-    delivered = []
-    layer.weight.register_hook(lambda gradient: delivered.append(gradient.requires_grad))
-    both_halves(deferred, lambda: layer(batch(0)), torch.ones(64, 48))
-    assert delivered == [False] and layer.weight.grad.grad_fn is None
-
-
 def test_3_a_parameter_among_the_inputs_fires_its_hooks_in_i():
     class Uncured(torch.autograd.Function):
         @staticmethod
