@@ -9,6 +9,7 @@ import pytest
 from recycle_plugin.cli import main
 
 JOB = "simulate --pp 3 --dp 3 --micro-batches 4 --cap 2.0"
+SIZED = "simulate --pp 4 --preset gpt3_medium"
 
 
 def test_figures_add_up(capsys) -> None:
@@ -24,26 +25,7 @@ def test_figures_add_up(capsys) -> None:
 
 
 def test_the_report_names_origins_and_transitions(capsys) -> None:
-    assert (
-        main(
-            [
-                "simulate",
-                "--pp",
-                "4",
-                "--dp",
-                "6",
-                "--micro-batches",
-                "4",
-                "--preset",
-                "gpt3_medium",
-                "--trace",
-                "gcp",
-                "--hours",
-                "2",
-            ]
-        )
-        == 0
-    )
+    assert main(f"{SIZED} --dp 6 --micro-batches 4 --trace gcp --hours 2".split()) == 0
     said = capsys.readouterr().out
     assert "ANALYTIC" in said and "ASSUMED" in said and "transitions included" in said
     assert said.count("lost ") > 5 and "back " in said
@@ -85,11 +67,8 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
 def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
     steps = {}
     for placement in ("alone", "stage"):
-        arguments = (
-            "simulate --pp 4 --dp 6 --micro-batches 4 --preset gpt3_medium --mtbf 1h --hours 2 "
-            f"--placement {placement} --json"
-        )
-        assert main(arguments.split()) == 0
+        more = f"--dp 6 --micro-batches 4 --mtbf 1h --hours 2 --placement {placement} --json"
+        assert main(f"{SIZED} {more}".split()) == 0
         steps[placement] = json.loads(capsys.readouterr().out)["segments"][0]["step_s"]
     assert steps["stage"] < steps["alone"], "sums stay inside the host"
 
@@ -97,13 +76,7 @@ def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
 def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
     degraded = {}
     for cap in ("2GiB", "auto"):
-        assert (
-            main(
-                f"simulate --pp 4 --dp 3 --micro-batches 12 --preset gpt3_medium --cap {cap} --mtbf 10m --hours 0.3 "
-                "--json".split()
-            )
-            == 0
-        )
+        assert main(f"{SIZED} --dp 3 --micro-batches 12 --cap {cap} --mtbf 10m --hours 0.3 --json".split()) == 0
         degraded[cap] = json.loads(capsys.readouterr().out)["segments"][1]["step_s"]
     assert degraded["auto"] < degraded["2GiB"]
 

@@ -176,18 +176,7 @@ def test_figures_that_guarantees_name_are_measured_ones():
 
 
 def test_sphinx_builds_them_without_a_warning(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-q",
-        "-c",
-        str(ROOT / "scripts/sphinx"),
-        str(FOLDER),
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", str(ROOT / "scripts/sphinx")]
+    done = subprocess.run([*command, str(FOLDER), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert {path.stem for path in tmp_path.glob("*.html")} >= {*NAMES, "index"}

@@ -48,11 +48,11 @@ def main() -> None:
     shape = Topology(job.topology.replicas, job.topology.stages, job.topology.micro_batches)
     section = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     layers = [partial(block)] * (job.model.layers * shape.stages)
-    trainer = toy_trainer(layers, nn.functional.mse_loss, batch, shape, job.gradient_clipping, section)
+    trainer, framework = toy_trainer(layers, nn.functional.mse_loss, batch, shape, job.gradient_clipping, section)
     if job.load:
         trainer.begin_loading("load")
         with trainer.lifted():
-            trainer._framework.checkpoints.read(trainer.state, Path(job.load))
+            framework.checkpoints.read(trainer.state, Path(job.load))
             trainer.loaded(whole=True)
     record = {"losses": []}
     while trainer.step < job.steps:
@@ -60,8 +60,8 @@ def main() -> None:
         if trainer.step in job.save_at:
             trainer.save(Path(job.run_dir) / "saved")
     trainer.settle()
-    assert all(parameter.grad is None for parameter in trainer._framework.model.module.parameters())
-    endings.leave(job.run_dir, record, trainer._framework.model.module)
+    assert all(parameter.grad is None for parameter in framework.model.module.parameters())
+    endings.leave(job.run_dir, record, framework.model.module)
 
 
 if __name__ == "__main__":

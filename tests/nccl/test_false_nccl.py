@@ -196,12 +196,12 @@ def test_a_call_blocks_whose_direction_is_new_and_whose_peer_is_dead():
 
 def something_is_new(place: Place) -> list[bool]:
     """A kernel that has run before, and one that has not, beside a stuck sum."""
-    from tests.support.standin.device import _native
+    from tests.support.standin.device import extension
 
     group = place.made("g0")
     added(group, 1.0)
     ones() + 1
-    _native.load_lazily(True)
+    extension.load_lazily(True)
     (ones() + 1).sum().item()
     place.meet("summed")
     if place.position == 1:

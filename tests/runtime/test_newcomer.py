@@ -5,6 +5,7 @@ once it is let in, groups have it again.  Two or three real processes over Gloo.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup
 from tests.support.coordinator import generation
 from tests.support.results import DIED, result_of
-from tests.support.scenario import LONG_S, RANKS, Script
+from tests.support.scenario import LONG_S, RANKS, Job, Script
 
 LARGE = MOST // 4 + 1  # numbers of 4 bytes
 
@@ -214,11 +215,18 @@ def test_what_is_kept_is_bounded(job):
 # --- once it is let in ----------------------------------------------------------------------------------
 
 
-def let_in(script: Script) -> None:
-    """Take over a planned membership, before a step."""
-    script.session.view.adopt(
-        script.session.waiting.until("to be let in", lambda: script.session.view.pending, interruptible=False)
-    )
+def begun(job: Job, stay: Callable, come: Callable) -> tuple[list[Any], Any, Script]:
+    """Rank 2 dies in ``stay``, and its next process, in ``come``, is let in by the two others, of whom ``stay`` has
+    said that they are about to: where the others' results come, and the newcomer's, and what hears what they say.
+    """
+    members = [job.start(stay, rank) for rank in range(RANKS)]
+    assert result_of(members[2]) == DIED
+    job.coordinator.tell(generation(1, [0, 1]))
+    newcomer, store = job.start(come, 2, newcomer=True), Script(9, None, job.store)
+    store.hear("is about to let it in", 0, 1)
+    store.hear("has come", 2)
+    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
+    return members[:2], newcomer, store
 
 
 def goes_on(script: Script) -> list[Any]:
@@ -263,7 +271,7 @@ def stays(script: Script) -> Any:
     GlooLink.start = start
     works += [dist.irecv(message, 0, tag=5)] if rank else []
     script.say("is about to let it in")
-    let_in(script)
+    script.recover()
     found = goes_on(script)
     works += [] if rank else [dist.isend(torch.tensor([8.0]), 1, tag=5)]
     for work in works:
@@ -279,7 +287,7 @@ def comes_back(script: Script) -> Any:
     dist.send(script.value(), 0)
     script.session.hooks.startup.begin_training([])
     script.say("has come")
-    let_in(script)
+    script.recover()
     found = [*goes_on(script), *after_another(script)]
     gaps = [said.after for said in dist.group.WORLD._flight._outcomes._own.values() if said.after]
     return [*found, gaps]
@@ -297,13 +305,7 @@ def after_another(script: Script) -> list[float]:
 
 def test_who_is_let_in_counts_on_where_the_others_are(job):
     """What they had begun before goes on without it, over a link of their own."""
-    members = [job.start(stays, rank) for rank in range(RANKS)]
-    assert result_of(members[2]) == DIED
-    job.coordinator.tell(generation(1, [0, 1]))
-    newcomer, store = job.start(comes_back, 2, newcomer=True), Script(9, None, job.store)
-    store.hear("is about to let it in", 0, 1)
-    store.hear("has come", 2)
-    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
+    members, newcomer, store = begun(job, stays, comes_back)
     store.hear("has all", 1)
     job.started[1].join(LONG_S)
     job.coordinator.tell(generation(3, [0, 2]))
@@ -320,7 +322,7 @@ def is_refused(script: Script) -> Any:
     script.recover()
     said = gathers(script) if script.rank == 0 else ""
     script.say("is about to let it in")
-    let_in(script)
+    script.recover()
     said = said or gathers(script)
     dist.all_reduce(total := script.value(2))
     return said, total.tolist()
@@ -337,20 +339,14 @@ def gathers(script: Script) -> str:
 def sums(script: Script) -> list[float]:
     script.session.hooks.startup.begin_training([])
     script.say("has come")
-    let_in(script)
+    script.recover()
     dist.all_reduce(total := script.value(2))
     return total.tolist()
 
 
 def test_a_call_that_is_refused_before_somebody_is_let_in_is_no_other_behind_that(job):
-    members = [job.start(is_refused, rank) for rank in range(RANKS)]
-    assert result_of(members[2]) == DIED
-    job.coordinator.tell(generation(1, [0, 1]))
-    newcomer, store = job.start(sums, 2, newcomer=True), Script(9, None, job.store)
-    store.hear("is about to let it in", 0, 1)
-    store.hear("has come", 2)
-    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
-    (early, total), (late, same) = map(result_of, members[:2])
+    members, newcomer, _ = begun(job, is_refused, sums)
+    (early, total), (late, same) = map(result_of, members)
     assert "needs every member, and rank 2 is lost" in early
     assert "all_gather was over on rank 0 and not on rank 1" in late
     assert total == same == result_of(newcomer) == [6.0, 6.0]
@@ -365,7 +361,7 @@ def receives(script: Script) -> Any:
     held = torch.zeros(1)
     work = dist.irecv(held, 0) if script.rank else None
     script.say("is about to let it in")
-    let_in(script)
+    script.recover()
     work.wait() if work else dist.send(torch.tensor([8.0]), 1)
     script.say("has all")
     script.hear("has all", 0, 1)
@@ -375,19 +371,13 @@ def receives(script: Script) -> Any:
 def calls_nothing(script: Script) -> None:
     script.session.hooks.startup.begin_training([])
     script.say("has come")
-    let_in(script)
+    script.recover()
     script.hear("has all", 0, 1)
 
 
 def test_two_meet_though_the_newcomer_calls_nothing(job):
-    members = [job.start(receives, rank) for rank in range(RANKS)]
-    assert result_of(members[2]) == DIED
-    job.coordinator.tell(generation(1, [0, 1]))
-    newcomer, store = job.start(calls_nothing, 2, newcomer=True), Script(9, None, job.store)
-    store.hear("is about to let it in", 0, 1)
-    store.hear("has come", 2)
-    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
-    assert [result_of(one) for one in (*members[:2], newcomer)] == [0.0, 8.0, None]
+    members, newcomer, _ = begun(job, receives, calls_nothing)
+    assert [result_of(one) for one in (*members, newcomer)] == [0.0, 8.0, None]
 
 
 # --- what is kept beside collectives ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from recycle_plugin import __version__
+from recycle_plugin import __version__, cli
 from recycle_plugin.cli import main
 from recycle_plugin.versions import EXTRAS, RANGES
 
@@ -40,22 +40,11 @@ def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
 
 def test_a_command_that_needs_what_is_not_installed_says_how_to_install_it(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib.figure')")
-    command = [
-        sys.executable,
-        "-m",
-        "recycle_plugin.cli",
-        "plan",
-        "--pp",
-        "2",
-        "--dp",
-        "2",
-        "--micro-batches",
-        "4",
-        "--png",
-        "plan.png",
-    ]
+    arguments = f"-m {cli.__name__} plan --pp 2 --dp 2 --micro-batches 4 --png plan.png"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, *arguments.split()], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert ended.returncode == 2
     assert ended.stderr == "recycle: matplotlib is not installed: pip install 'recycle_plugin[report]'\n"
 

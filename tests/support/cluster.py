@@ -246,22 +246,8 @@ class Run:
         self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO
     ) -> subprocess.Popen:
         module, *script = program
-        return _started(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                module,
-                *self._options,
-                "--workers",
-                str(ranks),
-                "--port",
-                str(self.port),
-                *script,
-            ],
-            variables,
-            output,
-        )
+        job = [*self._options, *f"--workers {ranks} --port {self.port}".split(), *script]
+        return _started([sys.executable, "-u", "-m", module, *job], variables, output)
 
     def _warm_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         module, *script = program

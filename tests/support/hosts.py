@@ -53,19 +53,8 @@ class Hosts:
         self._on("switch", "add", "bridge", "type", "bridge")
         self._on("switch", "set", "bridge", "up")
         for name in NAMES:
-            ends = (
-                "eth0",
-                "netns",
-                str(self.pid(name)),
-                "type",
-                "veth",
-                "peer",
-                "name",
-                name,
-                "netns",
-                str(self.pid("switch")),
-            )
-            _command("ip", "link", "add", *ends)
+            ends = f"eth0 netns {self.pid(name)} type veth peer name {name} netns {self.pid('switch')}"
+            _command("ip", "link", "add", *ends.split())
             self._enter(name, "ip", "address", "add", f"{self.address(name)}/24", "dev", "eth0")
             self._on(name, "set", "eth0", "up")
             self._on("switch", "set", name, "master", "bridge")
@@ -204,16 +193,8 @@ class ProgramRun(Run):
             "".join(f"{name}={variables[name]}\n" for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", SETTING))
         )
         variables |= {"DS_ENV_FILE": str(forwarded), "MASTER_PORT": str(self.port)}
-        more = [
-            "--hostfile",
-            str(hostfile),
-            "--no_ssh_check",
-            "--master_addr",
-            self._address,
-            "--master_port",
-            str(self.port),
-        ]
-        command = [*self._command, *(more if self._command[0] == "deepspeed" else []), *program]
+        more = f"--hostfile {hostfile} --no_ssh_check --master_addr {self._address} --master_port {self.port}"
+        command = [*self._command, *(more.split() if self._command[0] == "deepspeed" else []), *program]
         return subprocess.Popen(
             command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -260,15 +241,8 @@ class HostsRun(Run):
         hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
 
         def launch(name: str, node: list[str], output: TextIO) -> subprocess.Popen:
-            command = [
-                *self._hosts.entering(name),
-                "deepspeed",
-                "--hostfile",
-                str(hostfile),
-                "--no_ssh",
-                *node,
-                *program,
-            ]
+            start = "deepspeed", "--hostfile", str(hostfile), "--no_ssh"
+            command = [*self._hosts.entering(name), *start, *node, *program]
             return subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )

@@ -118,9 +118,9 @@ class Subject:
         self.optimizer = make(self.parameters)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.count = 0
-        self.undo = KINDS[kind](
-            stage_state(self.parameters, self.optimizer, StatePart("counters", get=self._counters, set=self._set))
-        )
+        counters = StatePart("counters", get=self._counters, set=self._set)
+        self.stage_state = stage_state(self.parameters, self.optimizer, counters)
+        self.undo = KINDS[kind](self.stage_state)
 
     def _counters(self) -> dict[str, Any]:
         return copy.deepcopy({"scheduler": self.scheduler.state_dict(), "count": self.count})

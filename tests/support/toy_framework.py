@@ -98,8 +98,8 @@ def toy_trainer(
     topology: Topology,
     clip: float,
     section: dict[str, Any],
-) -> Trainer:
-    """The trainer of this worker's stage of ``layers``, cut evenly."""
+) -> tuple[Trainer, Framework]:
+    """The trainer of this worker's stage of ``layers``, cut evenly, and the parts that are lent to it."""
     settings, line = Settings.from_section({"enabled": True, **section}), session.of_this_process()
     line.configure(settings.deadlines, settings.group_sums)
     place = meet(line, topology)
@@ -130,4 +130,4 @@ def toy_trainer(
     trainer = Trainer(line, settings, framework)
     trainer.feed.source = lambda step, micro_batch: data(step, *MicroBatch(*micro_batch))
     line.hooks.at_end = trainer.finish
-    return trainer
+    return trainer, framework

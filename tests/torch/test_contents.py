@@ -150,11 +150,11 @@ def test_a_step_is_taken_back(name):
     subject = Subject(MADE[name])
     for seed in range(4):
         subject.step(subject.random(seed))
-    before, copies = subject.undo._state.digest(), copy.deepcopy(subject.parameters)
+    before, copies = subject.stage_state.digest(), copy.deepcopy(subject.parameters)
     subject.step(subject.random(9))
-    assert subject.undo._state.digest() != before
+    assert subject.stage_state.digest() != before
     subject.undo.restore()
-    assert subject.undo._state.digest() == before and same(list(subject.parameters), copies)
+    assert subject.stage_state.digest() == before and same(list(subject.parameters), copies)
 
 
 def test_what_no_step_has_changed_is_the_workers_own():

@@ -14,7 +14,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.errors import RecycleError
-from tests.support.differential import HABITS, HALVES, MODES, OPTIMIZERS, Course, Model, Plugin, Stuck, compare, differ
+from tests.support.differential import compare
+from tests.support.differential.model import HABITS, HALVES, MODES, OPTIMIZERS, Course, Model
+from tests.support.differential.outcome import differ
+from tests.support.differential.plugin import Plugin
+from tests.support.differential.stock import Stuck
 from tests.support.grammar import BOUNDARIES, CAN_NOT_TRAVEL, DATA, LOSSES, NO_LOSSES, PIECES, REFUSED
 
 torch.set_num_threads(1)

@@ -50,7 +50,7 @@ def stage_at(
     block: int | None = None,
     bf16: bool = False,
     device: Device = CPU,
-) -> tuple[Stage, nn.Module, list[nn.Parameter]]:
+) -> tuple[Stage, nn.Module, list[nn.Parameter], BlockSums | None]:
     """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.
 
     ``reentrant``: checkpointed, that way. ``block``: exact, with blocks of so many of 2 x 4 micro-batches.  The
@@ -68,7 +68,7 @@ def stage_at(
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, device)
     deferred = DeferredWeights(module) if split else None
     draws = lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half), device)
-    return Stage(model, deferred, draws, blocks, masters), module, parameters
+    return Stage(model, deferred, draws, blocks, masters), module, parameters, blocks
 
 
 def tensor(seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -101,8 +101,9 @@ class Runner:
         device: Device = CPU,
     ) -> None:
         self.stages, self.number = PLACES[place]
-        stage, self.module, self.parameters = stage_at(self.stages, self.number, split, reentrant, block, bf16, device)
-        self.stage, self.blocks = StoredStage(stage, self.number, self.stages), stage._blocks
+        made = stage_at(self.stages, self.number, split, reentrant, block, bf16, device)
+        stage, self.module, self.parameters, self.blocks = made
+        self.stage = StoredStage(stage, self.number, self.stages)
 
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
         return Instruction(op, self.number, micro_batch, step)

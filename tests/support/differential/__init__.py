@@ -9,26 +9,10 @@ from collections.abc import Iterator
 
 from recycle_plugin.runtime.stage.boundary import Tensors
 
-from .model import HABITS, HALVES, MODES, OPTIMIZERS, Course, Journal, Model, stage_of
+from .model import Course, Journal, Model, stage_of
 from .outcome import Outcome, differ
 from .plugin import Plugin
-from .stock import NOBODYS, Stuck, Uncut, check_trains
-
-__all__ = [
-    "HABITS",
-    "HALVES",
-    "MODES",
-    "OPTIMIZERS",
-    "Course",
-    "Model",
-    "Outcome",
-    "Plugin",
-    "Stuck",
-    "Uncut",
-    "check_trains",
-    "compare",
-    "differ",
-]
+from .stock import NOBODYS, Uncut, check_trains
 
 
 def compare(model: Model, course: Course, tolerance: float = 0.0) -> list[str]:

@@ -39,16 +39,16 @@ import torch
 
 from tests.support.standin import device
 
-_native = device._native
+extension = device.extension
 NAME = device.NAME
 
 # Raises what has been found where nothing could be raised.
-check = _native.check
+check = extension.check
 # Takes the messages of what has been found and not been raised.
-violations = _native.violations
+violations = extension.violations
 # Bytes of pinned memory that live.
-pinned_bytes = _native.pinned_bytes
-reset_synchronisations = _native.reset_synchronisations
+pinned_bytes = extension.pinned_bytes
+reset_synchronisations = extension.reset_synchronisations
 
 
 def configure(*, clocks: bool = True, stacks: bool = True, late: int | None = None) -> None:
@@ -56,17 +56,17 @@ def configure(*, clocks: bool = True, stacks: bool = True, late: int | None = No
 
     All three are set, whatever they were.
     """
-    _native.configure(clocks, stacks, late)
+    extension.configure(clocks, stacks, late)
 
 
 def synchronisations() -> Counter[tuple[str, str]]:
     """Count by (kind, place); the place is the innermost line of the plugin, or else of a script."""
-    return Counter(_native.synchronisations())
+    return Counter(extension.synchronisations())
 
 
 def host_access(tensor: torch.Tensor, *, write: bool) -> None:
     """Tell of an access of the host that is none of torch's operations; raises where it is not ordered."""
-    _native.host_access(tensor, write)
+    extension.host_access(tensor, write)
 
 
 def generators_digest() -> str:

@@ -11,11 +11,11 @@ import torch
 from tests.support.standin_build import native
 
 NAME = "standin"
-_native = native()
+extension = native()
 
 Where = torch.device | str | int | None
 
-default_generators = tuple(_native.default_generator(index) for index in range(_native.device_count()))
+default_generators = tuple(extension.default_generator(index) for index in range(extension.device_count()))
 
 
 class Properties(NamedTuple):
@@ -51,24 +51,24 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Whether this process has used the device."""
-    return _native.in_use()
+    return extension.in_use()
 
 
 def init() -> None:
     """Use the device from now on."""
-    _native.use()
+    extension.use()
 
 
 _lazy_init = init  # torch calls it before it makes a tensor
 
 
 def _is_in_bad_fork() -> bool:
-    return _native.in_bad_fork()
+    return extension.in_bad_fork()
 
 
 def device_count() -> int:
     """How many devices there are: RECYCLE_TEST_STANDIN_DEVICES, or one."""
-    return _native.device_count()
+    return extension.device_count()
 
 
 def current_device() -> int:
@@ -100,7 +100,7 @@ def get_device_name(device: Where = None) -> str:
 
 def get_device_properties(device: Where = None) -> Properties:
     """What is known of a device."""
-    return Properties(get_device_name(device), _native.capacity())
+    return Properties(get_device_name(device), extension.capacity())
 
 
 def get_device_capability(device: Where = None) -> tuple[int, int]:
@@ -219,17 +219,17 @@ def initial_seed() -> int:
 
 def memory_allocated(device: Where = None) -> int:
     """Bytes of the tensors that live on a device, exactly."""
-    return _native.allocated(_index(device))
+    return extension.allocated(_index(device))
 
 
 def max_memory_allocated(device: Where = None) -> int:
     """The most bytes that have lived on a device at once."""
-    return _native.most_allocated(_index(device))
+    return extension.most_allocated(_index(device))
 
 
 def reset_peak_memory_stats(device: Where = None) -> None:
     """Measure the most bytes from now on."""
-    _native.reset_most_allocated(_index(device))
+    extension.reset_most_allocated(_index(device))
 
 
 def memory_stats(device: Where = None) -> dict[str, int]:
@@ -239,7 +239,7 @@ def memory_stats(device: Where = None) -> dict[str, int]:
 
 def mem_get_info(device: Where = None) -> tuple[int, int]:
     """Free and all bytes of a device."""
-    return _native.capacity() - memory_allocated(device), _native.capacity()
+    return extension.capacity() - memory_allocated(device), extension.capacity()
 
 
 def empty_cache() -> None:

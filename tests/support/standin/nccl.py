@@ -6,7 +6,7 @@ Members are processes.  Semantics are those that four processes on one H200 have
 * An operation is a kernel on a stream of its communicator; the call returns at once, also if a member is dead.
 * A kernel waits for its peers, and nothing tells it that one is gone: it ends when they have come, or by `abort`.
 * Other streams compute, and memory is allocated, beside a stuck kernel.  A kernel that runs for the first time
-  (`standin.device._native.load_lazily`) waits for the stuck one's end.
+  (`standin.device.extension.load_lazily`) waits for the stuck one's end.
 * `abort` waits for all kernels of the device, those of other groups too: of several groups with stuck kernels one after
   the other never ends, and all at once do.  Groups of the living work on, and a new one can be made.
 * The first use of a direction between two members is made in the call, by both.  If the peer is dead, the call blocks
@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.standin import NAME
-from tests.support.standin.device import _native
+from tests.support.standin.device import extension
 
 LAUNCHES = 1024
 HEAD = struct.Struct("<iiiqq")  # to, from, kind, number, bytes that follow
@@ -153,7 +153,7 @@ class Communicator:
             for tensor in outputs:
                 tensor.detach().zero_()
                 ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
-            held = _native.hold(self.stream, f"NCCL's {name}")
+            held = extension.hold(self.stream, f"NCCL's {name}")
         under_way.add(held)
         with self._group.changed:
             late = self._group.aborted
@@ -161,7 +161,7 @@ class Communicator:
                 self._queue.append(kernel(read, held))
                 self._group.changed.notify_all()
         if late:  # an abort has come meanwhile: nobody would end the kernel
-            _native.let_go(held)
+            extension.let_go(held)
             under_way.discard(held)
             raise dist.DistBackendError(f"NCCL communicator was aborted, in {name}")
         return Work(self.stream.record_event())
@@ -183,7 +183,7 @@ class Communicator:
             with group.changed:
                 self._queue.popleft()
                 group.changed.notify_all()
-            _native.let_go(kernel.held)
+            extension.let_go(kernel.held)
             under_way.discard(kernel.held)
 
 
