@@ -34,10 +34,10 @@ from recycle_plugin.lab.experiments.against_torchft.strikes import (
     Back,
     Shape,
     Struck,
-    _short_step,
     after,
     apart,
     in_turns,
+    short_step,
     strike,
 )
 from recycle_plugin.lab.experiments.measurements import TooShort
@@ -86,10 +86,10 @@ def test_a_short_step_is_the_median_of_windows_and_counts_all_processes():
     ends = (0.9, 1.1, 1.3, 5.0, 5.4, 5.8, 8.0, 8.2, 8.4)
     log = [{"event": "step", "rank": rank, "time": at} for at in ends for rank in (0, 1)]
     windows = [Window(1.0, 2.0, 0.2), Window(4.0, 6.0, 0.9), Window(7.5, 9.0, 0.6)]
-    step_s, cpu_s = _short_step(windows, log, Shape(2, 1, 0.1, 1))
+    step_s, cpu_s = short_step(windows, log, Shape(2, 1, 0.1, 1))
     assert step_s == pytest.approx(0.2) and cpu_s == pytest.approx(0.2)
     with pytest.raises(TooShort, match="a window of 0.5 s has no whole step"):
-        _short_step([Window(2.0, 2.5, 0.1)], log, Shape(2, 1, 0.1, 1))
+        short_step([Window(2.0, 2.5, 0.1)], log, Shape(2, 1, 0.1, 1))
 
 
 def test_losses_are_compared_step_by_step_with_those_of_a_run_without_a_failure():
@@ -108,9 +108,9 @@ def test_the_batch_is_what_was_in_the_smallest_step():
             {"event": "committed", "step": 3, "time": 3.0},
         ]
     )
-    assert sides._batch_here(run, [], 1.5) == pytest.approx(2 / 3) and sides._batch_here(run, [], 2.5) == 1.0
+    assert sides.batch_here(run, [], 1.5) == pytest.approx(2 / 3) and sides.batch_here(run, [], 2.5) == 1.0
     log = [{"event": "step", "rank": rank, "time": 2.0, "members": 1 + rank} for rank in (0, 1)]
-    assert sides._batch_there(run, log, 1.0) == 0.5 and sides._batch_there(run, log, 2.0) == 1.0
+    assert sides.batch_there(run, log, 1.0) == 0.5 and sides.batch_there(run, log, 2.0) == 1.0
 
 
 # --- what is said of them ------------------------------------------------------------------------------

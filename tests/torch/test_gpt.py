@@ -106,13 +106,13 @@ def test_megatrons_own_embedding_and_head_are_split_too(assert_bitwise):
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    config = gpt._transformer_config(SHAPE, torch.float32)
+    config = gpt.transformer_config(SHAPE, torch.float32)
     gpt.follow_default_generator()
 
     class Ends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            group = gpt._Alone()
+            group = gpt.Alone()
             self.embedding = LanguageModelEmbedding(config, 64, 16, tp_group=group)
             self.output = ColumnParallelLinear(
                 32, 64, config=config, init_method=config.init_method, bias=True, tp_group=group

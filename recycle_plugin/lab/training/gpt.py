@@ -100,7 +100,7 @@ class GPTEmbedding(nn.Module):
     def __init__(self, shape: GPTShape, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         with _seeded(seed):
-            config = _transformer_config(shape, dtype)
+            config = transformer_config(shape, dtype)
             self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
             self.positions = nn.Embedding(shape.sequence, shape.hidden)
             for table in (self.tokens, self.positions):
@@ -126,7 +126,7 @@ class GPTBlock(nn.Module):
         with _seeded(seed):
             self.layer = build_module(
                 get_gpt_layer_local_spec(),
-                config=_transformer_config(shape, dtype),
+                config=transformer_config(shape, dtype),
                 layer_number=number,
                 pg_collection=_alone(),
             )
@@ -144,7 +144,7 @@ class GPTNorm(nn.Module):
 
     def __init__(self, shape: GPTShape, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(shape.hidden, eps=_transformer_config(shape, dtype).layernorm_epsilon, dtype=dtype)
+        self.norm = nn.LayerNorm(shape.hidden, eps=transformer_config(shape, dtype).layernorm_epsilon, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalised activations [sequence, batch, hidden]."""
@@ -165,7 +165,7 @@ class GPTHead(nn.Module):
     def __init__(self, shape: GPTShape, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         with _seeded(seed):
-            config = _transformer_config(shape, dtype)
+            config = transformer_config(shape, dtype)
             self.norm = nn.LayerNorm(shape.hidden, eps=config.layernorm_epsilon)
             self.output = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
             config.init_method(self.output.weight)
@@ -197,7 +197,7 @@ def _prepare_megatron() -> None:
         parallel_state._set_global_memory_buffer()
 
 
-class _Alone:
+class Alone:
     """A group of one member: all that megatron-core asks of it where there is nobody to talk to."""
 
     def size(self) -> int:
@@ -208,7 +208,7 @@ class _Alone:
 
 
 def _alone() -> ProcessGroupCollection:
-    return ProcessGroupCollection(tp=_Alone(), pp=_Alone(), cp=_Alone())
+    return ProcessGroupCollection(tp=Alone(), pp=Alone(), cp=Alone())
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(state)
 
 
-def _transformer_config(shape: GPTShape, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(shape: GPTShape, dtype: torch.dtype) -> TransformerConfig:
     """One stage's view: pipeline size 1, or the layers would add their own offset to their number."""
     return TransformerConfig(
         num_layers=shape.layers,

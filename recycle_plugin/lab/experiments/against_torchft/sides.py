@@ -50,7 +50,7 @@ class Side:
 
 def own_sides() -> list[Side]:
     """The plugin's."""
-    own = (_launched, sys.executable, _contributed_here, _batch_here, lambda run, log: run.launcher.pid)
+    own = (_launched, sys.executable, _contributed_here, batch_here, lambda run, log: run.launcher.pid)
     return [Side("recycle", *own, {}, 1), Side("recycle, shrink", *own, SHRINK, 1)]
 
 
@@ -61,7 +61,7 @@ def rivals() -> list[Side]:
         python = rival_environment(LOOPS.parents[1] / f".venv-{package.replace('==', '-')}", package)
         for name, timeout_ms in ((shown, "5000"), (f"{shown}, 1 s", "1000")):  # its default timeout, and a short one
             command = [python, str(LOOPS / "start.py"), "with_torchft.py", timeout_ms]
-            own = (partial(_same, command), python, _contributed_there, _batch_there, _lighthouse)
+            own = (partial(_same, command), python, _contributed_there, batch_there, _lighthouse)
             sides.append(Side(name, *own))
     return sides
 
@@ -121,13 +121,13 @@ def _contributed_there(run: JobRun, came: Sequence[Mapping]) -> float | None:
     return next((line["time"] for line in came if line["event"] == "step" and line["whole"]), None)
 
 
-def _batch_here(run: JobRun, log: Sequence[Mapping], since: float) -> float:
+def batch_here(run: JobRun, log: Sequence[Mapping], since: float) -> float:
     """A step that lacks a replica's contributions says so where it is committed."""
     commits = [event for event in run.events() if event["event"] == "committed" and event["time"] > since]
     return min((len(each["contributed"]) / each["replicas"] for each in commits if "contributed" in each), default=1.0)
 
 
-def _batch_there(run: JobRun, log: Sequence[Mapping], since: float) -> float:
+def batch_there(run: JobRun, log: Sequence[Mapping], since: float) -> float:
     """Each step divides by those who take part in it."""
     replicas = len({line["rank"] for line in log if line["event"] == "step"})
     steps = [line for line in log if line["event"] == "step" and line["time"] > since]

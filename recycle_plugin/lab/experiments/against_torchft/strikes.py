@@ -210,10 +210,10 @@ def in_turns(jobs: Mapping[str, Job], shape: Shape, folder: Path, pairs: int, wi
             await_steps(run, range(shape.replicas), 0.0, WARM_UP, "steps before the first turn")
             turns.pause(run)
         windows = take_turns(runs, pairs, window_s)
-        return {name: _short_step(windows[name], log_of(run), shape) for name, run in runs.items()}
+        return {name: short_step(windows[name], log_of(run), shape) for name, run in runs.items()}
 
 
-def _short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Shape) -> ShortStep:
+def short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Shape) -> ShortStep:
     """Medians over windows, from those of the steps within each.  Raises TooShort where one has none."""
     found = []
     for window in windows:
