@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mistakes.nccl import MISTAKES
+from tests.mistakes.nccl import IN_SUMS
 from tests.support.cluster import Run
 from tests.support.jobs import (
     DEEPSPEED,
@@ -92,10 +92,15 @@ def stuck(tmp_path) -> dict:
     return {"name": "die_beside_stuck_sums", "folder": str(tmp_path), **dies}
 
 
-@pytest.mark.parametrize("mistake", ["", *MISTAKES])
-def test_garbage_of_an_abort_is_in_no_weight_and_would_be_seen(start, on_the_host, stuck, mistake):
+def test_garbage_of_an_abort_is_in_no_weight(start, on_the_host, stuck):
     """The thread that trains hears of the loss only when the sum's event has happened."""
-    result = start(mistake=mistake, also=(stuck,))
+    assert_same_training(start(also=(stuck,)), on_the_host(), {"1.1"})
+
+
+@pytest.mark.parametrize("mistake", ["", *IN_SUMS])
+def test_garbage_of_another_members_abort_is_in_no_weight_and_would_be_seen(start, on_the_host, stuck, mistake):
+    """It ends the sum of a member that has not heard of the loss yet."""
+    result = start(mistake=mistake, also=(stuck | {"last": "2.1"},))
     if not mistake:
         assert_same_training(result, on_the_host(), {"1.1"})
         return

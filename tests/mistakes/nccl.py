@@ -1,24 +1,29 @@
-"""Mistakes in sums over NCCL, each to be switched on alone: what a kill over the false NCCL has to show."""
+"""Mistakes in what goes over NCCL, each to be switched on alone: what a loss over the false NCCL has to show."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
+from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink
 
-MISTAKES: dict[str, Callable[[], object]] = {}
+Mistakes = dict[str, Callable[[], object]]
+IN_LINKS: Mistakes = {}  # which a stuck sum of two members shows
+IN_SUMS: Mistakes = {}  # which the weights of a job show
 
 
-def mistake(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+def mistake(name: str, *where: Mistakes) -> Callable[[Callable[[], object]], Callable[[], object]]:
     def register(patch: Callable[[], object]) -> Callable[[], object]:
-        MISTAKES[name] = patch
+        for each in where:
+            each[name] = patch
         return patch
 
     return register
 
 
-@mistake("what is launched counts as over")
+@mistake("what is launched counts as over", IN_LINKS)
 def trust_the_stream() -> None:
     """As in stock, where all that follows is behind it on the device."""
     launch = NcclLink._launch
@@ -31,7 +36,7 @@ def trust_the_stream() -> None:
     NcclLink._launch = changed
 
 
-@mistake("an event counts though an abort has let it happen")
+@mistake("an event counts though an abort has let it happen", IN_LINKS)
 def trust_the_event() -> None:
     give_up = NcclLink._give_up
 
@@ -49,7 +54,7 @@ def trust_the_event() -> None:
     NcclLink._give_up = changed
 
 
-@mistake("the end is set after the abort")
+@mistake("the end is set after the abort", IN_LINKS)
 def abort_first() -> None:
     give_up = NcclLink._give_up
 
@@ -62,3 +67,13 @@ def abort_first() -> None:
         return give_up(self, error)
 
     NcclLink._give_up = changed
+
+
+@mistake("what is over here counts", IN_SUMS)
+def trust_oneself() -> None:
+    """Though another member's abort may have ended it."""
+
+    def changed(self: ConfirmedLink, here: Handle, everywhere: Handle) -> None:
+        everywhere.end(here.error)
+
+    ConfirmedLink._confirm = changed

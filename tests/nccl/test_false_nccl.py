@@ -85,6 +85,8 @@ def one_is_killed(place: Place) -> dict:
     work = group.allreduce([total])
     computes, room = happens(on_a_side_stream()), torch.empty(1 << 20)
     stuck = not work.is_completed()
+    place.say("looked")
+    place.hear("looked", 0, 1)  # an abort ends the other one's kernel too
     aborted([group])
     torch.accelerator.synchronize()
     garbage = work.is_completed() and bool(total.isnan().all())
@@ -125,6 +127,8 @@ def some_work_on(place: Place) -> dict:
     stuck = pairs[3].recv([ones(0.0)], 1), everybody.allreduce([ones()])
     live = pass_on(pairs[1 - here], here, 7.0 + here) if here < 2 else None
     were = [not work.is_completed() for work in stuck]
+    place.say("looked")
+    place.hear("looked", 0, 1, 2)  # an abort ends the others' kernels too
     aborted([pairs[3], everybody])
     after = pass_on(pairs[1 - here], here, 9.0 + here) if here < 2 else None
     return {"stuck": were, "live": live, "after": after}
@@ -242,6 +246,31 @@ def a_send_is_not_received(place: Place) -> list[bool]:
 
 def test_a_send_ends_only_when_it_is_received():
     assert run(a_send_is_not_received, 2) == [[False, True], [1.0]]
+
+
+def one_is_aborted(place: Place) -> list[bool]:
+    """The last member dies, and the first is aborted; the second is not, and its sum ends all the same."""
+    group, total = place.made("g0"), ones()
+    added(group, 1.0)
+    place.meet("summed")
+    if place.position == 2:
+        place.die()
+    place.hear("lost", 2)
+    work = group.allreduce([total])
+    place.say("launched")
+    place.hear("launched", 0, 1)
+    if place.position == 0:
+        aborted([group])
+        place.hear("seen", 1)
+        return []
+    until(work.is_completed, "end of the sum")
+    place.say("seen")
+    torch.accelerator.synchronize()
+    return [group.aborted, bool(total.isnan().all())]
+
+
+def test_garbage_of_an_abort_ends_the_kernels_of_others():
+    assert run(one_is_aborted, 3) == [[], [False, True], DIED]
 
 
 def a_queue_is_full(place: Place) -> list[object]:

@@ -1,5 +1,5 @@
-"""The link over NCCL does what every link has to do (tests/support/link_port.py), with tensors on an accelerator; and
-what only NCCL asks of it.
+"""The link over NCCL, confirmed over Gloo, does what every link has to do (tests/support/link_port.py), with tensors on
+an accelerator; and what only NCCL asks of it.
 
 Nobody's death is heard of but through the coordinator, whose word each member's process here gets from the test.
 """
@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +20,15 @@ from torch.distributed import ReduceOp
 
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.collectives import nccl as product
+from recycle_plugin.runtime.collectives import transports
+from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.link import AllReduce, Barrier, Broadcast, Send
 from recycle_plugin.runtime.collectives.nccl import Meeting, NcclLink
 from recycle_plugin.runtime.collectives.nccl_door import LIMIT
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
+from tests.mistakes.nccl import IN_LINKS
 from tests.support.link_port import *  # noqa: F403  tests
 from tests.support.link_port import SHORT_S, failure_of, name_of
 from tests.support.members import LONG_S, Place, in_processes
@@ -41,11 +45,19 @@ def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
     product.dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL
     session, links = Session(connect(way(coordinator), LONG_S), place.position, SECRET), []
     place.meetings = {}
+    ranks, limit, where = range(place.members), timedelta(seconds=LONG_S), torch.device(standin.NAME, 0)
 
-    def made(generation: int) -> NcclLink:
-        meeting = place.meetings[generation] = Meeting(session, f"link{generation}", range(place.members))
-        lane, name = device_of(torch.device(standin.NAME)).lane(), name_of(place.members)
-        links.append(NcclLink(generation, meeting, name, lane, timedelta(seconds=LONG_S), product.process_group))
+    def made(generation: int) -> ConfirmedLink:
+        over = transports.over_nccl(
+            product.process_group, session, generation, f"link{generation}", ranks, limit, where
+        )
+        links.append(over)
+        return over
+
+    def unconfirmed(generation: int = 1) -> NcclLink:
+        meeting, lane = Meeting(session, f"link{generation}", ranks), device_of(where).lane()
+        place.meetings[generation] = meeting
+        links.append(NcclLink(generation, meeting, name_of(place.members), lane, limit, product.process_group))
         return links[-1]
 
     def listen(member: int) -> None:
@@ -57,7 +69,7 @@ def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
 
     for member in range(place.members):
         threading.Thread(target=listen, args=(member,), daemon=True).start()
-    place.made = made
+    place.made, place.unconfirmed = made, unconfirmed
 
 
 def over_nccl(scenario, members: int) -> list[Any]:
@@ -84,7 +96,7 @@ def run():
 
 def garbage_is_no_result(place: Place) -> tuple[str, bool, str, float]:
     """The abort of a stuck sum lets its event happen."""
-    link, total, again = place.link(), torch.ones(4), torch.ones(1)
+    link, total, again = place.unconfirmed(), torch.ones(4), torch.ones(1)
     link.connect().wait(LONG_S)
     place.meet("connected")
     if place.position == 1:
@@ -99,7 +111,7 @@ def garbage_is_no_result(place: Place) -> tuple[str, bool, str, float]:
         assert over.poll() and bool(total.isnan().all()) and failure_of(handle) == "Broken"
         assert link.abort() is down
         place.say("aborted")
-    second = place.link(2)
+    second = place.unconfirmed(2)
     second.start(AllReduce([again], ReduceOp.SUM)).wait(LONG_S)
     return again.item(), failure_of(link.start(Barrier())), link.connected, second.connected
 
@@ -110,7 +122,7 @@ def test_what_an_abort_has_ended_is_broken_and_a_new_group_works():
 
 def several_are_stuck(place: Place) -> list[str]:
     """Four links, each with a sum that the other member never starts, are aborted in a row."""
-    links = [place.link(generation) for generation in range(4)]
+    links = [place.unconfirmed(generation) for generation in range(4)]
     for link in links:
         link.connect().wait(LONG_S)
     place.meet("connected")
@@ -134,7 +146,7 @@ CALL_S = "0.3"  # of the call that makes a group
 def a_group_is_being_made(place: Place) -> tuple[str, str]:
     """The second member has come, and then makes no group; the first is in NCCL's call."""
     os.environ[LIMIT] = CALL_S
-    link = place.link()
+    link = place.unconfirmed()
     if place.position == 1:
         place.meetings[1].come(timedelta(seconds=LONG_S))
         place.hear("aborted", 0)
@@ -164,7 +176,7 @@ def a_member_is_slow(place: Place) -> tuple[float, bool]:
             place.say("waited")
         return whole(self, *given)
 
-    link = place.link()
+    link = place.unconfirmed()
     if place.position == 1:
         place.meetings[1].come(timedelta(seconds=LONG_S))
         place.hear("waited", 0)
@@ -180,7 +192,7 @@ def test_a_group_that_takes_longer_than_a_call_may_is_made_all_the_same():
 
 def an_abort_does_not_end(place: Place) -> str:
     """Another group of the process is stuck, and nobody aborts that."""
-    link, other = place.link(1), place.link(2)
+    link, other = place.unconfirmed(1), place.unconfirmed(2)
     for each in (link, other):
         each.connect().wait(LONG_S)
     place.meet("connected")
@@ -207,7 +219,7 @@ def test_an_abort_that_does_not_end_is_named_at_a_deadline():
 
 def a_message_between_two(place: Place) -> str:
     try:
-        place.link().start(Send(torch.ones(1), 1, 0)).wait(LONG_S)
+        place.unconfirmed().start(Send(torch.ones(1), 1, 0)).wait(LONG_S)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
@@ -239,7 +251,7 @@ def make_it_blocking() -> None:
 def ends(place: Place, plant: Callable[[], None], links: int, begin: Callable[[NcclLink], bool]) -> list[bool]:
     """Whether the abort of each of the first member's links ends in a time that is enough without the mistake."""
     plant()
-    made = [place.link(number) for number in range(links)]
+    made = [place.unconfirmed(number) for number in range(links)]
     if place.position == 1:
         for number, link in enumerate(made):
             if plant is make_it_blocking:
@@ -280,6 +292,28 @@ def blocking(place: Place) -> list[bool]:
         return calling(link)
 
     return ends(place, make_it_blocking, 1, begin)
+
+
+def sum_that_is_aborted(place: Place, mistake: str) -> str:
+    """What has become of it at the member that aborts it."""
+    link = place.unconfirmed()
+    link.connect().wait(LONG_S)
+    place.meet("connected")
+    if place.position == 1:
+        place.hear("aborted", 0)
+        return ""
+    IN_LINKS.get(mistake, bool)()
+    handle = link.start(AllReduce([torch.ones(4)], ReduceOp.SUM))
+    until(lambda: link._launched and link._launched[-1].over, "launch")
+    link.abort().wait(LONG_S)
+    place.say("aborted")
+    return failure_of(handle)
+
+
+@pytest.mark.parametrize("mistake", ["", *IN_LINKS])
+def test_counting_what_an_abort_has_ended_would_be_seen(mistake):
+    scenario = partial(sum_that_is_aborted, mistake=mistake)
+    assert over_nccl(scenario, 2) == ["none" if mistake else "Broken", ""]
 
 
 @pytest.mark.parametrize("scenario, links", [(in_turn, 2), (blocking, 1)])

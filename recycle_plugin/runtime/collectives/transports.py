@@ -15,6 +15,7 @@ import torch
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import nccl_door
+from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Link
 from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group
@@ -50,9 +51,10 @@ def over_nccl(
     timeout: timedelta,
     where: torch.device,
 ) -> Link:
-    """A link over NCCL, whose groups are made by ``make``."""
+    """A link over NCCL, whose groups are made by ``make``, confirmed over Gloo."""
     meeting, lane = Meeting(session, called, ranks), accelerator_at(where).lane()
-    return NcclLink(generation, meeting, _name(ranks), lane, timeout, make)
+    link = NcclLink(generation, meeting, _name(ranks), lane, timeout, make)
+    return ConfirmedLink(link, _over_gloo(session, generation, f"{called}, confirmed", ranks, timeout, where))
 
 
 def _name(ranks: Sequence[int]) -> str:

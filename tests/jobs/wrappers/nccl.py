@@ -42,9 +42,9 @@ def over_false_nccl(folder: str, mistake: str = "") -> None:
 
     Trainer.train = trained
     if mistake:
-        from tests.mistakes.nccl import MISTAKES
+        from tests.mistakes.nccl import IN_SUMS
 
-        MISTAKES[mistake]()
+        IN_SUMS[mistake]()
 
 
 def never_abort(seat: str) -> None:
@@ -62,9 +62,10 @@ def never_abort(seat: str) -> None:
     false.ProcessGroupNCCL.abort = changed
 
 
-def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str]) -> None:
+def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str], last: str = "") -> None:
     """The worker at ``seat`` dies in a sum of ``step`` that ``others`` have launched.  Their threads that train hear
-    of the loss later than their links do, as if somebody else had the machine meanwhile.
+    of the loss later than their links do, as if somebody else had the machine meanwhile.  The links of ``last``, one of
+    the others, hear of it only when another one's abort has ended its kernels.
     """
     launch, begin, give_up = NcclLink._launch, Flight.begin, Flight.give_up_links
 
@@ -84,7 +85,10 @@ def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str]) 
         return begin(self, asked, link)
 
     def given_up(self: Flight) -> None:
-        stuck = any(link._launched for which, (link, _) in self._links.items() if which.startswith(ON_DEVICE))
+        links = [link for which, (link, _) in self._links.items() if which.startswith(ON_DEVICE)]
+        stuck = [each for link in links for each in link.device._launched]
+        if now()[0] == last:
+            wait_until(lambda: all(each.over.poll() for each in stuck), "what other members' aborts do here")
         give_up(self)
         if stuck:
             threading.Event().wait(HELD_S)

@@ -18,6 +18,8 @@ From NVIDIA's and torch's sources, not measured:
 
 * A send ends only when it is received, at every size.  There are no tags; a pair has one stream for both directions.
 * After an abort the kernel's output is garbage, and events behind it happen all the same.
+* An aborted kernel leaves each of its waits, and goes on: what it has not received it passes on as garbage, with the
+  flags that say that data has come.  So kernels of members that are not aborted end well, with garbage.
 * A stream takes LAUNCHES kernels, and then the call blocks.
 * A call of a communicator that is not non-blocking can't be ended by an abort.
 
@@ -48,7 +50,8 @@ from tests.support.standin.device import extension
 
 LAUNCHES = 1024
 HEAD = struct.Struct("<iiiqq")  # to, from, kind, number, bytes that follow
-WHOLE, ALL, MESSAGE, TAKEN, SENDS, RECEIVES = range(6)  # kinds of frames; SENDS, RECEIVES: of a direction's first use
+# kinds of frames; SENDS, RECEIVES: of a direction's first use; GARBAGE: in the place of ALL, passed on by an abort
+WHOLE, ALL, MESSAGE, TAKEN, SENDS, RECEIVES, GARBAGE = range(7)
 HUB = -1
 REDUCTIONS = {
     dist.ReduceOp.SUM: torch.add,
@@ -177,8 +180,11 @@ class Communicator:
                 kernel = self._queue[0]
             group.post(kernel.sends)
             came = group.frames(kernel.needs)
-            if came is not None:
-                kernel.finish(came)
+            if came is None:
+                group.pass_garbage_on(kernel.needs)
+            else:
+                if None not in came:  # else the outputs stay garbage
+                    kernel.finish(came)
                 counted[kernel.name] += 1
             with group.changed:
                 self._queue.popleft()
@@ -204,7 +210,7 @@ class ProcessGroupNCCL:
         self._sending = threading.Lock()  # of its own: what comes meanwhile is read
         self.aborted = False
         self._line: socket.socket | None = None
-        self._arrived: dict[Key, bytes] = {}
+        self._arrived: dict[Key, bytes | None] = {}  # None: garbage
         self._numbers: Counter[object] = Counter()
         self._communicators: dict[object, Communicator] = {}
 
@@ -226,16 +232,26 @@ class ProcessGroupNCCL:
             while True:
                 (_, sender, kind, number, _), payload = received(self._line)
                 with self.changed:
-                    self._arrived[sender, kind, number] = payload
+                    if kind == GARBAGE:
+                        self._arrived.setdefault((sender, ALL, number), None)
+                    else:
+                        self._arrived[sender, kind, number] = payload
                     self.changed.notify_all()
 
-    def post(self, frames: Sequence[tuple[int, int, int, bytes]]) -> None:
-        """Send frames: to whom, of which kind and number, and what."""
+    def post(self, frames: Sequence[tuple[int, int, int, bytes]], sender: int | None = None) -> None:
+        """Send frames: to whom, of which kind and number, and what; as if they came from ``sender``."""
+        of = self._rank if sender is None else sender
         for to, kind, number, payload in frames:
             with suppress(OSError), self._sending:
-                self._line.sendall(HEAD.pack(to, self._rank, kind, number, len(payload)) + payload)
+                self._line.sendall(HEAD.pack(to, of, kind, number, len(payload)) + payload)
 
-    def frames(self, needs: Sequence[Key]) -> list[bytes] | None:
+    def pass_garbage_on(self, needs: Sequence[Key]) -> None:
+        """As an aborted kernel does that waits for ``needs``: whoever waits for the same gets it."""
+        for sender, kind, number in needs:
+            if kind == ALL:
+                self.post([(other, GARBAGE, number, b"") for other in self._others], sender)
+
+    def frames(self, needs: Sequence[Key]) -> list[bytes | None] | None:
         """Wait, as a kernel does, for these frames; None once the group is aborted."""
         with self.changed:
             while not all(need in self._arrived for need in needs):
