@@ -158,11 +158,11 @@ def refused(job: ConfiguredJob) -> Section:
 def device_link(job: ConfiguredJob) -> Section:
     """The section on what NCCL carries, with what of this environment would hang or end a survivor."""
     wrong = tuple(objections(os.environ))
-    staged = "boundary tensors, messages between two, collectives of the script and of a seat's layers"
-    exact = " and, for their order with recycle.exact, the sums too" if job.settings.exact else ""
+    staged = "boundary tensors, messages between two, collectives of objects, barriers"
+    exact = ", and for their order with recycle.exact all collectives" if job.settings.exact else ""
     lines = (
-        "NCCL: sums of gradients and of tied weights, in a group for each stage that is made anew after each loss",
-        f"through the host's memory, since only sums go over NCCL yet: {staged}{exact}",
+        "NCCL: sums of gradients and tied weights, and the script's collectives, in groups made anew after each loss",
+        f"through the host's memory: {staged}{exact}",
         "unset, and set by the plugin: " + ", ".join(sets(os.environ)),
         "seen at the start only: the release of NCCL that is loaded",
     )

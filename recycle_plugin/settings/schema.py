@@ -204,10 +204,10 @@ class Settings(BaseModel):
     device_link: Literal["host", "nccl"] = setting(
         "host",
         '"host" or "nccl"',
-        'What carries the sums of gradients, and of tied weights, of workers whose model is on a GPU. "host": host '
-        'memory and Gloo. "nccl": NCCL, made anew after each loss; it was tried on one GPU, not on several '
-        "([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
-        "host memory either way.",
+        "What carries the sums of gradients, and of tied weights, and the script's collectives on tensors of a GPU. "
+        '"host": host memory and Gloo. "nccl": NCCL, made anew after each loss; its sums were tried on one GPU, not on '
+        "several ([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass "
+        "through host memory either way.",
     )
     check_replicas: int = setting(
         0,

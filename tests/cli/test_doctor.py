@@ -58,7 +58,7 @@ def test_what_goes_over_nccl_and_what_would_hang_there(doctor, monkeypatch) -> N
     code, text = doctor(over, "--pp 2 --dp 2")
     said = " ".join(text.split())
     assert code == 1 and "! CUDA_DEVICE_MAX_CONNECTIONS is '1'" in said
-    assert "with recycle.exact, the sums too" in said and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said
+    assert "with recycle.exact all collectives" in said and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said
     assert "What carries tensors" not in doctor({**SIZES, **ON}, "--pp 2 --dp 2")[1]
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from recycle_plugin.runtime.collectives import in_flight
+from recycle_plugin.runtime.collectives.asked import Call
 from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink
 
 Mistakes = dict[str, Callable[[], object]]
 IN_LINKS: Mistakes = {}  # which a stuck sum of two members shows
+IN_CALLS: Mistakes = {}  # which a script's calls show
 IN_SUMS: Mistakes = {}  # which the weights of a job show
 
 
@@ -69,7 +74,7 @@ def abort_first() -> None:
     NcclLink._give_up = changed
 
 
-@mistake("what is over here counts", IN_SUMS)
+@mistake("what is over here counts", IN_CALLS, IN_SUMS)
 def trust_oneself() -> None:
     """Though another member's abort may have ended it."""
 
@@ -77,3 +82,13 @@ def trust_oneself() -> None:
         everywhere.end(here.error)
 
     ConfirmedLink._confirm = changed
+
+
+@mistake("a sum of the script is made in place", IN_CALLS)
+def work_in_place() -> None:
+    """As in stock."""
+
+    def changed(call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    in_flight._buffer = changed

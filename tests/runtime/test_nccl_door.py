@@ -13,7 +13,7 @@ import pytest
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import nccl_door, transports
-from recycle_plugin.runtime.collectives.transports import carry_sums
+from recycle_plugin.runtime.collectives.transports import carry_on_device
 from recycle_plugin.runtime.worker import parts
 
 NCCL = "libnccl.so.2"
@@ -127,14 +127,14 @@ def test_a_worker_without_a_gpu_is_refused(kind, coordinator):
     with pytest.raises(
         RecycleError, match=f'^recycle.device_link is "nccl", and this worker computes on {kind}: write'
     ):
-        carry_sums(coordinator.session(0), "nccl", kind, {})
+        carry_on_device(coordinator.session(0), "nccl", kind, {})
 
 
 def test_it_holds_once_the_door_is_passed(fit, coordinator):
     session, environment = coordinator.session(0), {}
-    carry_sums(session, "host", "cpu", environment)
+    carry_on_device(session, "host", "cpu", environment)
     assert session.device_link == "host" and not environment
-    carry_sums(session, "nccl", transports.NVIDIA, environment)
+    carry_on_device(session, "nccl", transports.NVIDIA, environment)
     assert session.device_link == "nccl" and environment == SETS
 
 

@@ -14,7 +14,7 @@ def test_they_may_come_to_an_end_in_any_order() -> None:
     assert [said.is_over(number) for number in range(4)] == [True, False, True, False] and said.end == 3
     said.add(1, None)
     assert all(said.is_over(number) for number in range(3)) and not said.after and said.end == 3
-    assert said.values[1] is None and said.values[2] is not None and said.values[2].pop().item() == 2.0
+    assert said.values[1] is None and said.values[2] is not None and said.values[2].wait(0)[0].item() == 2.0
 
 
 def test_the_oldest_values_are_let_go() -> None:

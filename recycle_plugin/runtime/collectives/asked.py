@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ReduceOp
 
 from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.runtime.collectives.link import Handle, Operation
@@ -14,7 +15,9 @@ from recycle_plugin.runtime.collectives.startup import Kept
 from recycle_plugin.runtime.devices.port import Order
 
 ALL, EACH = "all", "each"
-SCRIPT, SUMS, ON_DEVICE = "", " sums", " sums on accelerators"  # links
+SCRIPT, SUMS = "", " sums"  # links through host memory
+SCRIPT_ON_DEVICE, SUMS_ON_DEVICE = " on accelerators", " sums on accelerators"
+OF_SCRIPT, ON_DEVICE = (SCRIPT, SCRIPT_ON_DEVICE), (SCRIPT_ON_DEVICE, SUMS_ON_DEVICE)
 Make = Callable[[list[torch.Tensor], Mapping[int, int]], Operation]
 Adjust = Callable[[torch.Tensor, int], object]
 
@@ -40,8 +43,9 @@ class Asked:
 
     ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``,
     which it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are, but
-    for what goes over the link ON_DEVICE, which is there itself. Its second argument has the position in the link
-    of each logical member that takes part. ``given``: whatever else the caller has given it. ``check`` is called
+    for what goes over a link ON_DEVICE. Its second argument has the position in the link of each logical member
+    that takes part. ``given``: whatever else the caller has given it. ``op``: how it combines what members give, if
+    it does. ``check`` is called
     before each try, and raises RecycleError where the result could not be right. ``alone``: there is something to
     do for a single member too. ``adjust(tensor, count)`` changes each result in place, once ``count`` members took
     part. ``gives``: the same result to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
@@ -56,6 +60,7 @@ class Asked:
     gives: str | Channel = ALL
     given: Sequence[Any] = ()
     writes: bool = True
+    op: ReduceOp | None = None
 
     @property
     def has_result(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives.asked import ALL, EACH, SCRIPT, SUMS, Adjust, Asked, Channel, Make
+from recycle_plugin.runtime.collectives.asked import ALL, EACH, SUMS, Adjust, Asked, Channel, Make
 from recycle_plugin.runtime.collectives.average import BACKEND, scale_sum
 from recycle_plugin.runtime.collectives.callers import SCALE, Callers, calling_line, named
 from recycle_plugin.runtime.collectives.handles import Finished, Operations, Part, TorchWork
@@ -59,7 +59,8 @@ def takes(backend: str | None) -> bool:
 def register(session: Session) -> None:
     """Make the backend ``recycle`` known to torch.distributed; all groups of this process follow ``session``.
 
-    What is on an accelerator passes through the host's memory, and from there over Gloo, also where NCCL was asked for.
+    What is on an accelerator passes through the host's memory, and from there over Gloo, unless the setting
+    ``device_link`` says otherwise.
     """
     callers, outcomes = Callers(session), Outcomes(session)
 
@@ -127,7 +128,14 @@ class MemberGroup(Several, dist.ProcessGroup):
         op: Any = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
         check = self._adding("all_reduce", op, tensors)
         return self._run(
-            Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, adjust=self._adjust(op))
+            Asked(
+                "all_reduce",
+                lambda held, _: AllReduce(held, _added(op)),
+                tensors,
+                check,
+                adjust=self._adjust(op),
+                op=_added(op),
+            )
         )
 
     def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
@@ -151,6 +159,7 @@ class MemberGroup(Several, dist.ProcessGroup):
                 check,
                 adjust=self._adjust(op),
                 writes=is_root,
+                op=_added(op),
             )
         )
 
@@ -172,17 +181,16 @@ class MemberGroup(Several, dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
         return self._whole(
-            "all_gather", lambda held, _: AllGather(held, _hosted(*inputs)), outputs[0], inputs, gives=ALL
+            "all_gather", lambda held, _: AllGather(held, _beside(held, *inputs)), outputs[0], inputs, gives=ALL
         )
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
-        return self._whole(
-            "gather",
-            lambda held, _: Gather(held, _hosted(*inputs), options.rootRank),
-            outputs[0] if outputs else [],
-            inputs,
-        )
+
+        def make(held: list[torch.Tensor], _: Mapping[int, int]) -> Operation:
+            return Gather(held if outputs else [], _beside(held, *inputs) if outputs else held[0], options.rootRank)
+
+        return self._whole("gather", make, outputs[0] if outputs else inputs, inputs, writes=bool(outputs))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> dist.Work:
         """torch.distributed's ``scatter`` to the live members; raises RecycleError where the root is lost.
@@ -196,7 +204,7 @@ class MemberGroup(Several, dist.ProcessGroup):
 
         (output,), root = outputs, options.rootRank
         own = root == self._rank
-        rows = torch.stack(_here(inputs[0])).detach() if own else output.new_empty(len(self._ranks), *output.shape)
+        rows = torch.stack(inputs[0]).detach() if own else output.new_empty(len(self._ranks), *output.shape)
         make, check = lambda held, place: Broadcast(held, place[root]), lambda: self._place(root, "scatter from")
         return Part(
             self._run(Asked("scatter", make, [rows], check, writes=not own, given=(inputs, outputs))), output, take
@@ -207,16 +215,17 @@ class MemberGroup(Several, dist.ProcessGroup):
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
             "reduce_scatter",
-            lambda held, _: ReduceScatter(_one(held), _hosted(source), options.reduceOp),
+            lambda held, _: ReduceScatter(_one(held), _beside(held, source), options.reduceOp),
             outputs,
             inputs,
+            op=options.reduceOp,
         )
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_gather_into_tensor``; raises RecycleError once a member is lost."""
 
         def make(held: list[torch.Tensor], _: Mapping[int, int]) -> Operation:
-            return AllGather([*held[0].view(len(self._ranks), source.numel())], _hosted(source.reshape(-1)))
+            return AllGather([*held[0].view(len(self._ranks), source.numel())], _beside(held, source.reshape(-1)))
 
         return self._whole("all_gather_into_tensor", make, [output], source, gives=ALL)
 
@@ -224,9 +233,10 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor",
-            lambda held, _: ReduceScatter(_one(held), _hosted(source), options.reduceOp),
+            lambda held, _: ReduceScatter(_one(held), _beside(held, source), options.reduceOp),
             [output],
             source,
+            op=options.reduceOp,
         )
 
     def all_to_all_single(
@@ -235,7 +245,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``all_to_all_single``; raises RecycleError once a member is lost."""
         return self._whole(
             "all_to_all_single",
-            lambda held, _: AllToAll(_one(held), _hosted(source), incoming, outgoing),
+            lambda held, _: AllToAll(_one(held), _beside(held, source), incoming, outgoing),
             [output],
             source,
         )
@@ -246,10 +256,10 @@ class MemberGroup(Several, dist.ProcessGroup):
         def make(held: list[torch.Tensor], _: Mapping[int, int]) -> Operation:
             flat = torch.cat([each.reshape(-1) for each in held])
             held[:] = [part.view(each.shape) for part, each in zip(flat.split(incoming), held)]
-            return AllToAll(flat, source, incoming, [each.numel() for each in inputs])
+            return AllToAll(flat, _beside(held, source), incoming, [each.numel() for each in inputs])
 
         incoming = [each.numel() for each in outputs]
-        source = torch.cat([each.detach().reshape(-1) for each in _here(inputs)])
+        source = torch.cat([each.detach().reshape(-1) for each in inputs])
         return self._whole("all_to_all", make, outputs, inputs)
 
     # before torch 2.13
@@ -356,13 +366,20 @@ class MemberGroup(Several, dist.ProcessGroup):
         # a script's parameters are committed first, which may bring another membership
         touch(asked.tensors, asked.given)
         if not self._callers.is_own:
-            return TorchWork(self._flight, self._flight.begin(asked, SCRIPT))
+            return TorchWork(self._flight, self._flight.begin(asked))
         for tensor in asked.tensors:
             in_pieces(self._flight, asked, tensor.view(-1))
         return Finished()
 
     def _whole(
-        self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any, gives: str = EACH
+        self,
+        called: str,
+        make: Make,
+        outputs: Sequence[torch.Tensor],
+        *given: Any,
+        gives: str = EACH,
+        writes: bool = True,
+        op: dist.ReduceOp | None = None,
     ) -> dist.Work:
         """Start an operation that needs every logical member, and has something to do for a single one too.
 
@@ -379,7 +396,9 @@ class MemberGroup(Several, dist.ProcessGroup):
                     "recycle_plugin.mean(tensor, group) averages over them"
                 )
 
-        return self._run(Asked(called, make, outputs, check, alone=True, gives=gives, given=given))
+        return self._run(
+            Asked(called, make, outputs, check, alone=True, gives=gives, given=given, writes=writes, op=op)
+        )
 
     def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
         """The check to make before each try of a reduction."""
@@ -408,14 +427,11 @@ class MemberGroup(Several, dist.ProcessGroup):
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
 
 
-def _hosted(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in host memory."""
-    return tensor if on_host(tensor) else fetch(tensor, "what goes to other workers")
-
-
-def _here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` in host memory."""
-    return [_hosted(tensor) for tensor in tensors]
+def _beside(held: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` where the buffers of an operation are, in host memory or on its own device."""
+    if on_host(tensor):
+        return tensor
+    return fetch(tensor, "what goes to other workers") if on_host(held[0]) else tensor.detach().contiguous()
 
 
 def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,8 @@ asked for by all before goes on among those who asked, over a link of their own.
 (runtime/collectives/startup.py).
 
 What is broken off leaves nothing half done: an operation of the script has buffers of its own
-(runtime/collectives/link.py), each try new ones, and the script's tensors are written when it has succeeded.  The
+(runtime/collectives/link.py), each try new ones, and the script's tensors are written when it has succeeded.  They are
+in host memory, or beside the tensors where these go over a link of their accelerator's.  The
 plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption. They have
 a link to themselves, since recovery runs them in an order that is not the script's.
 """
@@ -29,11 +30,22 @@ from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.collectives.asked import EACH, ON_DEVICE, SCRIPT, SUMS, Asked, Call, Channel
+from recycle_plugin.runtime.collectives.asked import (
+    EACH,
+    OF_SCRIPT,
+    ON_DEVICE,
+    SCRIPT,
+    SCRIPT_ON_DEVICE,
+    SUMS,
+    SUMS_ON_DEVICE,
+    Asked,
+    Call,
+    Channel,
+)
 from recycle_plugin.runtime.collectives.link import Broken, Handle, Link
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.collectives.startup import Startup
-from recycle_plugin.runtime.collectives.transports import open_link
+from recycle_plugin.runtime.collectives.transports import open_link, stays_there
 from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
 from recycle_plugin.runtime.devices.host import HOST, on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
@@ -75,9 +87,11 @@ class Flight:
 
         Raises the error of a call that fails at once, and RecycleError where its check refuses it.
         """
+        if link == SCRIPT and stays_there(self._session, [*tensors_in((asked.tensors, asked.given))], asked.op):
+            link = SCRIPT_ON_DEVICE
         outside = self._session.hooks.between_steps is not None or self._session.view.generation is None
-        lasts, startup = link == SCRIPT and outside and len(self._ranks) > 1, self._outcomes.startup
-        if link == SCRIPT:
+        lasts, startup = link in OF_SCRIPT and outside and len(self._ranks) > 1, self._outcomes.startup
+        if link in OF_SCRIPT:
             self._hand_over_finished()
             self._count_on()
         with self._lock:
@@ -96,7 +110,7 @@ class Flight:
                 call.number = self._number_of(asked)
                 call.kept = startup.keep(self._line(asked.gives), asked.called, asked.tensors, asked.has_result)
             self._calls.append(call)
-            if link != SCRIPT:
+            if link not in OF_SCRIPT:
                 self._start(call)
             elif self._said is not None:
                 self._go_on_with(call)
@@ -147,7 +161,7 @@ class Flight:
             self._forget(call)
         self._hand_over(call)
         call.order.join()
-        if call.link == SCRIPT:
+        if call.link in OF_SCRIPT:
             self._hand_over_finished()
 
     def poll(self, call: Call) -> bool:
@@ -224,10 +238,7 @@ class Flight:
     def _start(self, call: Call) -> None:
         asked = call.asked
         with call.order.kept():
-            call.held = [
-                _copy(tensor) if call.lasts or not (on_host(tensor) or call.link == ON_DEVICE) else tensor
-                for tensor in asked.tensors
-            ]
+            call.held = [_buffer(call, tensor) for tensor in asked.tensors]
         # whether two members ask before somebody comes in or after it, each for itself, makes no difference to them
         of_two = isinstance(asked.gives, Channel)
         call.members = [logical for logical in self._live if of_two or logical in call.asking]
@@ -241,7 +252,7 @@ class Flight:
         except RuntimeError as error:  # tensors that do not fit together
             self._end(call, error)
             return
-        where = call.held[0].device if call.link == ON_DEVICE else HOST
+        where = call.held[0].device if call.link in ON_DEVICE else HOST
         link, call.connecting = self._link(call.link, call.members, where)
         with call.order.kept():
             call.handle = link.start(operation)
@@ -271,7 +282,8 @@ class Flight:
     def _count(self, call: Call) -> None:
         """Record that a call is behind this worker, also where it has failed, as it has elsewhere then."""
         if call.kept is not None:
-            self._outcomes.startup.fill(call.kept, call.held, call.source, call.error)
+            here = [fetch(value, call.asked.called) for value in call.held if call.error is None]
+            self._outcomes.startup.fill(call.kept, here, call.source, call.error)
             call.kept = None
         gives = call.asked.gives
         if call.number is None and call.source is not None:
@@ -280,7 +292,8 @@ class Flight:
             call.number = self._outcomes.take_number(self._line(gives))
         if call.number is not None:
             whole = gives != EACH and call.error is None and len(call.held) == len(call.asked.tensors)
-            self._outcomes.add(self._line(gives), call.number, call.held if whole else None)
+            with call.order.kept():
+                self._outcomes.add(self._line(gives), call.number, call.held if whole else None)
 
     def _wake(self) -> None:
         with self._session.waiting.changed:
@@ -525,7 +538,7 @@ class Flight:
 
     def link_of(self, flat: torch.Tensor) -> str:
         """The link over which the plugin's own sums of such a tensor go."""
-        return SUMS if on_host(flat) or self._session.device_link == THROUGH_HOST else ON_DEVICE
+        return SUMS if on_host(flat) or self._session.device_link == THROUGH_HOST else SUMS_ON_DEVICE
 
     def _link(self, which: str, members: Sequence[int], where: torch.device = HOST) -> tuple[Link, Handle]:
         """The link of the present membership among these logical members, and the handle of its connecting.
@@ -554,14 +567,19 @@ def _listed(ranks: Iterable[int]) -> str:
 def _adjust(call: Call) -> None:
     """Change the results of ``call`` by how many took part, where it asks for that."""
     if (adjust := call.asked.adjust) is not None:
-        with torch.no_grad():
+        with torch.no_grad(), call.order.kept():
             for tensor in call.held:
                 adjust(tensor, len(call.members))
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory that is laid out alike on all members."""
-    if not on_host(tensor):
+def _buffer(call: Call, tensor: torch.Tensor) -> torch.Tensor:
+    """What the present try of ``call`` may write to in the place of ``tensor``, laid out alike on all members.
+
+    It is the tensor itself where nobody reads that after an interruption.
+    """
+    if call.link == SUMS_ON_DEVICE or (on_host(tensor) and not call.lasts):
+        return tensor
+    if not on_host(tensor) and call.link != SCRIPT_ON_DEVICE:
         return fetch(tensor, "what goes to other workers")
     strided = tensor.layout == torch.strided
     return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)

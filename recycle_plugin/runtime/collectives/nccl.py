@@ -5,6 +5,7 @@ group with garbage in their outputs, and the events behind them happen all the s
 
 * A handle succeeds only if the host has seen the operation's event while the link had no end.  :meth:`NcclLink.abort`
   sets the end before it aborts.  So whoever writes state has to wait for the handle first, and not for a stream.
+  Another member's abort may still have come first: runtime/collectives/confirmed.py.
 * Each link has a thread that launches and looks, and one that aborts: of several groups that are aborted one after the
   other none ends (measured).  Nothing of NCCL's is called by any other thread, nor under a lock.
 * The call that makes a group holds a lock that an abort needs (measured), for as long as ``nccl_door.LIMIT`` says.  So
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from recycle_plugin.core.worker.whereabouts import Reading
@@ -48,7 +50,19 @@ from recycle_plugin.runtime.devices.accelerator import LONGEST_S, Lane, StreamEv
 
 ABORT_S = 20.0  # for the end of a group; measured on one H200: 0.1 to 0.5 s
 IN_PROGRESS = "NCCL timeout in"  # in torch's error of a call that has not ended in time
+DTYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    }
+)
+OPS: tuple[Any, ...] = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 GroupMade = Callable[[dist.Store, int, int, timedelta], Any]  # at a store, of a position among so many members
+
+
+def takes(dtype: torch.dtype, op: ReduceOp | None) -> bool:
+    """Whether NCCL carries such numbers, and combines them by ``op`` as Gloo does; truth values it adds otherwise."""
+    return dtype in DTYPES and (op is None or (dtype is not torch.bool and any(op == one for one in OPS)))
 
 
 def process_group(store: dist.Store, position: int, members: int, timeout: timedelta) -> Any:

@@ -33,6 +33,9 @@ from recycle_plugin.errors import DeviceStuck, RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.host import HOST
+from recycle_plugin.runtime.devices.kinds import device_of
+from recycle_plugin.runtime.devices.port import COPY_S, Copy
 from recycle_plugin.runtime.state.packing import packed, unpacked
 
 LARGEST = 1 << 20  # bytes of what is kept of one collective
@@ -85,14 +88,15 @@ class Said:
     """What one worker has behind it of one sequence of collectives: the first ``count``, and those numbered in
     ``after``.
 
-    ``values`` has what the last ones gave to all; None where each member got something else, or it is too much to keep.
+    ``values`` has what the last ones gave to all, on its way to host memory; None where each member got something else,
+    or it is too much to keep.
     ``begun``: how many it has begun, as far as it has said so.  Of another worker there is ``kept`` in the place of
     ``values``: of which ones it has them.
     """
 
     count: int = 0
     after: set[int] = field(default_factory=set)
-    values: dict[int, Values | None] = field(default_factory=dict)
+    values: dict[int, Copy | None] = field(default_factory=dict)
     begun: int = 0
     kept: tuple[tuple[int, int], ...] = ()
     _bytes: int = 0
@@ -127,9 +131,9 @@ class Said:
 
     def add(self, number: int, values: Values | None) -> None:
         """Count the collective ``number`` as over, and keep ``values`` while they are small (1 MiB each, 4 MiB in
-        all).
+        all); they are as the calling thread's order on their device has them, and nobody changes them.
         """
-        self.values[number] = values if _bytes(values) <= LARGEST else None
+        self.values[number] = _kept(values)
         self._bytes += _bytes(self.values[number])
         self.after.add(number)
         while self.count in self.after:
@@ -149,7 +153,7 @@ class Outcomes:
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.whereabouts = Whereabouts(session.boards)
-        self._offered: dict[str, dict[int, Values | None]] = {}  # by sequence, what it had then
+        self._offered: dict[str, dict[int, Copy | None]] = {}  # by sequence, what it had then
         self._room = KEPT_BYTES  # for results that others ask for, in this generation
         self._asked: list[str] = []  # boards, of results
         self._counted_on: set[str] = set()  # groups
@@ -215,8 +219,9 @@ class Outcomes:
             if wanted.generation != self._session.view.number or wanted.number not in offered:
                 return  # it is over, or was posted for another one
             values = offered.pop(wanted.number)
-            text = b"" if values is None or _bytes(values) > self._room else packed(values)
-            self._room -= _bytes(values) if text else 0
+            fits = values is not None and values.nbytes <= self._room
+            self._room -= _bytes(values) if fits else 0
+        text = packed([*values.wait(COPY_S)]) if values is not None and fits else b""
         self._session.boards.post(_board(wanted.line, wanted.number, wanted.generation), text, wanted.generation)
 
     # --- of a newcomer -----------------------------------------------------------------------------
@@ -287,8 +292,16 @@ def lines_of(group: str) -> str:
     return f"{group}\n"
 
 
-def _bytes(values: Values | None) -> int:
-    return sum(value.numel() * value.element_size() for value in values or ())
+def _kept(values: Values | None) -> Copy | None:
+    """Start copying ``values`` to host memory, where they may already be, if they are small enough to keep."""
+    if values is None or sum(value.nbytes for value in values) > LARGEST:
+        return None
+    where = values[0].device if values else HOST
+    return device_of(where).to_host(values, "a collective's result", shared=True)
+
+
+def _bytes(kept: Copy | None) -> int:
+    return 0 if kept is None else kept.nbytes
 
 
 def _board(line: str, number: int, generation: int) -> str:

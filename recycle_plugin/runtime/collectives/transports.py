@@ -1,7 +1,7 @@
 """What connects workers, made here and nowhere else: a group's links, and the mover of boundary tensors.
 
 Both go by the kind of device whose tensors they carry.  What is not in these tables passes through host memory; so do
-all tensors but those of the plugin's own sums, and these too unless the setting ``device_link`` says otherwise.
+boundary tensors and messages, and collectives too unless the setting ``device_link`` says otherwise.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ReduceOp
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import nccl_door
 from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Link
-from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group
+from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group, takes
 from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.devices.kinds import NVIDIA, accelerator_at
+from recycle_plugin.runtime.devices.kinds import NVIDIA, accelerator_at, device_of
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.mover import Mover
 from recycle_plugin.runtime.movers.tcp import Transport
@@ -30,10 +31,14 @@ MakeLink = Callable[[Session, int, str, Sequence[int], timedelta, torch.device],
 
 
 class Way(NamedTuple):
-    """How tensors of one kind of device are added up: ``prepare`` sets the environment, or raises RecycleError."""
+    """How collectives on one kind of device are carried: ``prepare`` sets the environment, or raises RecycleError.
+
+    ``takes`` says of a dtype whether it can be carried, and combined by an operation.
+    """
 
     open: MakeLink
     prepare: Callable[[MutableMapping[str, str]], None] = lambda environment: None
+    takes: Callable[[torch.dtype, ReduceOp | None], bool] = lambda dtype, op: True
 
 
 def _over_gloo(
@@ -63,13 +68,26 @@ def _name(ranks: Sequence[int]) -> str:
 
 LINKS: dict[str, Way] = {  # by kind of device
     HOST.type: Way(_over_gloo),
-    NVIDIA: Way(partial(over_nccl, process_group), nccl_door.prepare),
+    NVIDIA: Way(partial(over_nccl, process_group), nccl_door.prepare, takes),
 }
 MOVERS: dict[str, Callable[[Session, Device], Mover]] = {HOST.type: Transport}
 
 
-def carry_sums(session: Session, by: str, kind: str, environment: MutableMapping[str, str]) -> None:
-    """Have the plugin's own sums of what is on devices of this ``kind`` carried as the setting ``device_link`` says.
+def stays_there(session: Session, tensors: Sequence[torch.Tensor], op: ReduceOp | None) -> bool:
+    """Whether a collective of the script on ``tensors`` goes over a link of their device's own, and not through host
+    memory; ``op`` is how it combines them, if it does.
+    """
+    kind = tensors[0].device.type if tensors else HOST.type
+    if session.device_link == THROUGH_HOST or kind == HOST.type or kind not in LINKS:
+        return False
+    where = device_of(torch.device(kind)).where  # this worker's own
+    return all(
+        one.device == where and one.layout is torch.strided and LINKS[kind].takes(one.dtype, op) for one in tensors
+    )
+
+
+def carry_on_device(session: Session, by: str, kind: str, environment: MutableMapping[str, str]) -> None:
+    """Have collectives on devices of this ``kind`` carried as the setting ``device_link`` says.
 
     Raises RecycleError where that can't be.
     """

@@ -23,7 +23,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.runtime.catch_up.transfers import Transfers
-from recycle_plugin.runtime.collectives.transports import carry_sums, open_mover
+from recycle_plugin.runtime.collectives.transports import carry_on_device, open_mover
 from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
@@ -68,9 +68,10 @@ class Parts:
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
         model.device.budget(settings.pinned_bytes, self._short_of_pinned)
         _check_link(settings.device_link, framework)
-        carry_sums(session, settings.device_link, model.device.kind, os.environ)
+        carry_on_device(session, settings.device_link, model.device.kind, os.environ)
         if settings.exact:
             model.device.repeatable()
+            session.device_link = THROUGH_HOST  # NCCL adds in an order of its own
         self.as_started = AsStarted(model.module)
         blocks = BlockSums(framework.gradients, self.blocks()) if settings.exact else None
         self.stage = self._make_stage(blocks)

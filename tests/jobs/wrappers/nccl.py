@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from recycle_plugin.runtime.collectives import nccl, outcomes, transports
-from recycle_plugin.runtime.collectives.asked import ON_DEVICE, SCRIPT, Asked, Call
+from recycle_plugin.runtime.collectives.asked import ON_DEVICE, SCRIPT, SUMS_ON_DEVICE, Asked, Call
 from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink, process_group
 from recycle_plugin.runtime.worker.trainer import Trainer
@@ -32,7 +32,7 @@ def over_false_nccl(folder: str, mistake: str = "") -> None:
     from tests.support.standin import nccl as false
 
     dist.ProcessGroupNCCL = false.ProcessGroupNCCL
-    transports.LINKS[standin.NAME] = transports.Way(partial(transports.over_nccl, process_group))
+    transports.LINKS[standin.NAME] = transports.Way(partial(transports.over_nccl, process_group), takes=nccl.takes)
     train = Trainer.train
 
     def trained(self: Trainer) -> float:
@@ -79,7 +79,7 @@ def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str], 
             Path(folder, f"{now()[0]} has launched").touch()
 
     def begun(self: Flight, asked: Asked, link: str = SCRIPT) -> Call:
-        if link == ON_DEVICE and now() == (seat, step):
+        if link == SUMS_ON_DEVICE and now() == (seat, step):
             wait_until(lambda: all(Path(folder, f"{other} has launched").exists() for other in others), "launches")
             os.kill(os.getpid(), signal.SIGKILL)
         return begin(self, asked, link)
