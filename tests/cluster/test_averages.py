@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import assert_one_line
+from tests.support.jobs import LATE, assert_in_order, assert_one_line, on_deepspeed
 
 SCRIPT = "tests/jobs/averages.py"
 LOST, AFTER = 1, 2  # the rank of seat 1.0, and the step
@@ -15,16 +15,29 @@ LOST, AFTER = 1, 2  # the rank of seat 1.0, and the step
 
 @pytest.fixture
 def train(launch, tmp_path):
-    def run(**settings: object):
+    def run(environment: dict[str, str] | None = None, **settings: object):
         job = {"folder": str(tmp_path / "run0"), "lost": [LOST, AFTER], "settings": settings}
-        return launch(script=SCRIPT, RECYCLE_TEST_AVERAGES=json.dumps(job)).finish()
+        return launch(script=SCRIPT, RECYCLE_TEST_AVERAGES=json.dumps(job), **(environment or {})).finish()
 
     return run
 
 
 def test_averages_of_scripts_after_a_loss(train):
     """Two replicas of two stages; the first stage has one worker left, and there are three of four."""
-    result = train()
+    assert_averages(train())
+
+
+def test_averages_of_scripts_over_nccl_after_a_loss(train, tmp_path):
+    """Each has a device of its own; the others wait in a kernel for the lost one."""
+    over = on_deepspeed({"name": "over_false_nccl", "folder": str(tmp_path)})
+    result = train(over | LATE, device_link="nccl")
+    assert_averages(result)
+    assert_in_order(result)
+    counts = [json.loads(path.read_text()) for path in tmp_path.glob("?.?.json")]
+    assert counts and all(count["allgather"] for count in counts), counts
+
+
+def assert_averages(result) -> None:
     assert (
         result.code == 0
         and {event["seat"] for event in result.of("lost")} == {"1.0"}

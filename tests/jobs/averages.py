@@ -1,8 +1,8 @@
 """Averages what it sees after each step as four frameworks' training scripts do, and as recycle_plugin.mean does.
 
 RECYCLE_TEST_AVERAGES holds as JSON: ``folder``; ``lost``, [rank, step]: that worker kills itself after that step, while
-the others are about to average; ``settings`` of the plugin's.  Each rank writes the step's loss and each average to
-folder/losses/rank<r>.json.
+the others are about to average; ``settings`` of the plugin's.  RECYCLE_TEST_WRAP: as for gpt.py.  Each rank writes the
+step's loss and each average to folder/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import os
 import signal
 
 import deepspeed
+import deepspeed_wrappers
 import endings
 import torch
 import torch.distributed
+import wrappers
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from samples import Samples
@@ -103,11 +105,14 @@ def tried(call) -> object:
     try:
         return call().tolist()
     except RecycleError as error:
-        if job["settings"]:
+        if "group_sums" in job["settings"]:
             raise
         return str(error)
 
 
+for arguments in json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
+    name = arguments.pop("name")
+    (getattr(wrappers, name, None) or getattr(deepspeed_wrappers, name))(**arguments)
 deepspeed.init_distributed()
 by_name = torch.distributed.new_group(backend="gloo")  # as Megatron-LM makes them
 mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "gloo"})
