@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from recycle_plugin.core.coordinator import stalls
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.roster import Roster
-from tests.mistakes import instead, mistake
+from tests.mistakes import around, instead, mistake
 
 instead("what has cost a worker is a proof against the next", FailureDetector, "has_cost", seen=187)(
     lambda self, work: None
@@ -15,6 +17,9 @@ instead("what has cost a worker is a proof against the next", FailureDetector, "
 instead("who computes is taken for one that hangs", Deadlines, "busy_s", seen=17)(Deadlines.instruction_s)
 instead("a stage's last worker is given up on suspicion", Roster, "is_last", seen=82)(lambda self, member: False)
 instead("a suspicion is acted on at once", Suspicion, "overdue", seen=17)(Suspicion.raised)
+around("who was not suspect once is not looked at again", FailureDetector, "_suspicions", seen=10)(
+    lambda self, before: (before(self), setattr(self, "_quiet_until", inf))[0]
+)
 instead("nobody sees that everybody waits", stalls, "see_standstill", seen=585)(lambda course, now, out: None)
 
 

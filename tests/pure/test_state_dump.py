@@ -20,6 +20,7 @@ from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.lab.simulator import campaign, cluster, seeded
@@ -75,7 +76,7 @@ def attributes(thing: Any, seen: set) -> Iterator[tuple[str, Any]]:
         member(2),
         Roster((member(1), member(0))),
         Heartbeat(1, 2, 3, "waits", "", incarnation=4),
-        FailureDetector(1.0, inf, 3.0),
+        FailureDetector(Deadlines(), inf, 3.0),
     ],
     ids=repr,
 )

@@ -17,8 +17,9 @@ used.  To evict a healthy worker is as bad as to miss a dead one, hence:
   lengthens.
 
 What this finds are suspicions; who is given up for them core/coordinator/course.py decides.  The deadlines are
-core/vocabulary/deadlines.py's.  Time passes here by ticks, each of which costs one look at each worker, and a late tick
-counts as little more than one in time: while the coordinator itself was stopped or starved, nobody else could be heard.
+core/vocabulary/deadlines.py's.  Time passes here by ticks, and a late tick counts as little more than one in time:
+while the coordinator itself was stopped or starved, nobody else could be heard.  A tick looks at all workers only if
+one of them may have become suspect since the last look: a few times in the shortest deadline, as long as all go on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -92,23 +94,34 @@ class FailureDetector:
     clock: float = 0.0
     _ticked: float | None = None
     _signs: dict[WorkerId, Sign] = field(default_factory=dict)
+    _waiting: set[WorkerId] = field(default_factory=set)  # those whose last heartbeat says so
+    _quiet_until: float = 0.0  # before that nobody can become suspect, by all that was heard
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _step_s: float = 0.0  # the median of these, 0 where it is not known
+    _lease_s: float = field(init=False)
     _committed_at: float | None = None
     _committed_step: int = 0
     _all_wait_since: float | None = None
     _costly: set[Work] = field(default_factory=set)  # that has cost a worker, of steps that are not committed
 
+    def __post_init__(self) -> None:
+        self._set_lease()
+
     def admit(self, workers: Iterable[WorkerId]) -> None:
         """Begins to observe ``workers``."""
-        self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
+        for worker in workers:
+            self.observe(worker)
 
     def observe(self, worker: WorkerId) -> None:
         """Begins to observe one more worker."""
         self._signs[worker] = Sign(self.clock, self.clock, self.clock, self.clock)
+        self._waiting.discard(worker)
+        self._quiet_until = 0.0
 
     def dismiss(self, worker: WorkerId) -> None:
         """Stops observing ``worker``."""
         self._signs.pop(worker, None)
+        self._waiting.discard(worker)
 
     def supervisor_heartbeat(self, message: SupervisorHeartbeat) -> None:
         sign = self._signs.get(message.worker)
@@ -125,12 +138,10 @@ class FailureDetector:
         sign = self._signs.get(message.worker)
         answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
         if sign is not None:
-            if sign.last is None or (message.done, message.at, message.what) != (
-                sign.last.done,
-                sign.last.at,
-                sign.last.what,
-            ):
+            last = sign.last
+            if last is None or message.done != last.done or message.at != last.at or message.what != last.what:
                 sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
+                (self._waiting.add if message.at == WAITS else self._waiting.discard)(message.worker)
             sign.last, sign.leased_until = message, self.clock + LATE_S + answer.for_s
             sign.heard = sign.heartbeat = self.clock
         return answer
@@ -166,6 +177,8 @@ class FailureDetector:
         """
         if self._committed_at is not None:
             self._intervals.append(now - self._committed_at)
+            self._step_s = median(self._intervals)
+            self._set_lease()
         self._committed_at = now
         self._committed_step = step
         self._costly = {work for work in self._costly if work[0] > step}
@@ -180,9 +193,7 @@ class FailureDetector:
             self._costly.add(work)
 
     def tick(self, now: float) -> dict[WorkerId, Suspicion]:
-        """Moves the clock to ``now`` (seconds); returns the suspicions that are worth a word, by worker.  Costs one
-        look at each worker.
-        """
+        """Moves the clock to ``now`` (seconds); returns the suspicions that are worth a word, by worker."""
         if self._ticked is not None:
             self.clock += min(max(now - self._ticked, 0.0), LATE_S)
         self._ticked = now
@@ -190,12 +201,27 @@ class FailureDetector:
             self._all_wait_since = None
         elif self._all_wait_since is None:
             self._all_wait_since = self.clock
-        waits = [worker for worker, sign in self._signs.items() if sign.last is not None and sign.last.at == WAITS]
-        found = {
-            worker: self._suspicion(sign, any(other != worker for other in waits[:2]))
-            for worker, sign in self._signs.items()
-        }
-        return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
+        return self._suspicions() if self.clock >= self._quiet_until else {}
+
+    def _suspicions(self) -> dict[WorkerId, Suspicion]:
+        """The suspicions that are worth a word.  Costs one look at each worker, and a second one at those that may be
+        suspect: by whatever rule, nobody is so that was heard, and has got on, within the shortest deadline.
+        """
+        deadlines = self.deadlines
+        silent_s = SUSPECTED * (deadlines.heartbeat_timeout_s - TICK_S)
+        same_s = SUSPECTED * min(deadlines.progress_timeout_s, deadlines.busy_timeout_s, deadlines.idle_timeout_s)
+        found: dict[WorkerId, Suspicion] = {}
+        left = inf
+        for worker, sign in self._signs.items():
+            silent = self.clock - sign.heard
+            same = self.clock - (sign.heartbeat if sign.last is None or worker in self._waiting else sign.since)
+            left = min(left, silent_s - silent, same_s - same)
+            if silent > silent_s or same > same_s:
+                suspicion = self._suspicion(sign, len(self._waiting) > (worker in self._waiting))
+                if suspicion is not None and suspicion.raised:
+                    found[worker] = suspicion
+        self._quiet_until = self.clock + left - TICK_S  # a tick early, however that is rounded
+        return found
 
     def regrouped(self) -> None:
         """Notes that all have regrouped, so whoever waits now waits anew, also for the same."""
@@ -212,13 +238,9 @@ class FailureDetector:
         return self.clock - max([self._all_wait_since, *(sign.since for sign in self._signs.values())])
 
     def _everybody_waits(self) -> bool:
-        signs = self._signs.values()
-        return bool(signs) and all(
-            sign.last is not None
-            and sign.last.at == WAITS
-            and not sign.stopped
-            and self.clock - sign.heartbeat < FRESH_S
-            for sign in signs
+        """Whether everybody has just said so.  Costs one look at each worker while that is so."""
+        return 0 < len(self._signs) == len(self._waiting) and all(
+            not sign.stopped and self.clock - sign.heartbeat < FRESH_S for sign in self._signs.values()
         )
 
     @property
@@ -231,13 +253,8 @@ class FailureDetector:
         """The seconds for which a worker that does nothing may be at one instruction."""
         return self.deadlines.instruction_s(self._step_s)
 
-    @property
-    def _step_s(self) -> float:
-        return median(self._intervals) if self._intervals else 0.0
-
-    @property
-    def _lease_s(self) -> float:
-        return min(self.instruction_s, self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
+    def _set_lease(self) -> None:
+        self._lease_s = min(self.instruction_s, self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
         """The worst suspicion of a worker, if there is any: who is silent has not said what it is at now."""

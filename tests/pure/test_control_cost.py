@@ -1,0 +1,139 @@
+"""What a message or a tick costs the coordinator does not grow with the workers that it is not about."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from recycle_plugin.core.coordinator.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.messages.from_workers import (
+    ComputeTime,
+    Contribution,
+    Heartbeat,
+    Ready,
+    Stepped,
+    SupervisorHeartbeat,
+    SurvivorReport,
+)
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.deadlines import TICK_S, Deadlines
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+
+DEADLINES = Deadlines(15.0, 20.0, 120.0, 300.0, 600.0, 900.0)  # the defaults
+STAGES = 4
+
+
+def job(replicas: int) -> Membership:
+    """The state of a job of four stages in the middle of its second step, in which everybody has said most."""
+    spec = JobSpec(replicas, STAGES, 2, (), "", CostModel.uniform(STAGES), Policy(), DEADLINES)
+    membership = Membership(replicas * STAGES)
+    ranks = range(replicas * STAGES)
+    for rank in ranks:
+        seat = Seat(*divmod(rank, STAGES))
+        membership.receive(Ready(Member(rank, seat, f"tcp://{rank}", "host"), 0, spec), 0.0)
+    for rank in ranks:
+        membership.receive(SurvivorReport(rank, 0, 0, "plan"), 0.0)
+    for rank in ranks:
+        membership.receive(Stepped(rank, 0, 1), 0.5)
+    assert membership.committed == 1
+    for step in (2, 3):
+        for message in of_step(0, replicas, step):
+            membership.receive(message, 1.0)
+    for rank in ranks:
+        membership.receive(Heartbeat(rank, 0, 0, COMPUTES, f"0F0.0@{step}", 2), 1.0)
+        membership.receive(SupervisorHeartbeat(rank, False, 0.0), 1.0)
+    membership.tick(1.0)
+    membership.tick(1.0)
+    return membership
+
+
+def of_step(rank: int, replicas: int, step: int) -> Iterator[Any]:
+    yield Heartbeat(rank, 1, step, COMPUTES, f"0F0.1@{step}", step)
+    yield SupervisorHeartbeat(rank, False, 1.0)
+    yield ComputeTime(rank, step, 10, 10)
+    yield Contribution(rank, step, "norm", {str(rank % STAGES): 1.0}, STAGES)
+    yield Contribution(rank, step, "loss", {f"{rank // STAGES}.{index}": 1.0 for index in range(2)}, 2 * replicas)
+    yield Stepped(rank, 0, step)
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """How many of the interpreter's instructions ``work`` takes; what is written in C counts as one."""
+    count, before = 0, sys.gettrace()
+
+    def note(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return note
+
+    sys.settrace(note)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("place", range(6), ids=[type(each).__name__ for each in of_step(0, 2, 2)])
+def test_a_message_of_a_step_looks_at_nobody_but_who_says_it(place):
+    def costs(replicas: int) -> int:
+        membership, message = job(replicas), list(of_step(STAGES, replicas, 2))[place]
+        return instructions(lambda: membership.receive(message, 1.0))
+
+    assert costs(3) == costs(16)
+
+
+def test_a_tick_looks_at_nobody_while_all_go_on():
+    def costs(replicas: int) -> int:
+        membership = job(replicas)
+        return instructions(lambda: membership.tick(1.0 + TICK_S))
+
+    assert costs(3) == costs(16)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_is_suspect_is_seen_as_soon_as_by_a_look_at_all_in_each_tick(seed):
+    def everybody_looked_at() -> FailureDetector:
+        looks = FailureDetector(DEADLINES)
+        looks.admit(workers)
+        return looks
+
+    draw, workers = random.Random(seed), [WorkerId(rank) for rank in range(5)]
+    lazy, eager = everybody_looked_at(), everybody_looked_at()
+    now, suspected = 0.0, 0
+    quiet = dict.fromkeys(workers, 0.0)
+    for step in range(2000):
+        now += draw.choice([TICK_S, TICK_S, TICK_S, 3.0])
+        eager._quiet_until = 0.0  # so that it looks at all
+        found = lazy.tick(now)
+        assert found == eager.tick(now) and list(found) == sorted(found)
+        assert lazy.standstill_s == eager.standstill_s
+        suspected += len(found)
+        for worker in workers:
+            if draw.random() < 0.01:
+                quiet[worker] = now + draw.choice([4.0, 15.0, 60.0])
+            for detector in (lazy, eager) if now >= quiet[worker] else ():
+                beats = random.Random(f"{seed} {step} {worker}")
+                if beats.random() < 0.8:
+                    at = beats.choice([WAITS, COMPUTES, ELSEWHERE])
+                    detector.heartbeat(Heartbeat(worker.rank, 0, beats.choice([7, step]), at, f"0F0.0@{step // 50}"))
+                if beats.random() < 0.8:
+                    detector.supervisor_heartbeat(SupervisorHeartbeat(worker.rank, beats.random() < 0.1, now))
+        for detector in (lazy, eager):
+            if step % 40 == 0:
+                detector.committed(step // 50, now)
+            if step % 301 == 300:
+                detector.dismiss(workers[step % 5])
+                detector.observe(workers[step % 5])
+                detector._signs = dict(sorted(detector._signs.items()))
+    assert suspected
