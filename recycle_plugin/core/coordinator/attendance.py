@@ -88,9 +88,9 @@ class Attendance:
         changes nothing: it may have been stopped, or cut off, or never have taken part.  Nor does what nobody says
         before the start.
         """
-        unheard = self.lost, self.late, self.confused
-        gone = message.BY == WORKER and any(message.worker in each for each in unheard)
-        return not gone and (self.started or not message.RUNNING)
+        worker = message.worker
+        gone = worker in self.lost or worker in self.late or worker in self.confused
+        return not (gone and message.BY == WORKER) and (self.started or not message.RUNNING)
 
     def named(self, rank: int) -> str:
         """The name of the worker of ``rank`` for people, wherever that worker is by now."""

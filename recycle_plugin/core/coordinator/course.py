@@ -222,7 +222,8 @@ class Course:
         for step in self.steps.apply(message, self.roster):
             self.commit(step, now, out)
         self.compare_replicas(now, out)
-        self._rebalance(now, out)
+        if self.steps.rebalances:
+            self._rebalance(now, out)
 
     def commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         """Commits ``step``: what it has changed stays."""
@@ -326,8 +327,9 @@ class Course:
         """Takes in a worker's heartbeat, and answers it with a lease."""
         message = departures.where_it_can_be(self, message)
         out.tell(message.worker, self.attendance.failure_detector.heartbeat(message))
-        member = self.roster.member(message.worker)
-        if member is not None and not self.pushed:
+        if not self.ending.some_through or self.pushed:
+            return
+        if (member := self.roster.member(message.worker)) is not None:
             departures.compare_scripts(self, member, message.step, out)
 
     # --- dying -----------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ def compare_scripts(course: Course, member: Member, step: int, out: CoordinatorO
     """Ends the job where the script of ``member``, which is at ``step``, goes on behind the step that another one has
     ended after.
     """
-    begun = step < unstarted(course.committed)  # what nobody can be at is no news of a script
-    if begun and not course.ending.failed and (uneven := course.ending.uneven(member, step)):
+    uneven = course.ending.uneven(member, step)
+    # what nobody can be at is no news of a script
+    if uneven and step < unstarted(course.committed) and not course.ending.failed:
         ends.end(course, f"{uneven}. {course.ending.safe_point}", out)

@@ -103,6 +103,11 @@ class Ending:
         self._code = max(self._code, code)
         self.finishing |= finished
 
+    @property
+    def some_through(self) -> bool:
+        """Whether somebody's script has ended after a step that others' may go beyond."""
+        return self._first_through is not None
+
     def scripts_end(self, member: Member, step: int) -> None:
         """Notes that the script of ``member`` has ended, after ``step``."""
         self._first_through = self._first_through or (str(member), step)

@@ -148,17 +148,19 @@ class Membership:
     def receive(self, message: object, now: float) -> CoordinatorOutput:
         """Handles one message that arrived at ``now`` (seconds); returns what it leads to."""
         out = CoordinatorOutput()
-        if isinstance(message, OfWorker) and (why := objection(message, self.course)) is not None:
-            if why:
-                self._give_up_confused(message.worker, why, now, out)
+        if isinstance(message, OfWorker) and self._is_dealt_with(message, now, out):
             return out
-        if isinstance(message, OF_BOARDS):
-            self._board(message, out)
-            return out
-        if isinstance(message, OfWorker) and self.is_outside(message.worker) and not self._is_entering(message):
-            self._hear_newcomer(message, now, out)
-            return out
-        match message:
+        match message:  # what comes all the time first, since classes are tried one by one
+            case Heartbeat():
+                self.course.heartbeat(message, out)
+            case SupervisorHeartbeat():
+                self.course.attendance.failure_detector.supervisor_heartbeat(message)
+            case ComputeTime():
+                self.course.steps.add_compute_time(message)
+            case Stepped():
+                self.course.step(message, now, out)
+            case Contribution():
+                self._contribute(message, now, out)
             case Ready():
                 self._enrol(message, now, out)
             case Serving():
@@ -169,18 +171,12 @@ class Membership:
                 resuming.report(self.course, message, now, out)
             case OutOfData():
                 contributing.out_of_data(self.course, message, now, out)
-            case Stepped():
-                self.course.step(message, now, out)
-            case Contribution():
-                self._contribute(message, now, out)
             case BarrierReached():
                 self._arrive(message, out)
             case CheckpointLoaded():
                 self._load(message, now, out)
             case Resized():
                 self._resize(message, now, out)
-            case ComputeTime():
-                self.course.steps.add_compute_time(message)
             case Fingerprint():
                 self.course.steps.add_fingerprint(message)
             case Leaving(all=True):
@@ -197,10 +193,6 @@ class Membership:
                 self.course.died(message, now, out)
             case Unguarded():
                 self.course.unguarded(message, out)
-            case Heartbeat():
-                self.course.heartbeat(message, out)
-            case SupervisorHeartbeat():
-                self.course.attendance.failure_detector.supervisor_heartbeat(message)
             case Missing():
                 self._send_again(message, now, out)
             case Terminate():
@@ -215,6 +207,19 @@ class Membership:
                 self._hear_of_logs(message, now, out)
         vanishing.resolve(self.course, now, out)
         return out
+
+    def _is_dealt_with(self, message: OfWorker, now: float, out: CoordinatorOutput) -> bool:
+        """Handles what is not to be said, what is of boards, and what a newcomer says; returns whether it was that."""
+        if (why := objection(message, self.course)) is not None:
+            if why:
+                self._give_up_confused(message.worker, why, now, out)
+        elif isinstance(message, OF_BOARDS):
+            self._board(message, out)
+        elif self.is_outside(message.worker) and not self._is_entering(message):
+            self._hear_newcomer(message, now, out)
+        else:
+            return False
+        return True
 
     def _hear_of_logs(self, message: object, now: float, out: CoordinatorOutput) -> None:
         """Handles what is said of logs, and of stages that are replayed from them."""

@@ -176,7 +176,7 @@ def see_gone(course: Course, now: float, out: CoordinatorOutput) -> None:
     """Takes in which logs are gone with their hosts; the loss of those who had written them has all begin a checkpoint
     at once, as every loss does (core/worker/checkpoint_interval.py).
     """
-    live = {member.rank for member in course.roster}
+    live = course.roster.ranks
     gone = course.log_places.gone(lambda rank: rank not in live and course.vacancies.is_host_gone(rank, now))
     for each in gone:
         course.logs.gone(each)

@@ -60,6 +60,9 @@ class Fingerprints:
         self._said: dict[int, dict[WorkerId, Fingerprint]] = {}
         self._steps: dict[int, deque[tuple[WorkerId, int]]] = {}  # by rank, whose fingerprints of which steps came last
 
+    def __bool__(self) -> bool:
+        return bool(self._said)
+
     def add(self, message: Fingerprint) -> None:
         """Takes one in.  A step that was taken back and applied again is hashed again: the last word counts.  Of each
         rank the last few steps are kept; of a checkpoint that all have loaded the step may be any.

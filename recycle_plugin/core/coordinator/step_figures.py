@@ -38,10 +38,10 @@ class StepFigures:
         """
         said = self._said.setdefault(message.step, {})
         before = said.get(message.worker)
-        spent_us, again_us = (before.spent_us, before.again_us) if before is not None else (0, 0)
-        said[message.worker] = replace(
-            message, spent_us=spent_us + message.spent_us, again_us=again_us + message.again_us
-        )
+        if before is not None:
+            spent_us, again_us = before.spent_us + message.spent_us, before.again_us + message.again_us
+            message = replace(message, spent_us=spent_us, again_us=again_us)
+        said[message.worker] = message
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
         """The figures of ``step``, as far as they are known, and more that only the log has; the messages behind them

@@ -45,7 +45,7 @@ class StepLedger:
         self.straggler_detector = StragglerDetector()
         self.slow_replicas = slow_replicas or SlowReplicas()
         self.recorded = Recorder(committed)
-        self._rebalances = rebalances
+        self.rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
         self._late: tuple[Roster, int, set[WorkerId]] = Roster(), 0, set()  # who has not applied that step's next one
         self._contributions = Contributions(shards)
@@ -66,7 +66,7 @@ class StepLedger:
             return
         self.figures.add(message)
         self.slow_replicas.add(message)
-        if self._rebalances:
+        if self.rebalances:
             self.straggler_detector.add(message)
 
     def add_fingerprint(self, message: Fingerprint) -> None:
@@ -143,7 +143,7 @@ class StepLedger:
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
         """The replicas that differ, of the committed steps that were not compared yet."""
-        return self._fingerprints.committed(self.committed, roster)
+        return self._fingerprints.committed(self.committed, roster) if self._fingerprints else iter(())
 
     def measured(self, roster: Roster) -> None:
         """Compares how fast the committed steps went, now that everybody who is live has said so."""

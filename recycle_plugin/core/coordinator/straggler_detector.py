@@ -41,9 +41,9 @@ class StragglerDetector:
         """Compares the compute times of ``step`` and those before it within each stage, now that it is committed and
         everybody who is alive has said them.  Costs time in proportion to the members, once a step.
         """
-        said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
-        if not said:
+        if min(self._said, default=step + 1) > step:
             return
+        said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
         self._compared = True
         for times in said.values():
             for stage in roster.live_stages:

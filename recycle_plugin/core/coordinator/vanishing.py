@@ -31,7 +31,11 @@ def vanish(course: Course, message: Vanishing) -> None:
 
 
 def resolve(course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Take those that have vanished for lost, or for through, once that is known.  Costs one look at each member."""
+    """Take those that have vanished for lost, or for through, once that is known.  Costs one look at each member while
+    there are any.
+    """
+    if not course.vanished:
+        return
     vanished = [worker for worker in course.vanished if worker in course.roster.workers]
     if not vanished:
         return

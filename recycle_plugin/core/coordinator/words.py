@@ -17,6 +17,7 @@ whom it does not hear in the generation in force; and the words whose meaning is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.coordinator import boards
@@ -35,6 +36,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
     Unreplayable,
 )
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import WORKER, Said
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
@@ -82,43 +84,34 @@ def objection(message: OfWorker, course: Course) -> str | None:
     """Why ``message`` is not to be taken in: None if it is to be; empty if it counts no more, or not yet; else the
     reason, in words, why nobody in its right mind can have said it by now.
     """
-    speaker, job, committed = course.speaker(message.worker), course.job, course.committed
     if not course.attendance.is_heard(message):
         return ""
+    speaker, job = course.speaker(message.worker), course.job
     if speaker is None or job is None:  # who takes no part is judged where it comes in
         return None
     if (generation := getattr(message, "generation", -1)) > course.regrouping.generation:
         return f"it speaks of generation {generation}, and the newest is {course.regrouping.generation}"
-    if message.AHEAD is not None and (step := getattr(message, "step", 0)) > committed + message.AHEAD:
-        return f"its {type(message).__name__} is of step {step}, and only step {committed} is committed"
-    match message:
-        case Contribution():
-            fits = message.step <= committed or _fits(message, speaker, course)
-        case SurvivorReport(generation=course.regrouping.generation):
-            return _of_report(message, course)
-        case Post() | ReadBoard():
-            more = f"it would have more than {boards.SHARE >> 20} MiB kept, on board {message.board[:SHOWN]!r}"
-            return None if course.boards.has_room(message) else more
-        case Serving():
-            newcomer = course.joining.get(message.newcomer)
-            fits = newcomer is None or (newcomer.stage, newcomer.member.shard) == (speaker.seat.stage, speaker.shard)
-        case ComputeTime():
-            fits = min(message.spent_us, message.nominal_us, message.again_us) >= 0
-        case Resized():
-            fits = message.micro_batches >= 1
-        case Through():
-            fits = job.log
-        case Durable():
-            fits = all(0 <= each < job.stages - 1 for each in message.boundaries or ())
-        case Unreplayable():
-            fits = message.lacks is None or 0 <= message.lacks < job.stages
-        case _:
-            fits = True
-    return None if fits else f"this job has nothing of the kind: {str(message)[:SHOWN]}"
+    if message.AHEAD is not None and (step := getattr(message, "step", 0)) > course.committed + message.AHEAD:
+        return f"its {type(message).__name__} is of step {step}, and only step {course.committed} is committed"
+    fits = FITS.get(type(message))
+    why = fits is None or fits(message, speaker, job, course)
+    if why is True:
+        return None
+    return why or f"this job has nothing of the kind: {str(message)[:SHOWN]}"
 
 
-def _fits(message: Contribution, speaker: Member, course: Course) -> bool:
-    """Whether ``speaker`` can have these numbers of a step, and they are of as many as there are."""
+def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, course: Course) -> bool | str:
+    if course.boards.has_room(message):
+        return True
+    return f"it would have more than {boards.SHARE >> 20} MiB kept, on board {message.board[:SHOWN]!r}"
+
+
+def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, course: Course) -> bool:
+    """Whether ``speaker`` can have these numbers of a step, and they are of as many as there are.  What is of a
+    committed step changes nothing.
+    """
+    if message.step <= course.committed:
+        return True
     shape = course.attendance.shape
     names, counts = frozenset({str(speaker.seat.stage)}), range(shape.stages, shape.stages + 1)
     if message.name == LOSS:
@@ -129,6 +122,28 @@ def _fits(message: Contribution, speaker: Member, course: Course) -> bool:
         return False
     known = message.name in (LOSS, NORM, SHARE) and message.values.keys() <= names
     return known and message.expected in counts and message.shard == speaker.shard
+
+
+def _serves(message: Serving, speaker: Member, job: JobSpec, course: Course) -> bool:
+    newcomer = course.joining.get(message.newcomer)
+    return newcomer is None or (newcomer.stage, newcomer.member.shard) == (speaker.seat.stage, speaker.shard)
+
+
+FITS: dict[type, Callable[[Any, Member, JobSpec, Course], bool | str]] = {
+    Contribution: _is_of_step,
+    SurvivorReport: lambda message, speaker, job, course: (
+        message.generation != course.regrouping.generation or _of_report(message, course) or True
+    ),
+    Post: _has_room,
+    ReadBoard: _has_room,
+    Serving: _serves,
+    ComputeTime: lambda message, *_: min(message.spent_us, message.nominal_us, message.again_us) >= 0,
+    Resized: lambda message, *_: message.micro_batches >= 1,
+    Through: lambda message, speaker, job, course: job.log,
+    Durable: lambda message, speaker, job, course: all(0 <= each < job.stages - 1 for each in message.boundaries or ()),
+    Unreplayable: lambda message, speaker, job, course: message.lacks is None or 0 <= message.lacks < job.stages,
+}
+"""By class, whether the job can have what a message names, or why not, in words."""
 
 
 def _of_report(message: SurvivorReport, course: Course) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from recycle_plugin.core.messages.said import Said
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -17,7 +18,7 @@ class OfWorker(Said):
     rank: int
     incarnation: int = field(default=0, kw_only=True)
 
-    @property
+    @cached_property  # all that look at a message ask for it
     def worker(self) -> WorkerId:
         """The identity of the process that is meant."""
         return WorkerId(self.rank, self.incarnation)
