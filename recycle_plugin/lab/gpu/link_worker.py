@@ -129,9 +129,10 @@ def main() -> None:
     if rank == left:
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait(SETTLE_S)
-    _, stuck = member.begin(link)
+    # one member's: an abort may end another one's kernel, well and with garbage (runtime/collectives/confirmed.py)
+    stuck = [member.begin(link)[1]] if rank == 0 else []
     threading.Event().wait(SETTLE_S)
-    tried("abort beside the dead", lambda: ended([link], [stuck]))
+    tried("abort beside the dead", lambda: ended([link], stuck))
     tried("a new group and its sum", lambda: member.sum(member.link("left", left), left))
     links = [member.link(f"stuck {number}", left) for number in range(STUCK)]
     member.meet("linked", left)
