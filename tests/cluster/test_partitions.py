@@ -46,7 +46,7 @@ def of_guard(run, rank: int, name: str) -> psutil.Process:
 def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
     """What was trained is the same; the losses that it could not tell any more are missing in that step's."""
     wrap = json.dumps({"name": "cut_line", "seat": "0.1", "step": 7})
-    result = launch(*SOON, script=WRAPPED, RECYCLE_TEST_WRAP=wrap).ended_well()
+    result = launch(*SOON, "recycle.rejoin=never", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).ended_well()
     assert [event["seat"] for event in result.of("lost")] == ["0.1"] and set(result.records) == {0, 1, 3}
     assert difference(result, reference()).parameters <= PARAMETER_TOLERANCE
     apart = [

@@ -75,7 +75,7 @@ NONE = (0, "in a gather of ZeRO's")  # stage 0 has none
 @pytest.mark.some_of(6)
 @pytest.mark.parametrize("stage, where", [each for each in product(range(4), WHERE) if each != NONE])
 def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_others(start, stage, where):
-    result = start(stage=stage, **WHERE[where])
+    result = start(stage=stage, recycle={"rejoin": "never"}, **WHERE[where])
     ended_well(result)
     trained_as_stock(start, result, stage)
 

@@ -48,7 +48,7 @@ def test_without_a_failure_its_bits_are_those_of_the_cpu(start, stage):
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_replica_is_killed_and_the_other_trains_its_part(start, stage, moment):
-    result = start(stage=stage, standin=True, **KILLS[moment])
+    result = start(stage=stage, standin=True, recycle={"rejoin": "never"}, **KILLS[moment])
     ended_well(result)
     trained_as_stock(start, result, stage)
     assert_in_order(result)
