@@ -18,8 +18,8 @@ from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.collectives.nccl import NcclLink, process_group
 from tests.mistakes.nccl import IN_CALLS
-from tests.runtime.test_calls import COLUMNS, PAGE, each, known, outcome, rows, words
 from tests.support.calls import CALLS, LOST, TENSORS
+from tests.support.calls_page import COLUMNS, PAGE, each, known, outcome, rows, words
 from tests.support.results import DIED
 from tests.support.scenario import Script, run
 from tests.support.waiting import until

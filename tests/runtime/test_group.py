@@ -79,6 +79,7 @@ def test_survivors_leave_a_blocked_operation_and_go_on(between_steps):
     assert died == DIED
     everybodys = [[10.0 * rank + place for place in range(3)] for rank in range(3)]
     for rank, found in enumerate(living):
+        assert isinstance(found, dict), found
         columns, own = [each[rank] for each in everybodys], everybodys[rank]
         assert found.pop("of each") == [list(chain.from_iterable(everybodys)), [sum(columns)], columns, own, own]
         assert "broadcast from rank 2: that worker is lost" in found.pop("refused")
