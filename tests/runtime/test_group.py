@@ -33,7 +33,9 @@ def survives(script: Script, between_steps: bool) -> dict:
     rank, pair = script.rank, dist.new_group([0, 1])
     dist.all_reduce(whole := script.value())
     found = {"whole": whole.item(), "of each": of_each(rank)}
+    script.say("through")
     if rank == 2:
+        script.hear("through", 0, 1)  # what is of each member's own can't be had again
         script.die()
     contribution = script.value()
     if between_steps:
