@@ -120,6 +120,38 @@ def test_what_an_abort_has_ended_is_broken_and_a_new_group_works():
     assert over_nccl(garbage_is_no_result, 2) == [(2.0, "Broken", False, True)] * 2
 
 
+def a_launch_fails(place: Place) -> list[str]:
+    """The first member's second sum, of three; the second member begins all, and hears of it as of a loss."""
+    link, kind, totals = place.link(), product.dist.ProcessGroupNCCL, [torch.ones(1) for _ in range(3)]
+    link.connect().wait(LONG_S)
+    place.meet("connected")
+    whole, calls = kind.allreduce, []
+
+    def failing(self, *given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise dist.DistBackendError("NCCL timeout in: a launch")
+        return whole(self, *given)
+
+    if place.position == 0:
+        kind.allreduce = failing
+    handles = [link.start(AllReduce(totals[:1], ReduceOp.SUM))]
+    handles[0].wait(LONG_S)
+    handles += [link.start(AllReduce([total], ReduceOp.SUM)) for total in totals[1:]]
+    if place.position == 0:
+        until(lambda: all(handle.poll() for handle in handles), "ends")
+        place.say("failed")
+    else:
+        place.hear("failed", 0)
+        link.abort().wait(LONG_S)
+    return [failure_of(handle) for handle in handles]
+
+
+def test_behind_a_launch_that_fails_nothing_is_taken_for_another_sum():
+    """NCCL's operations have no names: the third of one member would meet the second of the other."""
+    assert over_nccl(a_launch_fails, 2) == [["none", "Broken", "Broken"]] * 2
+
+
 def several_are_stuck(place: Place) -> list[str]:
     """Four links, each with a sum that the other member never starts, are aborted in a row."""
     links = [place.unconfirmed(generation) for generation in range(4)]

@@ -297,10 +297,12 @@ class NcclLink:
     def _launch(self, begun: Begun) -> None:
         try:
             self._start(begun)
+        except dist.DistError as error:  # what comes behind it would meet what the others have begun: NCCL has no tags
+            self._give_up(Broken(str(error)))
         except Exception as error:  # handed to whoever waits, whatever it is
             with self._changed:
                 self._launched.remove(begun)
-            begun.handle.end(Broken(str(error)) if isinstance(error, dist.DistError) else error)
+            begun.handle.end(error)
 
     def _look(self) -> None:
         """End the handles of what is over.  The end is asked for after the event: an abort sets it before."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from recycle_plugin.runtime.collectives import nccl, outcomes, transports
+from recycle_plugin.runtime.collectives import nccl, nccl_door, outcomes, transports
 from recycle_plugin.runtime.collectives.asked import ON_DEVICE, SCRIPT, SUMS_ON_DEVICE, Asked, Call
 from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink, process_group
@@ -31,6 +31,7 @@ def over_false_nccl(folder: str, mistake: str = "") -> None:
     from tests.support import standin
     from tests.support.standin import nccl as false
 
+    os.environ |= nccl_door.sets(os.environ)
     dist.ProcessGroupNCCL = false.ProcessGroupNCCL
     transports.LINKS[standin.NAME] = transports.Way(partial(transports.over_nccl, process_group), takes=nccl.takes)
     train = Trainer.train
