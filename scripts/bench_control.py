@@ -38,7 +38,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, pack, provides, requires, unpack
-from recycle_plugin.core.vocabulary.deadlines import TICK_S, Deadlines
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
@@ -48,11 +48,12 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.collector import no_collections
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.planner.recovery import recover
+from recycle_plugin.settings.schema import Settings
 
 STEPS = 5
 HEARTBEATS, TICKS = 2, 20  # of a worker, and of the coordinator's clock, in a step of 5 s
 AT_ONCE = 100  # messages that are read before they are handled, so that the clock is not looked at for each
-DEADLINES = Deadlines(15.0, 20.0, 120.0, 300.0, 600.0, 900.0)  # the settings' defaults
+DEADLINES = Settings().deadlines
 HOST = 8  # workers of one
 
 

@@ -21,7 +21,7 @@ from tests.support.hosts import HostsRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, difference, held
 from tests.support.launching import Launch, launching
 
-STEPS = 60
+STEPS = 150
 
 
 def heard(run: Run, kind: str, **details: object) -> dict:

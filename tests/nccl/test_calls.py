@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.runtime.collectives import nccl, transports
+from recycle_plugin.runtime.collectives import in_flight, nccl, transports
 from recycle_plugin.runtime.collectives.asked import SCRIPT_ON_DEVICE
 from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.in_flight import Flight
@@ -95,12 +95,75 @@ def not_of_nccl(script: Script) -> list[Any]:
         kind, error = outcome(lambda _, tensor=tensor, op=op: dist.all_reduce(tensor, op), script.rank)
         found.append(tensor.item() if error is None else f"{kind}: {error}"[:40])
     dist.barrier()
-    return [*found, sum(counted.values())]
+    message, other = script.value(), 1 - script.rank
+    sent = dist.isend(script.value(), other)
+    dist.recv(message, other)
+    sent.wait()
+    return [*found, message.item() + script.rank, sum(counted.values())]
 
 
 def test_what_nccl_has_not_goes_through_host_memory():
     first, second = run(not_of_nccl, 2, first=False)
-    assert first == second and first[1:] == [3, 3.0, 0], first
+    assert first == second and first[1:] == [3, 3.0, 2.0, 0], first
+
+
+def own_sums(script: Script) -> list[Any]:
+    """The plugin's own sums, of a dtype that NCCL has and of one that it has not."""
+    counted, found = begin(script), []
+    for dtype in (torch.float32, torch.complex64):
+        total = torch.zeros(1, dtype=dtype)
+        dist.group.WORLD.sum_into(total, [torch.full((1,), script.rank + 1.0, dtype=dtype)], 1.0)
+        found += [total.item(), counted["allreduce"]]
+    return found
+
+
+def test_a_sum_of_a_dtype_that_nccl_has_not_goes_through_host_memory():
+    first, second = run(own_sums, 2, first=False)
+    assert first == second == [3.0, 2, 3.0 + 0j, 2]  # with the link's first
+
+
+def scattered(script: Script) -> list[Any]:
+    """The root gives tensors of the host, to members whose output is on the accelerator."""
+    counted = begin(script)
+    rows = [torch.tensor([10.0 + to], device="cpu") for to in range(2)] if script.rank == 0 else None
+    output = torch.zeros(1)
+    dist.scatter(output, rows, src=0)
+    gathered = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(gathered, torch.tensor([script.rank + 1.0], device="cpu"))
+    return [output.item(), [one.item() for one in gathered], counted["broadcast"], counted["allgather"]]
+
+
+def test_what_is_given_from_the_host_goes_where_the_results_are():
+    found = run(scattered, 2, first=False)
+    assert found == [[10.0 + rank, [1.0, 2.0], 1, 1] for rank in range(2)]
+
+
+# --- a member that can't -----------------------------------------------------------------------------
+
+
+def no_room(script: Script, where: str) -> list[Any]:
+    """The second rank has no memory for its part of a sum, says so, and its script goes on to the next one."""
+    begin(script)
+    dist.all_reduce(script.value())
+    in_flight.NEWS_TIMEOUT_S = script.session.waiting.timeout_s = 5.0  # nobody coordinates here
+    of = in_flight if where == "_buffer" else NcclLink
+    right, left = getattr(of, where), ["once"]
+
+    def fails(*given: Any) -> Any:
+        if script.rank == 1 and left:
+            left.pop()
+            raise torch.OutOfMemoryError("no memory is left on the device")
+        return right(*given)
+
+    setattr(of, where, fails)
+    return [outcome(lambda _, n=n: dist.all_reduce(script.value() * n), script.rank) for n in (10, 100)]
+
+
+@pytest.mark.parametrize("where", ["_buffer", "_start"])
+def test_who_has_no_memory_for_a_sum_does_not_meet_the_others_in_its_next(where):
+    first, second = run(functools.partial(no_room, where=where), 2, first=False)
+    assert "no memory is left" in str(second[0]), second
+    assert [kind for kind, _ in (*first, second[1])] == ["refused"] * 3, (first, second)
 
 
 # --- a loss ------------------------------------------------------------------------------------------

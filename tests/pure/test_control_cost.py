@@ -24,12 +24,13 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.deadlines import TICK_S, Deadlines
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+from recycle_plugin.settings.schema import Settings
 
-DEADLINES = Deadlines(15.0, 20.0, 120.0, 300.0, 600.0, 900.0)  # the defaults
+DEADLINES = Settings().deadlines
 STAGES = 4
 
 

@@ -38,7 +38,7 @@ from recycle_plugin.runtime.collectives.several import Several
 from recycle_plugin.runtime.collectives.staging import in_pieces
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
-from recycle_plugin.runtime.devices.kinds import fetch, kinds
+from recycle_plugin.runtime.devices.kinds import fetch, kinds, put
 from recycle_plugin.runtime.state.touch import touch
 
 Tensors = list[torch.Tensor]
@@ -204,7 +204,9 @@ class MemberGroup(Several, dist.ProcessGroup):
 
         (output,), root = outputs, options.rootRank
         own = root == self._rank
-        rows = torch.stack(inputs[0]).detach() if own else output.new_empty(len(self._ranks), *output.shape)
+        rows = output.new_empty(len(self._ranks), *output.shape)
+        if own:
+            rows = torch.stack(inputs[0]).detach().to(output.device)
         make, check = lambda held, place: Broadcast(held, place[root]), lambda: self._place(root, "scatter from")
         return Part(
             self._run(Asked("scatter", make, [rows], check, writes=not own, given=(inputs, outputs))), output, take
@@ -428,10 +430,11 @@ class MemberGroup(Several, dist.ProcessGroup):
 
 
 def _beside(held: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` where the buffers of an operation are, in host memory or on its own device."""
+    """``tensor`` where the buffers of an operation are, in host memory or on a device."""
+    what, there = "what goes to other workers", held[0]
     if on_host(tensor):
-        return tensor
-    return fetch(tensor, "what goes to other workers") if on_host(held[0]) else tensor.detach().contiguous()
+        return tensor if on_host(there) else put(tensor, there.device, what)
+    return fetch(tensor, what) if on_host(there) else tensor.detach().contiguous()
 
 
 def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+from torch.distributed import ReduceOp
 
 from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
@@ -46,7 +47,7 @@ from recycle_plugin.runtime.collectives.link import Broken, Handle, Link
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.collectives.transports import open_link, stays_there
-from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST, on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
 from recycle_plugin.runtime.movers.tcp import DEATH_S
@@ -87,7 +88,7 @@ class Flight:
 
         Raises the error of a call that fails at once, and RecycleError where its check refuses it.
         """
-        if link == SCRIPT and stays_there(self._session, [*tensors_in((asked.tensors, asked.given))], asked.op):
+        if link == SCRIPT and self._on_device(asked):
             link = SCRIPT_ON_DEVICE
         outside = self._session.hooks.between_steps is not None or self._session.view.generation is None
         lasts, startup = link in OF_SCRIPT and outside and len(self._ranks) > 1, self._outcomes.startup
@@ -121,6 +122,14 @@ class Flight:
                 self._forget(call)
                 raise call.error
         return call
+
+    def _on_device(self, asked: Asked) -> bool:
+        """Whether what the script asks for goes over a link of its accelerator's: messages between two do not.
+
+        The members agree on that by what each writes to, or gives where it writes to nothing.
+        """
+        decide = [*tensors_in(asked.tensors or asked.given)]
+        return not isinstance(asked.gives, Channel) and stays_there(self._session, decide, asked.op)
 
     def _refuse(self, asked: Asked) -> None:
         """Count a refused call as over: another member may hear of a loss, or of a return, before or after its own."""
@@ -237,8 +246,12 @@ class Flight:
 
     def _start(self, call: Call) -> None:
         asked = call.asked
-        with call.order.kept():
-            call.held = [_buffer(call, tensor) for tensor in asked.tensors]
+        try:
+            with call.order.kept():
+                call.held = [_buffer(call, tensor) for tensor in asked.tensors]
+        except torch.OutOfMemoryError as error:
+            self._leave_device(call, error)
+            return
         # whether two members ask before somebody comes in or after it, each for itself, makes no difference to them
         of_two = isinstance(asked.gives, Channel)
         call.members = [logical for logical in self._live if of_two or logical in call.asking]
@@ -249,14 +262,22 @@ class Flight:
         try:
             with call.order.kept():
                 operation = asked.make(call.held, _positions(call.members))
-        except RuntimeError as error:  # tensors that do not fit together
-            self._end(call, error)
+        except RuntimeError as error:  # tensors that do not fit together, or a device without room
+            self._leave_device(call, error)
             return
         where = call.held[0].device if call.link in ON_DEVICE else HOST
         link, call.connecting = self._link(call.link, call.members, where)
         with call.order.kept():
             call.handle = link.start(operation)
         call.handle.when_over(self._wake)
+
+    def _leave_device(self, call: Call, error: BaseException) -> None:
+        """End a call that could not be launched; if on an accelerator with its link, on which what comes next would
+        meet what the others have begun: operations there have no numbers.
+        """
+        if call.link in ON_DEVICE:
+            self.give_up_links()
+        self._end(call, error)
 
     def _notice(self, call: Call) -> Broken | None:
         """Take down what has become of the present try; returns what broke it."""
@@ -538,7 +559,7 @@ class Flight:
 
     def link_of(self, flat: torch.Tensor) -> str:
         """The link over which the plugin's own sums of such a tensor go."""
-        return SUMS if on_host(flat) or self._session.device_link == THROUGH_HOST else SUMS_ON_DEVICE
+        return SUMS_ON_DEVICE if stays_there(self._session, [flat], ReduceOp(ReduceOp.SUM)) else SUMS
 
     def _link(self, which: str, members: Sequence[int], where: torch.device = HOST) -> tuple[Link, Handle]:
         """The link of the present membership among these logical members, and the handle of its connecting.

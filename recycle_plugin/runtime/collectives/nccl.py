@@ -239,7 +239,7 @@ class NcclLink:
             return
         while self._end is None:
             with self._changed:
-                if not self._waiting:
+                if not self._waiting and self._end is None:
                     self._changed.wait(LONGEST_S if self._launched else None)
                 begun = self._waiting.popleft() if self._waiting else None
                 if begun is not None:
@@ -297,12 +297,10 @@ class NcclLink:
     def _launch(self, begun: Begun) -> None:
         try:
             self._start(begun)
-        except dist.DistError as error:  # what comes behind it would meet what the others have begun: NCCL has no tags
-            self._give_up(Broken(str(error)))
-        except Exception as error:  # handed to whoever waits, whatever it is
-            with self._changed:
-                self._launched.remove(begun)
-            begun.handle.end(error)
+        except Exception as error:  # whatever it is, what comes behind would meet what the others have begun: no tags
+            broken = Broken(str(error))
+            begun.handle.end(broken if isinstance(error, dist.DistError) else error)
+            self._give_up(broken)
 
     def _look(self) -> None:
         """End the handles of what is over.  The end is asked for after the event: an abort sets it before."""

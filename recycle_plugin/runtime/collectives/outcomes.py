@@ -221,7 +221,20 @@ class Outcomes:
             values = offered.pop(wanted.number)
             fits = values is not None and values.nbytes <= self._room
             self._room -= _bytes(values) if fits else 0
-        text = packed([*values.wait(COPY_S)]) if values is not None and fits else b""
+            given = values if fits else None
+        if given is None or given.poll():
+            self._post(wanted, given)
+        else:  # the calling thread is that which hears the coordinator
+            name = "recycle: a result on its way to the host"
+            threading.Thread(target=self._post, args=(wanted, given), name=name, daemon=True).start()
+
+    def _post(self, wanted: WantResult, given: Copy | None) -> None:
+        """Post what is ``given``, or, where it is nothing or has failed, that it can't be had."""
+        text = b""
+        try:
+            text = packed([*given.wait(COPY_S)]) if given is not None else b""
+        except Exception as error:  # of the device; whoever has asked is told that there is nothing
+            self._session.note("warning", f"a result of {wanted.line}, which others need, can't be read: {error}")
         self._session.boards.post(_board(wanted.line, wanted.number, wanted.generation), text, wanted.generation)
 
     # --- of a newcomer -----------------------------------------------------------------------------
