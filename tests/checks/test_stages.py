@@ -291,7 +291,7 @@ def test_smoke_has_a_row_for_each_adapter(place, left):
 
 def test_precisions_are_judged_one_by_one(place, left):
     """What is refused has no verdict, and does not keep the others from theirs."""
-    left |= {"reference": ended(4.0, 3.0, 2.0, 1.0), "bf16": ended(4.0, 3.0, 2.0, 1.001)}
+    left |= {place.device: ended(4.0, 3.0, 2.0, 1.0), "bf16": ended(4.0, 3.0, 2.0, 1.001)}
     left["fp16"] = RunFailed("x\nfp16.enabled: DeepSpeed has no fp16 on this device, cpu; set it")
     left["bf16_killed"] = ended(4.0, 3.0, 2.0, 1.01, lost=True)
     found = by_name(gpu_jobs.precision(place))
