@@ -35,7 +35,7 @@ from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.lab.experiments.bench_scripts import certificate, script
 from recycle_plugin.runtime.control import connections
-from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
+from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.lines.frames import fill
 from recycle_plugin.runtime.processes.descriptors import provide
@@ -107,7 +107,7 @@ async def started(count: int, secret: Secret) -> Round:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     await coordinator.start("127.0.0.1", port)
-    way, loop = Way(("127.0.0.1", port), secret), asyncio.get_running_loop()
+    way, loop = ControlWay(("127.0.0.1", port), secret), asyncio.get_running_loop()
     with ThreadPoolExecutor(CALLERS) as callers:
         began, began_cpu = time.perf_counter(), time.process_time()
         controls = await asyncio.gather(*(loop.run_in_executor(callers, welcomed, way, rank) for rank in range(count)))
@@ -132,7 +132,7 @@ def rate(secret: Secret) -> float:
             return PIECES * len(data) / (time.perf_counter() - began)
 
 
-def welcomed(way: Way, rank: int) -> SocketControl:
+def welcomed(way: ControlWay, rank: int) -> SocketControl:
     control = connect(way, PATIENCE_S)
     control.send(Hello(rank, "supervisor", 1, "h"), PATIENCE_S)
     welcome = control.receive(PATIENCE_S)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin.checks.killed import MOMENTS, Started, failed, kill_list, killed_itself, outcome
+from recycle_plugin.checks.killed import MOMENTS, StartedJob, failed, kill_list, killed_itself, outcome
 from recycle_plugin.checks.rows import Row, all_passed, judged, table
 from recycle_plugin.commands.config_job import config_of, job_of
 from recycle_plugin.commands.doctor_losses import slowdown, survival
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = found.out.resolve()
         out.mkdir(parents=True, exist_ok=True)
         with terminable():
-            rows, sections = tried(Started(command, dict(os.environ), found.seconds), out, section, settings)
+            rows, sections = tried(StartedJob(command, dict(os.environ), found.seconds), out, section, settings)
         text = "\n".join([f"check_cluster, {' '.join(command)}", "", *table(rows), *sections])
         (out / "check.txt").write_text(text + "\n")
         (out / "check.json").write_text(
@@ -112,7 +112,9 @@ def checked(launcher: Sequence[str]) -> list[str]:
     return list(launcher)
 
 
-def tried(started: Started, out: Path, section: Mapping[str, Any], settings: Settings) -> tuple[list[Row], list[str]]:
+def tried(
+    started: StartedJob, out: Path, section: Mapping[str, Any], settings: Settings
+) -> tuple[list[Row], list[str]]:
     """All rows, and what the doctor says of the placement that was found."""
     config = out / "ds_config.json"
     section_of_file = {**section, "secret_file": str(out.resolve() / "secret")}  # all hosts have this folder

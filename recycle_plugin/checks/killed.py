@@ -30,7 +30,7 @@ On an accelerator what the host is "after" has only been started: the device is 
 """
 
 
-class Started(NamedTuple):
+class StartedJob(NamedTuple):
     """How a small job is started: ``command`` runs a script on all workers, under ``variables``, within
     ``deadline_s``.
     """
@@ -44,9 +44,9 @@ class Started(NamedTuple):
         return JobRun(folder, [*self.command, str(job), "--run-dir", str(folder), *options], self.variables)
 
 
-def one_host(device: str, deadline_s: float, workers: int = 4) -> Started:
+def one_host(device: str, deadline_s: float, workers: int = 4) -> StartedJob:
     """Workers under the plugin's own launcher, all of them on one device of this kind."""
-    return Started(
+    return StartedJob(
         [sys.executable, "-m", "recycle_plugin.launch", "--workers", str(workers), "--one-device"],
         on_device(device),
         deadline_s,
@@ -74,7 +74,7 @@ def killed_itself(run: JobRun, moment: str) -> None:
 
 
 def kill_list(
-    started: Started,
+    started: StartedJob,
     folder: Path,
     reference: RunOutcome,
     moments: Sequence[str],

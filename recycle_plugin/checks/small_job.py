@@ -24,7 +24,7 @@ GO, HELD_S = "go", 200.0  # the file in the run folder that ends --hold
 SETTLED = 2  # steps in which everything is made that is made once
 
 
-class Block(nn.Module):
+class SmallLayer(nn.Module):
     """A layer with a residual, as wide as it is told."""
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -53,7 +53,7 @@ def main(watch: Callable[[], AbstractContextManager[Mapping[str, Any]]] = lambda
     found = parser().parse_args()
     layers = [
         lambda: nn.Embedding(WORDS, WIDTH),
-        *[lambda: Block(WIDTH, found.dropout)] * 2,
+        *[lambda: SmallLayer(WIDTH, found.dropout)] * 2,
         lambda: nn.Linear(WIDTH, WORDS),
     ]
     settings = json.loads(found.settings) | {"run_dir": str(found.run_dir), "report": False, "faults": found.fault}

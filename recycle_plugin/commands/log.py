@@ -9,7 +9,7 @@ from pathlib import Path
 from recycle_plugin.commands.losses import stages_text
 from recycle_plugin.commands.parsers import command
 from recycle_plugin.runtime.log.reader import LogReader, runs
-from recycle_plugin.runtime.log.segment import Fault, Segment, files
+from recycle_plugin.runtime.log.segment import LogFault, Segment, files
 
 INSPECT = """\
 Show the segments of each stream, with their steps and bytes, its gaps, and the steps of which everything is there.
@@ -100,7 +100,7 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def _say(faults: Sequence[Fault]) -> int:
+def _say(faults: Sequence[LogFault]) -> int:
     for fault in faults:
         print(fault)
     return int(bool(faults))

@@ -14,7 +14,7 @@ from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.errors import NoCredentials
 from recycle_plugin.observability.run_history import EVENTS, RunHistory
 from recycle_plugin.observability.run_summary import end
-from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
+from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 
 CONNECT_S = 5.0  # how long the coordinator may take to be reached
@@ -29,7 +29,7 @@ def folder_of(job: str) -> Path:
     if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
         return Path(job)
     try:
-        control, folder = _connected(Way((host, int(port)), SecretFile.of(os.environ | {"MASTER_PORT": port})))
+        control, folder = _connected(ControlWay((host, int(port)), SecretFile.of(os.environ | {"MASTER_PORT": port})))
     except (OSError, NoCredentials) as error:
         raise ValueError(f"{job} is no run folder, and nobody answers there: {error}") from None
     control.close()
@@ -51,7 +51,7 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
     if access is None:
         return Answer(f"the job of {folder} takes no requests: it has left no way to it there", False)
     try:
-        control, _ = _connected(Way(access.address, access.secret))
+        control, _ = _connected(ControlWay(access.address, access.secret))
     except OSError as error:
         return Answer(f"the job of {folder} can't be reached, if it runs at all: {error}", False)
     control.send(make(what), ANSWER_S)
@@ -62,7 +62,7 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
     return said
 
 
-def _connected(way: Way) -> tuple[SocketControl, str]:
+def _connected(way: ControlWay) -> tuple[SocketControl, str]:
     """A connection to the coordinator at the end of the ``way``, and the run folder that it names.  Raises
     ConnectionError, NoCredentials.
     """

@@ -200,7 +200,7 @@ def on_the_standin(server, tmp_path, monkeypatch) -> Place:
     monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
     one_host = killed.one_host
 
-    def started(device: str, deadline_s: float, workers: int = 4) -> killed.Started:
+    def started(device: str, deadline_s: float, workers: int = 4) -> killed.StartedJob:
         on_it = {"RECYCLE_TEST_ON_STANDIN": "1", "RECYCLE_TEST_STANDIN_LATE": "7"} if device == "standin" else {}
         made = one_host("cpu", deadline_s, workers)
         script = str(Path(__file__).parents[1] / "jobs" / "on_standin.py")
@@ -361,7 +361,7 @@ def test_places_that_wait_for_the_device_fail_a_watched_job(place, monkeypatch):
             pass
 
     record = {"rank": 0, "pid": 5, "watched": True, "synchronisations": {"stage.py:step": 3}}
-    monkeypatch.setattr(killed.Started, "run", lambda *_, **__: Ended())
+    monkeypatch.setattr(killed.StartedJob, "run", lambda *_, **__: Ended())
     monkeypatch.setattr(gpu_jobs, "outcome", lambda *_: RunOutcome((), 0, {0: record}))
     races, waits = gpu_jobs.sanitizer(place)
     assert races.passed and waits.passed is False and waits.text == "stage.py:step: 3 times"

@@ -27,7 +27,7 @@ from odd_optimizers import Wrapper
 from samples import Samples
 
 from recycle_plugin.core.messages.from_workers import ALWAYS
-from recycle_plugin.runtime.control.boards import Boards
+from recycle_plugin.runtime.control.boards import BoardAccess
 
 WIDTH, REPLICAS = 8, 2
 job = json.loads(os.environ["RECYCLE_TEST_TOP"])
@@ -39,14 +39,14 @@ seen: dict[str, Any] = {"rank": RANK, "pid": os.getpid(), "losses": [], "environ
 
 def write_what_is_posted() -> None:
     """Also write what is for newcomers to a file, for newcomers under another coordinator."""
-    post = Boards.post
+    post = BoardAccess.post
 
-    def written(self: Boards, board: str, value: bytes, generation: int) -> None:
+    def written(self: BoardAccess, board: str, value: bytes, generation: int) -> None:
         if generation == ALWAYS:
             (FOLDER / f"posted{RANK}").write_bytes(value)
         post(self, board, value, generation)
 
-    Boards.post = written  # type: ignore[method-assign]
+    BoardAccess.post = written  # type: ignore[method-assign]
 
 
 def engine(dataset: Any = None) -> Any:

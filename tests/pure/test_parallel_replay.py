@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.helper import CantHelp, Helper
-from recycle_plugin.core.worker.replay import CantReplay, Replayed, StageReplay, StageWork, Times
+from recycle_plugin.core.worker.replay import CantReplay, PartTimes, Replayed, StageReplay, StageWork
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_log import CommittedStep, StepLog
@@ -472,7 +472,7 @@ def test_who_answers_late_helps_from_then_on():
     work = StageWork(machine, store, SHAPE, True, lambda *kept: None)
     store.rewind(0, 0)
     for step in (1, 2):
-        list(helpers.run(work, step, Times(lambda: 0.0)))
+        list(helpers.run(work, step, PartTimes(lambda: 0.0)))
     assert lots(machine, 1) == {} and set(lots(machine, 2)) == {0, 4, 5}
 
 

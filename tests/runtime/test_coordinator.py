@@ -40,7 +40,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
 )
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
+from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
@@ -298,7 +298,9 @@ async def test_over_a_network_it_says_from_where():
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
             stranger.close()
         with pytest.raises(Stranger, match="it has gone before it has said who it is|does not know this job's secret"):
-            await asyncio.to_thread(connect, Way(address, Secret("another job's secret, of as many letters")), 1.0)
+            await asyncio.to_thread(
+                connect, ControlWay(address, Secret("another job's secret, of as many letters")), 1.0
+            )
         control.close()
     (event,) = [event for event in said if event.kind == "stranger"]
     assert event.text.startswith("at the coordinator what comes from 127.0.0.1:")

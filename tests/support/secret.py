@@ -7,15 +7,15 @@ from contextlib import suppress
 
 from recycle_plugin.authentication.handshake import HANDSHAKE_S, Port, Proved, answer, call
 from recycle_plugin.authentication.secret import Secret, write_own
-from recycle_plugin.runtime.control.connections import Way
+from recycle_plugin.runtime.control.connections import ControlWay
 
 SHARED = "a secret that all tests know, and nobody else"
 SECRET = Secret(SHARED)
 PATIENCE_S = 30.0
 
 
-def way(address: tuple[str, int], secret: Secret = SECRET) -> Way:
-    return Way(tuple(address[:2]), secret)
+def way(address: tuple[str, int], secret: Secret = SECRET) -> ControlWay:
+    return ControlWay(tuple(address[:2]), secret)
 
 
 def written(path) -> str:

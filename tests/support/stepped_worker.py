@@ -19,7 +19,7 @@ from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.state.units import StageUnits
 from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state, stage_units
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
@@ -101,7 +101,7 @@ class SteppedWorker:
         self.servings = Servings()
         self.store.rewind(0, 0)
 
-    def new_units(self, spent: Callable[[float], None] = lambda seconds: None) -> Units:
+    def new_units(self, spent: Callable[[float], None] = lambda seconds: None) -> StageUnits:
         return stage_units(self.framework, self.state, self.gradients, spent)
 
     def train(self, step: int, norm: float | None = None, validated: bool = False, between=lambda summed: None) -> None:

@@ -18,7 +18,7 @@ from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.messages.from_coordinator import End, Generation, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Left, Ready, SurvivorReport
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.runtime.control.connections import Way, connect
+from recycle_plugin.runtime.control.connections import ControlWay, connect
 from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.spawn import die_with_parent
 from tests.support.membership import job, member
@@ -36,7 +36,7 @@ def main(folder: str, rejoin: str, what: str = "") -> int:
     if incarnation and what == "die":
         return 1
     host, _, port = os.environ["RECYCLE_COORDINATOR"].rpartition(":")
-    control = connect(Way((host, int(port)), SecretFile.of_worker(os.environ)), PATIENCE_S)
+    control = connect(ControlWay((host, int(port)), SecretFile.of_worker(os.environ)), PATIENCE_S)
     control.send(Hello(rank, "worker", os.getpid(), "h", incarnation), PATIENCE_S)
     welcome = control.receive(PATIENCE_S)
     assert isinstance(welcome, Welcome) and welcome.incarnation == incarnation, welcome

@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.state.undo import KINDS
-from recycle_plugin.runtime.state.units import Units, UnitValue
+from recycle_plugin.runtime.state.units import StageUnits, UnitValue
 from tests.support.optimizers import same
 from tests.support.optimizers import stage_state as of_list
 
@@ -36,7 +36,7 @@ FORGOTTEN = [
 ]
 
 
-def fill(target: Units, source: Units) -> None:
+def fill(target: StageUnits, source: StageUnits) -> None:
     """As between two processes."""
     head, weights = pickle.loads(pickle.dumps(source.head()))
     target.fill(head)
@@ -44,9 +44,9 @@ def fill(target: Units, source: Units) -> None:
         target.write(name, UnitValue(*pickle.loads(pickle.dumps(source.read(name, rest=True)[:3]))))
 
 
-def units(state: StageState) -> Units:
+def units(state: StageState) -> StageUnits:
     """Of a model that is a list of parameters."""
-    return Units(state, {str(place): one for place, one in enumerate(state.optimizer.parameters().values())}, None)
+    return StageUnits(state, {str(place): one for place, one in enumerate(state.optimizer.parameters().values())}, None)
 
 
 def differing(one: dict, other: dict) -> set[str]:
@@ -167,7 +167,7 @@ def test_what_a_script_changes_between_steps_is_seen_however_it_does_so(write):
     assert state.changed() == set() and not state.watches
     WRITES[write](weight, adam)
     assert write.partition(",")[0] in (changed := state.changed()) and len(changed) <= 2
-    units = Units(state, {"0": weight}, SimpleNamespace())
+    units = StageUnits(state, {"0": weight}, SimpleNamespace())
     assert units.changed(["0"]) == ["0"] and units.changed([]) == []
 
 
@@ -242,7 +242,7 @@ def test_parameters_beside_the_models_are_the_optimizers():
 
     (source, _), (target, copied) = made(1.0), made(2.0)
     assert list(source.tensors()) == ["optimizer/0.1", "optimizer/0.1/momentum_buffer", "weights/mine"]
-    fill(Units(target, {}, None), Units(source, {}, None))
+    fill(StageUnits(target, {}, None), StageUnits(source, {}, None))
     assert torch.equal(copied, torch.ones(3, dtype=torch.float64)) and target.digest() == source.digest()
 
 

@@ -25,7 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
-class StageFiles:
+class MegatronFiles:
     """The file of one worker's stage, by Megatron's own ``generate_state_dict`` (a CheckpointFormat of
     runtime/stage/ports.py).
 
@@ -41,7 +41,7 @@ class StageFiles:
     iteration: int = 0
     operations: Any = 0
 
-    def at(self, iteration: int, operations: Any) -> StageFiles:
+    def at(self, iteration: int, operations: Any) -> MegatronFiles:
         """The files of a checkpoint at this point of the loop."""
         return replace(self, iteration=iteration, operations=operations)
 

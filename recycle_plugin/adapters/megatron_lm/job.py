@@ -21,7 +21,7 @@ from megatron.training import global_vars, wandb_utils
 
 import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
 from recycle_plugin.adapters.megatron_lm import log_line
-from recycle_plugin.adapters.megatron_lm.checkpoint import TRACKER, StageFiles, mark_latest
+from recycle_plugin.adapters.megatron_lm.checkpoint import TRACKER, MegatronFiles, mark_latest
 from recycle_plugin.adapters.megatron_lm.data import IndexedData
 from recycle_plugin.adapters.megatron_lm.early_exit import EarlyExit
 from recycle_plugin.adapters.megatron_lm.model import Batches, StageModule, detach_from_ddp
@@ -82,7 +82,7 @@ class Job:
         self._micro_batches = get_num_microbatches()  # of a replica in a step, as all have agreed
         self._cursor = DataCursor(self._micro_batches)
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
-        files = ShardedFiles if args.ckpt_format == "torch_dist" else StageFiles
+        files = ShardedFiles if args.ckpt_format == "torch_dist" else MegatronFiles
         self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler, in_parts)
         self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
         self._data = IndexedData(

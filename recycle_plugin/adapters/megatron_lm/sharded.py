@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles
+from recycle_plugin.adapters.megatron_lm.checkpoint import MegatronFiles
 from recycle_plugin.adapters.megatron_lm.in_parts import FORMAT, as_parts
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointShare
@@ -40,7 +40,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 LENGTH = struct.Struct("<Q")  # of what a stage's file says at its end
 
 
-class ShardedFiles(StageFiles):
+class ShardedFiles(MegatronFiles):
     """The file of one worker's stage, by Megatron's own sharded state dict."""
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:

@@ -20,7 +20,7 @@ WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # 
 
 
 @dataclass(frozen=True)
-class StageFiles:
+class PlainFiles:
     """The file of one worker's stage, whose layers are in ``module`` (a CheckpointFormat of runtime/stage/ports.py).
 
     ``kinds``: the names of the classes of what else has a state, which says nothing to others; ``shards``: workers that

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.checkpoint import StageFiles, chosen
+from recycle_plugin.adapters.plain.checkpoint import PlainFiles, chosen
 from recycle_plugin.adapters.plain.ports import PlainOptimizer
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
@@ -107,7 +107,7 @@ class PlainJob:
         with line.hooks.startup.building(trained(module)):
             make_alike((*module.parameters(), *module.buffers()), peers)
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
-        self._files = StageFiles(self.seat, topology.stages, module, kinds, place.shards, place.shard)
+        self._files = PlainFiles(self.seat, topology.stages, module, kinds, place.shards, place.shard)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
         steps = PlainOptimizer(optimizer, scheduler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End
@@ -113,6 +113,6 @@ def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:
             tell_away(newcomer, why, out)
 
 
-def tell_away(newcomer: Newcomer, why: str, out: CoordinatorOutput) -> None:
+def tell_away(newcomer: NewcomerRecord, why: str, out: CoordinatorOutput) -> None:
     """Ends a newcomer that nobody counts on any more, without an error."""
     out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))

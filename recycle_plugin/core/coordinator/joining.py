@@ -62,7 +62,7 @@ COMING = (Phase.CATCHING_UP, Phase.CAUGHT_UP, Phase.ANNOUNCED)
 
 
 @dataclass
-class Newcomer:
+class NewcomerRecord:
     """One of them.  ``generation``: the one that it was announced for last, from step ``from_step`` on;
     ``awaited_at``: since when all others have reported for that, in seconds of the failure detector's clock;
     ``reported``: it has done so; ``told``, ``told_evaluations``: how many steps and evaluations its script was told of.
@@ -109,7 +109,7 @@ class Joining:
 
     def __init__(self, size: int = 1, domain: FailureDomain = FailureDomain.SEAT) -> None:
         self._size, self._domain = size, domain
-        self._newcomers: dict[WorkerId, Newcomer] = {}
+        self._newcomers: dict[WorkerId, NewcomerRecord] = {}
         self._patient = False  # hashes take longer than it takes to enter
         self._asked: dict[Comparison, set[WorkerId]] = {}  # whose hashes are to be equal
         self._hashes: dict[Comparison, dict[WorkerId, str]] = {}
@@ -117,19 +117,19 @@ class Joining:
     def __bool__(self) -> bool:
         return bool(self._newcomers)
 
-    def __iter__(self) -> Iterator[Newcomer]:
+    def __iter__(self) -> Iterator[NewcomerRecord]:
         return iter(list(self._newcomers.values()))
 
-    def get(self, worker: WorkerId) -> Newcomer | None:
+    def get(self, worker: WorkerId) -> NewcomerRecord | None:
         """The newcomer that ``worker`` is; None for anybody else."""
         return self._newcomers.get(worker)
 
-    def add(self, member: Member) -> Newcomer:
+    def add(self, member: Member) -> NewcomerRecord:
         """Takes in that a newcomer is there."""
-        newcomer = self._newcomers[member.worker] = Newcomer(member)
+        newcomer = self._newcomers[member.worker] = NewcomerRecord(member)
         return newcomer
 
-    def forget(self, worker: WorkerId) -> Newcomer | None:
+    def forget(self, worker: WorkerId) -> NewcomerRecord | None:
         """Takes in that a newcomer is gone, or is one no more; returns it."""
         return self._newcomers.pop(worker, None)
 
@@ -144,7 +144,7 @@ class Joining:
 
     # --- on its way --------------------------------------------------------------------------------
 
-    def catch_up(self, newcomer: Newcomer, roster: Roster, out: CoordinatorOutput) -> None:
+    def catch_up(self, newcomer: NewcomerRecord, roster: Roster, out: CoordinatorOutput) -> None:
         """Has the stage's workers serve a newcomer.  Costs a message to each of them."""
         newcomer.phase, newcomer.awaited_at = Phase.CATCHING_UP, None
         newcomer.comparison, newcomer.equal, newcomer.came = None, False, set()
@@ -154,7 +154,7 @@ class Joining:
 
     def caught_up(
         self,
-        newcomer: Newcomer,
+        newcomer: NewcomerRecord,
         sources: Collection[WorkerId],
         roster: Roster,
         committed: int,
@@ -177,7 +177,7 @@ class Joining:
         for worker in sorted(asked):
             out.tell(worker, HashAfter(of.step))
 
-    def see_sources(self, roster: Roster) -> list[Newcomer]:
+    def see_sources(self, roster: Roster) -> list[NewcomerRecord]:
         """Takes in who is left; returns the newcomers that have no source any more.  A newcomer that was served by one
         of those who are gone gets a part of its state anew, and says so; of others it hears nothing.
         """
@@ -192,19 +192,19 @@ class Joining:
                 left += [each] if not each.sources else []
         return left
 
-    def with_(self, newcomer: Newcomer) -> list[Newcomer]:
+    def with_(self, newcomer: NewcomerRecord) -> list[NewcomerRecord]:
         """The newcomers that come as one with ``newcomer``, itself included, as far as they are there.  Costs one look
         at each newcomer.
         """
         unit = self._domain.unit(newcomer.member)
         return [each for each in self if self._domain.unit(each.member) == unit]
 
-    def _whole(self, newcomers: Collection[Newcomer]) -> list[Newcomer]:
+    def _whole(self, newcomers: Collection[NewcomerRecord]) -> list[NewcomerRecord]:
         """Those of ``newcomers`` that are all of their unit."""
         counts = Counter(self._domain.unit(each.member) for each in newcomers)
         return [each for each in newcomers if counts[self._domain.unit(each.member)] == self._size]
 
-    def ready(self) -> list[Newcomer]:
+    def ready(self) -> list[NewcomerRecord]:
         """The newcomers that only wait for a generation."""
         waiting = [
             each
@@ -219,7 +219,7 @@ class Joining:
         """The roster of a generation to come: ``roster``, with those who wait for it."""
         return Roster((*roster, *(each.member for each in self.ready() if each.member.worker not in roster.workers)))
 
-    def unproven(self, roster: Roster) -> list[Newcomer]:
+    def unproven(self, roster: Roster) -> list[NewcomerRecord]:
         """The newcomers in ``roster`` whose state is not known to be right; none is announced so early again."""
         found = [
             each for each in self if each.phase in COMING and not each.equal and each.member.worker in roster.workers
@@ -246,7 +246,7 @@ class Joining:
             each.phase, each.awaited_at = Phase.CAUGHT_UP, None
         return roster.without({each.member.worker for each in waiting})
 
-    def left_out(self, roster: Roster) -> list[Newcomer]:
+    def left_out(self, roster: Roster) -> list[NewcomerRecord]:
         """Takes back to where they follow those that have entered a generation which never came in force, in whose
         place one of ``roster`` comes; returns them.
         """
@@ -264,7 +264,7 @@ class Joining:
             each.awaited_at = clock if each.awaited_at is None else each.awaited_at
         return bool(awaited)
 
-    def admitted(self, roster: Roster) -> list[Newcomer]:
+    def admitted(self, roster: Roster) -> list[NewcomerRecord]:
         """The newcomers that a generation of ``roster``, which has come about, makes members like all."""
         done = [
             each
@@ -276,14 +276,14 @@ class Joining:
         return done
 
     @staticmethod
-    def may_enter(newcomer: Newcomer, generation: int, roster: Roster) -> bool:
+    def may_enter(newcomer: NewcomerRecord, generation: int, roster: Roster) -> bool:
         """Whether a newcomer that reports for ``generation`` comes in by that; not where it was announced for a later
         one, in place of one that was called off, or has replayed a stage while ``roster`` waits for others to.
         """
         announced = newcomer.phase is Phase.ANNOUNCED and generation >= newcomer.generation
         return announced or (newcomer.phase is Phase.REPLAYED and newcomer.member.worker in roster.workers)
 
-    def reported(self, newcomer: Newcomer) -> list[Newcomer]:
+    def reported(self, newcomer: NewcomerRecord) -> list[NewcomerRecord]:
         """Notes that a newcomer has reported for the generation that it was announced for, or let in by; returns who
         has entered by that: all that come as one with it, once every one of them has reported.
         """
@@ -295,7 +295,7 @@ class Joining:
             each.phase = Phase.ENTERED
         return unit
 
-    def late(self, clock: float, limit_s: float) -> list[Newcomer]:
+    def late(self, clock: float, limit_s: float) -> list[NewcomerRecord]:
         """The newcomers that all others have waited for, for more than ``limit_s`` seconds."""
         return [
             each
@@ -331,7 +331,9 @@ class Joining:
                     yield from self._judged(of.step, new, said, {said[worker] for worker in workers})
 
     @staticmethod
-    def _judged(step: int, newcomers: list[Newcomer], said: dict[WorkerId, str], right: set[str]) -> Iterator[Mismatch]:
+    def _judged(
+        step: int, newcomers: list[NewcomerRecord], said: dict[WorkerId, str], right: set[str]
+    ) -> Iterator[Mismatch]:
         for each in newcomers:
             each.comparison = None
             if {said[each.member.worker]} == right:

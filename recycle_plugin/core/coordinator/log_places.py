@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
-class Ended(NamedTuple):
+class EndedLog(NamedTuple):
     """The log of a ``member`` that is gone, which has nothing behind step ``last``."""
 
     member: Member
@@ -31,7 +31,7 @@ class LogPlaces:
         self._writers: dict[WorkerId, Member] = {}  # the same
         self._folders: dict[int, LogFolder] = {}  # by rank, that of its last process
         self._served: dict[int, LogsServed] = {}  # by rank
-        self._ended: list[Ended] = []  # logs of which a replay may need something
+        self._ended: list[EndedLog] = []  # logs of which a replay may need something
 
     def ready(self, message: Ready, out: CoordinatorOutput) -> None:
         """Takes in where a worker logs; its supervisor is to serve that."""
@@ -78,13 +78,13 @@ class LogPlaces:
     def ended(self, worker: WorkerId, committed: int) -> None:
         """Takes in that a worker is gone, with ``committed`` as the last step; its log is where it was."""
         if worker in self._writers:
-            self._ended.append(Ended(self._writers[worker], unstarted(committed) - 1))
+            self._ended.append(EndedLog(self._writers[worker], unstarted(committed) - 1))
 
     def durable(self, step: int) -> None:
         """Takes in that nobody needs anything that is logged up to ``step``."""
         self._ended = [each for each in self._ended if each.last > step]
 
-    def gone(self, is_gone: Callable[[int], bool]) -> list[Ended]:
+    def gone(self, is_gone: Callable[[int], bool]) -> list[EndedLog]:
         """Which logs nobody can reach any more since this was asked last: all hosts of their folder are gone, which
         ``is_gone(rank)`` says.  Costs one look at each rank, from a loss on until the next checkpoint.
         """

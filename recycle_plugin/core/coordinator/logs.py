@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator.log_places import Ended
+from recycle_plugin.core.coordinator.log_places import EndedLog
 from recycle_plugin.core.messages.from_coordinator import LogOnly
 from recycle_plugin.core.messages.from_workers import Durable, LogBroken, Logged
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
@@ -112,7 +112,7 @@ class Logs:
         self._unreadable.setdefault(member.seat.stage, why)
         self._broken = [(each, stage) for each, stage in self._broken if each.worker != member.worker]
 
-    def gone(self, ended: Ended) -> None:
+    def gone(self, ended: EndedLog) -> None:
         """Takes in that a lost worker's log is gone too, with all that was in it since the last checkpoint."""
         worker, step = ended.member.worker, 1 if self._durable is None else self._durable.step + 1
         if ended.last >= step:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import Time, groups, step_of, times_of
 from recycle_plugin.core.messages.from_coordinator import Expected
@@ -65,7 +65,7 @@ def patience(course: Course, empty: Sequence[int]) -> Patience:
     return Patience("the next replayed step", predicted, give_up, max(deadlines.wait_timeout_s, limit))
 
 
-def replaying(course: Course) -> list[Newcomer]:
+def replaying(course: Course) -> list[NewcomerRecord]:
     """Who replays a stage.  Costs one look at each newcomer."""
     return [each for each in course.joining if each.phase is Phase.REPLAYING]
 
@@ -91,6 +91,6 @@ def give_up_silent(course: Course, empty: Sequence[int], silent_s: float, out: C
     return True
 
 
-def _has_next(course: Course, newcomer: Newcomer) -> bool:
+def _has_next(course: Course, newcomer: NewcomerRecord) -> bool:
     waiting = any(each.stage == newcomer.stage and each.phase is Phase.WAITING for each in course.joining)
     return waiting or course.vacancies.may_follow(newcomer.member.rank)

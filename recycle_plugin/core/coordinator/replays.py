@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import ends, replay_deadlines
-from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_impossible, say_replayed
 from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
@@ -138,7 +138,7 @@ def _is_abandoned(course: Course, stage: int) -> bool:
     return not coming and all(map(course.vacancies.is_given_up, course.attendance.ranks_of_stage(stage)))
 
 
-def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
+def catch_up(course: Course, newcomer: NewcomerRecord, now: float, out: CoordinatorOutput) -> None:
     """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
     of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
     """
@@ -249,7 +249,7 @@ def accompanied(course: Course, message: Accompanied | CaughtUp, now: float, out
     _let_in(course, now, out)
 
 
-def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
+def replayed(course: Course, newcomer: NewcomerRecord, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer has its stage's state; once all stages have somebody, all go on."""
     newcomer.phase = Phase.REPLAYED
     course.logs.replayed(newcomer.member, course.committed)
@@ -300,7 +300,7 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     course.let_go(out)
 
 
-def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
+def gone(course: Course, newcomer: NewcomerRecord, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer has gone which was to replay its stage, or had: another one of that stage does so."""
     if course.ending.failed:
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import ends, replays
 from recycle_plugin.core.coordinator.enrolment import unlike
-from recycle_plugin.core.coordinator.joining import COMING, Newcomer, Phase
+from recycle_plugin.core.coordinator.joining import COMING, NewcomerRecord, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import End
 from recycle_plugin.core.messages.from_workers import (
@@ -75,7 +75,7 @@ def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutpu
     _call_off(course, before, now, out)
 
 
-def _have_served(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
+def _have_served(course: Course, newcomer: NewcomerRecord, now: float, out: CoordinatorOutput) -> None:
     """Has a newcomer get the state of its stage, from whoever has it by now, or from the logs."""
     if replays.is_awaited(course, newcomer.stage):
         replays.catch_up(course, newcomer, now, out)
@@ -116,7 +116,7 @@ def caught_up(course: Course, message: CaughtUp, now: float, out: CoordinatorOut
         course.plan_change(now, out)
 
 
-def _say_caught_up(newcomer: Newcomer, message: CaughtUp, out: CoordinatorOutput) -> None:
+def _say_caught_up(newcomer: NewcomerRecord, message: CaughtUp, out: CoordinatorOutput) -> None:
     out.say(
         "caught_up",
         f"{newcomer.member} has the state after step {message.step}, and follows",
@@ -172,7 +172,7 @@ def come_in_force(course: Course, now: float, out: CoordinatorOutput) -> None:
             _have_served(course, newcomer, now, out)
 
 
-def admit(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
+def admit(course: Course, newcomer: NewcomerRecord, out: CoordinatorOutput) -> None:
     """Says of a newcomer that it is a member like all."""
     member = newcomer.member
     course.vacancies.admitted(member.worker, course.committed)
@@ -225,7 +225,7 @@ def died(course: Course, message: Exited, now: float, out: CoordinatorOutput) ->
     _forget([message.worker, *with_it], course, now, out)
 
 
-def lose(course: Course, newcomer: Newcomer, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
+def lose(course: Course, newcomer: NewcomerRecord, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
     """Takes a newcomer for lost that has reported for a generation which is not in force yet, and all that come as one
     with it; ``cause``, ``how``, ``at``: as core/coordinator/course.py has them.
     """
@@ -260,7 +260,7 @@ def _forget(workers: list[WorkerId], course: Course, now: float, out: Coordinato
     _call_off(course, newcomers, now, out)
 
 
-def _call_off(course: Course, unit: list[Newcomer], now: float, out: CoordinatorOutput) -> None:
+def _call_off(course: Course, unit: list[NewcomerRecord], now: float, out: CoordinatorOutput) -> None:
     """Takes newcomers of one ``unit`` that can't enter out of a generation to come: by another one to come, or where
     its step may have come, by one that holds at once.
     """

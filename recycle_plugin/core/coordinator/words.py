@@ -38,7 +38,7 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import WORKER, Said
+from recycle_plugin.core.messages.said import WORKER, ToCoordinator
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
@@ -69,7 +69,7 @@ class Speakers:
         """Whether who has come with ``hello``, the process of ``worker`` or a supervisor, may say ``message``.  A
         supervisor that has asked for its rank is known by its host and process.
         """
-        if not isinstance(message, Said) or (message.BY == WORKER) != (worker is not None):
+        if not isinstance(message, ToCoordinator) or (message.BY == WORKER) != (worker is not None):
             return False
         its = message.worker if isinstance(message, OfWorker | Ready) else None
         if worker is not None:

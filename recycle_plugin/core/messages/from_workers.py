@@ -7,7 +7,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import SUPERVISOR, Said
+from recycle_plugin.core.messages.said import SUPERVISOR, ToCoordinator
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
@@ -44,7 +44,7 @@ class LogFolder:
 
 
 @dataclass(frozen=True)
-class Ready(Said):
+class Ready(ToCoordinator):
     """A worker's engine stands, and it asks to take part: ``stepped`` steps are applied in its state, and its log is
     ``logged_in`` that folder, if it has one.
     """
@@ -151,7 +151,7 @@ class LogBroken(OfWorker):
 
 
 @dataclass(frozen=True)
-class LogsServed(Said, by=SUPERVISOR):
+class LogsServed(ToCoordinator, by=SUPERVISOR):
     """The supervisor of ``rank`` serves what is in the folder with this ``token``, at ``address``."""
 
     rank: int
@@ -160,7 +160,7 @@ class LogsServed(Said, by=SUPERVISOR):
 
 
 @dataclass(frozen=True)
-class StrangersAtLogs(Said, by=SUPERVISOR):
+class StrangersAtLogs(ToCoordinator, by=SUPERVISOR):
     """To a port of the supervisor of ``rank`` somebody has come from ``address`` who does not belong to the job, as
     ``text`` says.
     """
@@ -428,7 +428,7 @@ class SupervisorHeartbeat(OfWorker, by=SUPERVISOR):
 
 
 @dataclass(frozen=True)
-class Terminate(Said, by=SUPERVISOR):
+class Terminate(ToCoordinator, by=SUPERVISOR):
     """Somebody asks for the job's end at the next commit.
 
     ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason.

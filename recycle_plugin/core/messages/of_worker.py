@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from recycle_plugin.core.messages.said import Said
+from recycle_plugin.core.messages.said import ToCoordinator
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 @dataclass(frozen=True)
-class OfWorker(Said):
+class OfWorker(ToCoordinator):
     """A message from a worker, or about it: ``rank`` and ``incarnation`` say which of the processes that have had its
     rank is meant.
     """

@@ -10,7 +10,7 @@ from typing import ClassVar
 WORKER, SUPERVISOR = "worker", "supervisor"
 
 
-class Said:
+class ToCoordinator:
     """A message to the coordinator.
 
     ``by``: a WORKER says it of itself, or a SUPERVISOR of the workers that it starts.  ``running``: nobody says it

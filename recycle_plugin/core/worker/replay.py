@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits, execute
-from recycle_plugin.core.worker.step_log import CommittedStep, LogReader, StepLog
+from recycle_plugin.core.worker.step_log import CommittedStep, ReplayLogs, StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class WorkingMachine(Protocol):
         while it is replayed.  Raises JobEnded, and CantReplay where it does not come.
         """
 
-    def logs(self) -> LogReader:
+    def logs(self) -> ReplayLogs:
         """The logs of all workers of the job."""
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
@@ -136,10 +136,14 @@ class StageWork(Undisturbed):
         splits: bool,
         keep: Callable[[Datum, Any], None],
     ) -> None:
-        self._machine, self._store, self._shape, self._splits, self.keep = machine, store, shape, splits, keep
+        self._machine, self._store, self._shape, self._splits, self._keep = machine, store, shape, splits, keep
         self._stage, self.logs = store.seat.stage, machine.logs()
         self.others: frozenset[int] = frozenset()  # stages that are replayed meanwhile
         self.refused: Callable[[], str] = str  # why what these need is not logged here
+
+    def keep(self, datum: Datum, value: Any) -> None:
+        """Gives ``value`` to whoever keeps what a log has to have."""
+        self._keep(datum, value)
 
     def run(self, step: int, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
         """Does all of it with ``micro_batches``.  Raises JobEnded and CantReplay.
@@ -233,7 +237,7 @@ class StepEnd(Undisturbed):
     """
 
     def __init__(
-        self, machine: ReplayingMachine, store: StepStore, work: StageWork, record: CommittedStep, times: Times
+        self, machine: ReplayingMachine, store: StepStore, work: StageWork, record: CommittedStep, times: PartTimes
     ) -> None:
         self._machine, self._store, self._work, self._record, self._times = machine, store, work, record, times
 
@@ -301,7 +305,7 @@ class StageReplay:
         self._steps.stepped = self._steps.committed = replay.step
         self._store.rewind(replay.step, self._store.valid_from)
         self._machine.forget_sums(replay.step)  # of a replay that was given up, too
-        times = Times(self._machine.clock)
+        times = PartTimes(self._machine.clock)
         self._helpers.call(replay)
         with times.of("load"):
             size = yield from self._machine.restore(replay)
@@ -314,7 +318,7 @@ class StageReplay:
         self.clock = replay.committed
         return Replayed(size, helped)
 
-    def _run(self, replay: Replay, times: Times) -> Iterator[Any]:
+    def _run(self, replay: Replay, times: PartTimes) -> Iterator[Any]:
         work = StageWork(
             self._machine, self._store, self._shape, self._splits, lambda datum, value: self._keep(work, datum, value)
         )
@@ -327,7 +331,7 @@ class StageReplay:
             work.logs.close()
         self._log.parks()
 
-    def _step(self, work: StageWork, record: CommittedStep, times: Times) -> Iterator[Any]:
+    def _step(self, work: StageWork, record: CommittedStep, times: PartTimes) -> Iterator[Any]:
         store, step = self._store, record.step
         store.valid_from = record.valid_from
         self._machine.set_for(step)
@@ -353,7 +357,7 @@ class StageReplay:
         self._log.kept(datum, value, self._store.valid_from)
 
 
-class Times:
+class PartTimes:
     """How long the parts of a replay have taken, in seconds of ``clock``, by their names."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

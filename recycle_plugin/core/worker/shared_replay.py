@@ -31,7 +31,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.replay import ReplayingMachine, StageWork, Times
+from recycle_plugin.core.worker.replay import PartTimes, ReplayingMachine, StageWork
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_store import StepStore
 
@@ -181,7 +181,7 @@ class Helpers:
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def run(self, work: StageWork, step: int, times: Times) -> Iterator[Any]:
+    def run(self, work: StageWork, step: int, times: PartTimes) -> Iterator[Any]:
         """Has all of the stage's gradients of ``step`` made, here and by others."""
         blocks = sorted(self._members)
         self._shares = {}
@@ -253,7 +253,7 @@ class Helpers:
 
     # --- what is said ------------------------------------------------------------------------------
 
-    def report(self, replay: Replay, times: Times) -> int:
+    def report(self, replay: Replay, times: PartTimes) -> int:
         """Says who has helped, or why nobody did, and what has taken how long; returns how many have to the end."""
         helped = sorted(self._ready)
         left = [*self._left, *(f"{member}: it has not answered" for member in self._called.values())]

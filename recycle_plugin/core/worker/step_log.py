@@ -54,7 +54,7 @@ class CountsFrom:
         return self._since[place - 1] if place else 0
 
 
-class LogWriter(Protocol):
+class DiskLog(Protocol):
     """A worker's log on its disk.  Nothing that is called here waits for the disk but :meth:`flush`; where that can't
     follow, the log says so, and is whole again from the next checkpoint on.
     """
@@ -89,7 +89,7 @@ class LogWriter(Protocol):
         """Returns when all that was kept can be read by others, also after this process's end."""
 
 
-class LogReader(Protocol):
+class ReplayLogs(Protocol):
     """The logs of all workers of a job, for one that replays its stage."""
 
     def record(self, step: int) -> CommittedStep | None:
@@ -118,7 +118,7 @@ class StepLog(Observer):
     """
 
     def __init__(
-        self, log: LogWriter, boundaries: Collection[int], weigh: Callable[[Any], int] = lambda value: 0
+        self, log: DiskLog, boundaries: Collection[int], weigh: Callable[[Any], int] = lambda value: 0
     ) -> None:
         self._log, self.boundaries, self._weigh = log, frozenset(boundaries), weigh
         self._all = False  # boundaries are logged, whatever those are

@@ -38,7 +38,7 @@ class Kept(NamedTuple):
 
 
 class SimulatedLog:
-    """The log that the process on ``machine`` writes (core.worker.step_log.LogWriter).  ``broken``: the steps from
+    """The log that the process on ``machine`` writes (core.worker.step_log.DiskLog).  ``broken``: the steps from
     which on it has said that it keeps nothing.
     """
 
@@ -154,7 +154,7 @@ def _name(entry: CommittedStep | Kept) -> str:
 
 
 class SimulatedLogs:
-    """All logs of a job, as one that replays its stage reads them (core.worker.step_log.LogReader)."""
+    """All logs of a job, as one that replays its stage reads them (core.worker.step_log.ReplayLogs)."""
 
     def __init__(self, logs: list[SimulatedLog]) -> None:
         self._logs = logs

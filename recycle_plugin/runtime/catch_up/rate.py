@@ -45,7 +45,7 @@ def _times() -> tuple[float, float]:
 class Rate:
     """The rate at which one worker serves all its newcomers.
 
-    ``alone()``: its stage has no other live worker.  ``clock`` and ``idle`` are for tests.
+    ``alone()``: whether its stage has no other live worker.  ``clock`` and ``idle`` are for tests.
     """
 
     def __init__(
@@ -54,9 +54,13 @@ class Rate:
         clock: Callable[[], float] = time.perf_counter,
         idle: Callable[[], float] | None = None,
     ) -> None:
-        self.alone, self._clock, self._idle = alone, clock, idle or idle_cores()
+        self._alone, self._clock, self._idle = alone, clock, idle or idle_cores()
         self._credit, self._at = BURST_S, clock()
         self._waits = False
+
+    def alone(self) -> bool:
+        """Whether its stage has no other live worker."""
+        return self._alone()
 
     def may_copy(self, waiting: bool) -> bool:
         """Whether the thread that trains may copy now.  ``waiting``: it has nothing else to do."""

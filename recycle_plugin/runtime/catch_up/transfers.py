@@ -13,7 +13,7 @@ from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.wire import Arrival
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Device
-from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.state.units import StageUnits
 
 
 class Transfers:
@@ -29,13 +29,13 @@ class Transfers:
         stage: int,
         interface: str | None,
         device: Device,
-        units: Callable[[Callable[[float], None]], Units],
+        units: Callable[[Callable[[float], None]], StageUnits],
     ) -> None:
         self._session, self._interface, self._device, self._units = session, interface, device, units
         self._rate = Rate(lambda: len(session.view.roster.stage(stage)) == 1)
         self._listener: StateListener | None = None
 
-    def to(self, newcomer: WorkerId) -> tuple[Units, TcpOutlet, str]:
+    def to(self, newcomer: WorkerId) -> tuple[StageUnits, TcpOutlet, str]:
         """What serves a newcomer that the coordinator has announced: the state for it, the line, and where it comes to.
 
         Raises RecycleError for an interface that there is not.

@@ -18,7 +18,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.asked import ALL, EACH, SUMS, Adjust, Asked, Channel, Make
 from recycle_plugin.runtime.collectives.average import BACKEND, scale_sum
 from recycle_plugin.runtime.collectives.callers import SCALE, Callers, calling_line, named
-from recycle_plugin.runtime.collectives.handles import Finished, Operations, Part, TorchWork
+from recycle_plugin.runtime.collectives.handles import BaseWork, Finished, PartOfWork, TorchWork
 from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
@@ -208,7 +208,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         if own:
             rows = torch.stack(inputs[0]).detach().to(output.device)
         make, check = lambda held, place: Broadcast(held, place[root]), lambda: self._place(root, "scatter from")
-        return Part(
+        return PartOfWork(
             self._run(Asked("scatter", make, [rows], check, writes=not own, given=(inputs, outputs))), output, take
         )
 
@@ -354,10 +354,10 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     # --- asking ---------------------------------------------------------------------------------------
 
-    def _run(self, asked: Asked) -> Operations:
+    def _run(self, asked: Asked) -> BaseWork:
         return self._note(self._begin(asked))
 
-    def _begin(self, asked: Asked) -> Operations:
+    def _begin(self, asked: Asked) -> BaseWork:
         """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """

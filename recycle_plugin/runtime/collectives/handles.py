@@ -13,7 +13,7 @@ from recycle_plugin.runtime.collectives.asked import Call, Channel
 from recycle_plugin.runtime.collectives.in_flight import Flight
 
 
-class Operations(dist.Work):
+class BaseWork(dist.Work):
     """What torch's ``Work`` can be asked, by what :meth:`wait` and :meth:`is_completed` say; ``tensors`` get the
     result.
     """
@@ -46,7 +46,7 @@ class Operations(dist.Work):
         return future
 
 
-class TorchWork(Operations):
+class TorchWork(BaseWork):
     """The torch.distributed ``Work`` that a script gets for a call."""
 
     def __init__(self, flight: Flight, call: Call) -> None:
@@ -71,7 +71,7 @@ class TorchWork(Operations):
         return self._call.error
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """torch.distributed's ``Work.get_future``, as :meth:`Operations.get_future`; raises RecycleError for a message,
+        """torch.distributed's ``Work.get_future``, as :meth:`BaseWork.get_future`; raises RecycleError for a message,
         of which the other end may wait for what this one does next.
         """
         if isinstance(self._call.asked.gives, Channel):
@@ -89,10 +89,10 @@ class TorchWork(Operations):
     source_rank = _source_rank
 
 
-class Together(Operations):
+class Together(BaseWork):
     """The torch.distributed ``Work`` of several operations that a script has asked for at once."""
 
-    def __init__(self, works: Sequence[Operations]) -> None:
+    def __init__(self, works: Sequence[BaseWork]) -> None:
         super().__init__([tensor for work in works for tensor in work._tensors])
         self._works = works
 
@@ -109,10 +109,10 @@ class Together(Operations):
         return all(work.is_success() for work in self._works)
 
 
-class Part(Operations):
+class PartOfWork(BaseWork):
     """The torch.distributed ``Work`` of ``work``, of whose result ``take`` writes a part to ``tensor``."""
 
-    def __init__(self, work: Operations, tensor: torch.Tensor, take: Callable[[], object]) -> None:
+    def __init__(self, work: BaseWork, tensor: torch.Tensor, take: Callable[[], object]) -> None:
         super().__init__([tensor])
         self._work, self._take = work, take
 
@@ -130,7 +130,7 @@ class Part(Operations):
         return over
 
 
-class Finished(Operations):
+class Finished(BaseWork):
     """The torch.distributed ``Work`` of what is over when it has been called."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:

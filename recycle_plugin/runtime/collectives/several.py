@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.runtime.collectives.handles import Operations, Together
+from recycle_plugin.runtime.collectives.handles import BaseWork, Together
 
 Tensors = Sequence[torch.Tensor]
 
@@ -16,7 +16,7 @@ Tensors = Sequence[torch.Tensor]
 class Several:
     """The part of a process group that is such calls; the other part has those for one operation."""
 
-    _begun: list[Operations] | None = None  # inside of torch's coalescing manager: what has been asked for there
+    _begun: list[BaseWork] | None = None  # inside of torch's coalescing manager: what has been asked for there
 
     def allreduce_coalesced(self: Any, tensors: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_reduce_coalesced``, and ``all_reduce`` in its coalescing manager."""
@@ -50,7 +50,7 @@ class Several:
         assert begun is not None, "it has begun"
         return Together(begun)
 
-    def _note(self, work: Operations) -> Operations:
+    def _note(self, work: BaseWork) -> BaseWork:
         """Take down what has been asked for; returns it."""
         if self._begun is not None:
             self._begun.append(work)

@@ -16,7 +16,7 @@ from recycle_plugin.runtime.control.waiting import Waiting
 LOOK_S = 1.0  # between two looks at whether somebody still wants what is awaited
 
 
-class Boards:
+class BoardAccess:
     """The boards as the worker whose ``view`` of the job it is sees them.  Every thread may call anything."""
 
     def __init__(self, view: ControlView, send: Callable[[object], None], waiting: Waiting) -> None:

@@ -231,7 +231,7 @@ class _Framed:
 
 
 @dataclass(frozen=True)
-class Way:
+class ControlWay:
     """The way to a listener for control messages: its ``address``, and what has the secret of its job."""
 
     address: tuple[str, int]
@@ -270,7 +270,7 @@ class SocketControl(_Framed):
     ``way``: to the listener, given by the side that has made the connection, which can resume it.
     """
 
-    def __init__(self, proved: Proved, way: Way | None = None, limit: int = LIMIT) -> None:
+    def __init__(self, proved: Proved, way: ControlWay | None = None, limit: int = LIMIT) -> None:
         self._way = way
         self._take(proved.connection)
         super().__init__(limit, proved.seals)
@@ -315,7 +315,7 @@ class SocketControl(_Framed):
         self._socket.close()
 
 
-def connect(way: Way, timeout_s: float) -> SocketControl:
+def connect(way: ControlWay, timeout_s: float) -> SocketControl:
     """Connect, waiting until somebody listens at the end of the ``way``.
 
     Raises ConnectionError, with the reason, where nobody does within ``timeout_s`` seconds; Stranger, which is one,

@@ -8,14 +8,14 @@ from typing import Any
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
-from recycle_plugin.runtime.control.connections import ATTEMPT_S, Control, Disconnected, Way, connect
+from recycle_plugin.runtime.control.connections import ATTEMPT_S, Control, ControlWay, Disconnected, connect
 
 
 class InLoop:
     """A connection in the running event loop: waiting for it lets all other tasks go on."""
 
     @classmethod
-    async def connect(cls, way: Way, timeout_s: float) -> InLoop:
+    async def connect(cls, way: ControlWay, timeout_s: float) -> InLoop:
         """Connect as runtime.control.connections.connect does, in threads of one attempt each.
 
         A caller that gives up waits for no more than one attempt, 5 s.

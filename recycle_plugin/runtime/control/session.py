@@ -29,8 +29,8 @@ from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.control.boards import Boards
-from recycle_plugin.runtime.control.connections import Control, Way, connect
+from recycle_plugin.runtime.control.boards import BoardAccess
+from recycle_plugin.runtime.control.connections import Control, ControlWay, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting
@@ -88,7 +88,7 @@ class Session:
         self.hooks, self.thread = ScriptHooks(), TrainingThread()
         self.heartbeats = Heartbeats(self.view, self.send)
         self.waiting = Waiting(self.view, self.heartbeats, self.thread, self._refuse_forks, wait_timeout_s)
-        self.boards = Boards(self.view, self.send, self.waiting)
+        self.boards = BoardAccess(self.view, self.send, self.waiting)
         self.group_sums, self.device_link = "warn", THROUGH_HOST
         self.when_adopted: Callable[[], None] = lambda: None
         self.when_regrouping: Callable[[], None] = lambda: None
@@ -248,7 +248,7 @@ def connect_from_environment(
     host, _, port = address.rpartition(":")
     rank, incarnation = int(environment["RANK"]), int(environment.get("RECYCLE_INCARNATION", "0"))
     secret = SecretFile.of_worker(environment).read()
-    control = connect(Way((host, int(port)), secret), CONNECT_S)
+    control = connect(ControlWay((host, int(port)), secret), CONNECT_S)
     _made.append(Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation))
     return _made[-1]
 

@@ -26,7 +26,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log.records import Commit, DatumRecord, Gap, IndexEntry, StepRecord, Stream, Void
-from recycle_plugin.runtime.log.segment import NAME, Damaged, Fault, Found, Segment, called, files, head, load
+from recycle_plugin.runtime.log.segment import NAME, Damaged, Found, LogFault, Segment, called, files, head, load
 
 
 class KeptDatum(NamedTuple):
@@ -72,7 +72,7 @@ class LogReader:
         self.folder, self.run_id = folder, run_id
         known = before.segments.values() if before is not None else ()
         self._known = {segment.path: segment for segments in known for segment in segments}
-        self.faults: list[Fault] = []
+        self.faults: list[LogFault] = []
         self.segments: dict[WorkerId, list[Segment]] = {}
         self.gaps: dict[WorkerId, tuple[Gap, ...]] = {}
         self._data: dict[int, dict[Datum, list[_Place]]] = {}
@@ -178,7 +178,7 @@ class LogReader:
                 found.append(KeptStep(place.segment.stream, record))
         return found
 
-    def verify(self) -> list[Fault]:
+    def verify(self) -> list[LogFault]:
         """Reads every record of every segment; returns all that is wrong."""
         sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
         return list(dict.fromkeys([*self.faults, *(fault for each in sealed for fault in each.damaged())]))
@@ -275,7 +275,7 @@ class LogReader:
                     small.append(place)
             for found in segment.each(small):
                 match found:
-                    case Fault():
+                    case LogFault():
                         self.faults.append(found)
                     case Found(Commit() as commit, _):
                         known = self._commits.setdefault(commit.step, {}).get(worker, commit)
@@ -286,7 +286,7 @@ class LogReader:
         return voids
 
     def _fault(self, path: Path, what: str, offset: int = 0) -> None:
-        self.faults.append(Fault(path, offset, what))
+        self.faults.append(LogFault(path, offset, what))
 
 
 def runs(folder: Path) -> list[str]:

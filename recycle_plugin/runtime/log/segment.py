@@ -51,7 +51,7 @@ NAME = re.compile(r"(\d{1,9})\.(\d{1,9})-(\d{1,18})\.log")
 Buffer = bytes | bytearray | memoryview
 
 
-class Fault(NamedTuple):
+class LogFault(NamedTuple):
     """A fault of a log: in which file, from which byte on, and what is wrong there or was expected."""
 
     file: Path
@@ -65,7 +65,7 @@ class Fault(NamedTuple):
 class Damaged(RecycleError):
     """A record of a log can't be read; ``fault`` says where and why."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: LogFault) -> None:
         super().__init__(str(fault))
         self.fault = fault
 
@@ -163,7 +163,7 @@ class Segment:
     entries: tuple[IndexEntry, ...]
     sealed: bool
     size: int
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[LogFault, ...] = ()
 
     @property
     def stream(self) -> Stream:
@@ -177,11 +177,11 @@ class Segment:
     def read(self, place: IndexEntry) -> Found:
         """The record at a place of the index, its CRC checked.  Raises Damaged."""
         (found,) = self.each([place])
-        if isinstance(found, Fault):
+        if isinstance(found, LogFault):
             raise Damaged(found)
         return found
 
-    def each(self, places: Iterable[IndexEntry]) -> Iterator[Found | Fault]:
+    def each(self, places: Iterable[IndexEntry]) -> Iterator[Found | LogFault]:
         """The record at each of some places of the index, or what is wrong with it."""
         try:
             with opened(self.path) as file:
@@ -193,16 +193,16 @@ class Segment:
         except Damaged as error:
             yield error.fault
 
-    def damaged(self) -> Iterator[Fault]:
+    def damaged(self) -> Iterator[LogFault]:
         """The faults of all records that the index names, each of which is read."""
-        return (each for each in self.each(self.entries) if isinstance(each, Fault))
+        return (each for each in self.each(self.entries) if isinstance(each, LogFault))
 
     def _found(self, file: BufferedReader, place: IndexEntry) -> Found:
-        found = _Reading(self.path, file, self.seed).record(place.offset, place.offset + place.size)
+        found = _SegmentFile(self.path, file, self.seed).record(place.offset, place.offset + place.size)
         if isinstance(found.record, Record) and entry(found.record, place.offset, found.size) == place:
             return Found(found.record, found.tensors)
         what = f"is not what the index says: {place.what} of step {place.step}"
-        raise Damaged(Fault(self.path, place.offset, what))
+        raise Damaged(LogFault(self.path, place.offset, what))
 
 
 def load(path: Path, before: Segment | None = None) -> Segment:
@@ -215,7 +215,7 @@ def load(path: Path, before: Segment | None = None) -> Segment:
         if before is not None and before.sealed and before.size == size:
             return before
         found, first, seed = _head(path, file, size)
-        reading = _Reading(path, file, seed)
+        reading = _SegmentFile(path, file, seed)
         if (indexed := reading.indexed(first, size)) is not None:
             return Segment(path, found, seed, indexed, True, size)
         known = before.entries if before is not None and before.seed == seed else ()
@@ -235,12 +235,12 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Damaged(Fault(path, 0, "is no file"))
+                raise Damaged(LogFault(path, 0, "is no file"))
             yield file
     except FileNotFoundError as error:
-        raise Damaged(Fault(path, 0, "is missing")) from error
+        raise Damaged(LogFault(path, 0, "is missing")) from error
     except OSError as error:
-        raise Damaged(Fault(path, 0, f"can't be read: {error.strerror}")) from error
+        raise Damaged(LogFault(path, 0, f"can't be read: {error.strerror}")) from error
 
 
 def _at_once(path: str, flags: int) -> int:
@@ -253,17 +253,17 @@ def _head(path: Path, file: BufferedReader, size: int) -> tuple[Head, int, int]:
     file.seek(0)
     start = file.read(START.size)
     if len(start) < START.size:
-        raise Damaged(Fault(path, 0, f"truncated at byte {size}: expected a head of a segment"))
+        raise Damaged(LogFault(path, 0, f"truncated at byte {size}: expected a head of a segment"))
     magic, layout = START.unpack(start)
     if magic != MAGIC:
-        raise Damaged(Fault(path, 0, f"is no segment: begins with {magic!r}, expected {MAGIC!r}"))
+        raise Damaged(LogFault(path, 0, f"is no segment: begins with {magic!r}, expected {MAGIC!r}"))
     if layout != LAYOUT:
-        raise Damaged(Fault(path, len(MAGIC), f"is of format version {layout}, expected {LAYOUT}"))
-    found = _Reading(path, file, crc32(start)).record(START.size, size)
+        raise Damaged(LogFault(path, len(MAGIC), f"is of format version {layout}, expected {LAYOUT}"))
+    found = _SegmentFile(path, file, crc32(start)).record(START.size, size)
     if not isinstance(found.record, Head):
-        raise Damaged(Fault(path, START.size, f"is a {type(found.record).__name__}, expected a Head"))
+        raise Damaged(LogFault(path, START.size, f"is a {type(found.record).__name__}, expected a Head"))
     if path.name != (name := called(found.record.stream.worker, found.record.sequence)):
-        raise Damaged(Fault(path, START.size, f"is of {name} by its head, expected {path.name}"))
+        raise Damaged(LogFault(path, START.size, f"is of {name} by its head, expected {path.name}"))
     file.seek(START.size)
     return found.record, START.size + found.size, crc32(file.read(found.size))
 
@@ -274,7 +274,7 @@ class _Read(NamedTuple):
     size: int
 
 
-class _Reading:
+class _SegmentFile:
     """A segment's file that is read; ``seed`` is what its CRCs start from."""
 
     def __init__(self, path: Path, file: BufferedReader, seed: int) -> None:
@@ -298,7 +298,7 @@ class _Reading:
         follow = [first] + [each.offset + each.size for each in index.entries]
         return index.entries if begins == follow else None
 
-    def scanned(self, first: int, size: int) -> tuple[list[IndexEntry], list[Fault]]:
+    def scanned(self, first: int, size: int) -> tuple[list[IndexEntry], list[LogFault]]:
         """The places of the whole records from ``first`` on, one after the other, and what is wrong behind them."""
         entries: list[IndexEntry] = []
         offset = first
@@ -312,9 +312,9 @@ class _Reading:
                 offset += found.size
             elif isinstance(found.record, Index):
                 what = f"the end is damaged or truncated: expected {END.size} bytes that name byte {offset}"
-                return entries, [Fault(self._path, offset + found.size, what)]
+                return entries, [LogFault(self._path, offset + found.size, what)]
             else:
-                return entries, [Fault(self._path, offset, "is a second head, expected a record")]
+                return entries, [LogFault(self._path, offset, "is a second head, expected a record")]
         return entries, []
 
     def record(self, offset: int, end: int, wanted: bool = True) -> _Read:
@@ -367,7 +367,7 @@ class _Reading:
         return found
 
     def _refuse(self, offset: int, what: str) -> NoReturn:
-        raise Damaged(Fault(self._path, offset, what))
+        raise Damaged(LogFault(self._path, offset, what))
 
 
 def _chunks(size: int) -> Iterator[memoryview]:

@@ -84,7 +84,7 @@ class _Checkpointed:
 
 
 @dataclass
-class _Reached:
+class _UpToHere:
     """Everything before this was written."""
 
     happen: Callable[[], None]
@@ -122,7 +122,7 @@ class LogWriter:
     ) -> None:
         self._folder, self._budget, self._report = folder, budget, report
         self._segments = _Segments(folder, stream, segment_bytes, disk or Disk())
-        self._ring: deque[_Waiting | _Sync | _Checkpointed | _Reached | _Close] = deque()
+        self._ring: deque[_Waiting | _Sync | _Checkpointed | _UpToHere | _Close] = deque()
         self._writing: list[_Waiting] = []  # the thread's: taken out of the ring, and not written yet
         self._weight = 0  # of both
         self._gap: Gap | None = None
@@ -221,13 +221,13 @@ class LogWriter:
         """
         with self._lock:
             if not self._closed:
-                self._put(_Reached(happen))
+                self._put(_UpToHere(happen))
 
     def flush(self, timeout_s: float = CLOSE_S) -> None:
         """Returns once all that was kept so far can be read by others, but for what the disk has refused.  Raises
         WaitTimeout.
         """
-        asked = _Reached(lambda: None)
+        asked = _UpToHere(lambda: None)
         with self._lock:
             self._put(asked)
         if not asked.done.wait(timeout_s):
@@ -269,7 +269,7 @@ class LogWriter:
             return False, news
         return True, None
 
-    def _put(self, item: _Waiting | _Sync | _Checkpointed | _Reached | _Close) -> None:
+    def _put(self, item: _Waiting | _Sync | _Checkpointed | _UpToHere | _Close) -> None:
         if self._closed:
             raise RuntimeError("the log is closed")
         self._weight += item.weight if isinstance(item, _Waiting) else 0
@@ -307,10 +307,10 @@ class LogWriter:
             except OSError as error:
                 self._fail(error)
                 going_on = not isinstance(item, _Close)
-            if isinstance(item, _Sync | _Reached):
+            if isinstance(item, _Sync | _UpToHere):
                 item.done.set()
 
-    def _next(self) -> _Sync | _Checkpointed | _Reached | _Close | None:
+    def _next(self) -> _Sync | _Checkpointed | _UpToHere | _Close | None:
         """Takes what comes next out of the ring: None for records, as many as are written at once, which are
         ``_writing`` then.
         """
@@ -329,7 +329,7 @@ class LogWriter:
                 self._ring.popleft()
             return None
 
-    def _handle(self, item: _Sync | _Checkpointed | _Reached | _Close | None) -> bool:
+    def _handle(self, item: _Sync | _Checkpointed | _UpToHere | _Close | None) -> bool:
         """Does what was taken out of the ring; returns whether anything can come behind it."""
         match item:
             case None:
@@ -346,7 +346,7 @@ class LogWriter:
                 self._segments.rotate()
                 self._segments.let_go(step)
                 self._resume()
-            case _Reached(happen) if not self._refusal:
+            case _UpToHere(happen) if not self._refusal:
                 happen()
             case _Close():
                 self._segments.rotate()

@@ -40,7 +40,7 @@ from recycle_plugin.core.messages.from_workers import (
     Unguarded,
 )
 from recycle_plugin.errors import CutOff, NoCredentials
-from recycle_plugin.runtime.control.connections import Way
+from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.processes import signal_senders as senders
@@ -115,7 +115,7 @@ class Supervisor:
         self._incarnation = place.incarnation  # of the worker, or of the next one
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._secret = SecretFile.of(environment)
-        self._way = Way(self._address, self._secret)
+        self._way = ControlWay(self._address, self._secret)
         self._heartbeats: HeartbeatSender | None = None
         self._datagrams: SealedDatagrams | None = None  # of the last connection that the coordinator has answered on
         self._hosted = hosted

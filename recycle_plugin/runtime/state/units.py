@@ -113,7 +113,7 @@ class _Spare:
 
 
 @dataclass
-class Units:
+class StageUnits:
     """The units of ``state``, read for one newcomer, or written there.
 
     ``parameters``: those whose gradients are summed, by name; ``gradients``: who has the sums.  ``spent(seconds)`` is

@@ -16,7 +16,7 @@ from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.contents import Surrounding, Telling, refusals
 from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
-from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.state.units import StageUnits
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
@@ -60,9 +60,9 @@ def stage_state(
 
 def stage_units(
     framework: Framework, state: StageState, gradients: Gradients, spent: Callable[[float], None] = lambda seconds: None
-) -> Units:
+) -> StageUnits:
     """The units of a worker's ``state``, for one newcomer, or of one (runtime/state/units.py)."""
-    return Units(state, summed(framework), gradients, spent)
+    return StageUnits(state, summed(framework), gradients, spent)
 
 
 def summed(framework: Framework) -> dict[str, torch.nn.Parameter]:

@@ -36,7 +36,7 @@ WRITTEN_S = 2.0  # what is not in a log by then that has lost something is not w
 
 
 class WorkerLog:
-    """The log of this worker's process, in ``folder`` (core.worker.step_log.LogWriter).  ``budget``: bytes that may
+    """The log of this worker's process, in ``folder`` (core.worker.step_log.DiskLog).  ``budget``: bytes that may
     wait for the disk.
     """
 
@@ -162,7 +162,7 @@ class WorkerLog:
 
 class JobLogs:
     """The logs of all workers of the run ``run_id``: those in ``folder``, and those on other hosts, of which ``mirror``
-    has copies (core.worker.step_log.LogReader).
+    has copies (core.worker.step_log.ReplayLogs).
 
     What is not there is looked for again, at most every ``look_s`` seconds: another stage may be writing it.
     """

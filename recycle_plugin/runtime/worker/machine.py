@@ -45,7 +45,7 @@ from recycle_plugin.runtime.movers.mover import OF_REPLAYS, Mover
 from recycle_plugin.runtime.movers.shares import carried, word_of
 from recycle_plugin.runtime.stage.ports import Told
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
-from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.state.units import StageUnits
 from recycle_plugin.runtime.worker.operations import TorchOperations
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class TorchMachine:
         faults: FaultScript,
         transfers: Transfers,
         hashing: BackgroundHash,
-        units: Units,
+        units: StageUnits,
         prepare: Callable[[int], None] = lambda step: None,
         script_state: Callable[[], bytes] = lambda: b"",
     ) -> None:
@@ -80,12 +80,16 @@ class TorchMachine:
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
         self._of_replays: list[Tensors] = []
         self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
-        self._prepare, self.script_state = prepare, script_state
+        self._prepare, self._script_state = prepare, script_state
         self._transfers, self.hashing, self.units = transfers, hashing, units
 
     def watch_state(self) -> None:
         """Watch what the script changes of the state before the next step."""
         self.units.state.watch()
+
+    def script_state(self) -> bytes:
+        """What the script hands over to a newcomer's."""
+        return self._script_state()
 
     # --- lines -------------------------------------------------------------------------------------
 

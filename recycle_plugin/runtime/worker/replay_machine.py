@@ -95,9 +95,13 @@ class ReplayMachine(LoggedWork):
     ) -> None:
         assert parts.log is not None, "a job that does not log replays nothing"
         super().__init__(parts.session, parts.log.folder)
-        self._parts, self.apart, self.scripted, self._alone = parts, apart, scripted, alone
+        self._parts, self._left_out, self.scripted, self._alone = parts, apart, scripted, alone
         self.framework, self.state, self.operations = parts.framework, parts.state, parts.operations
-        self.clock, self.address = time.monotonic, parts.transport.address
+        self.address = parts.transport.address
+
+    def clock(self) -> float:
+        """The time in seconds, of a clock that only goes forward."""
+        return time.monotonic()
 
     def words(self) -> list[Word]:
         """What has been said to this worker of its replay since this was asked last."""
@@ -151,7 +155,7 @@ class ReplayMachine(LoggedWork):
         self.elsewhere = replay.logs
         path, why = replay.path, ""
         try:
-            with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self.apart():
+            with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self._left_out():
                 framework.checkpoints.read(self.state, Path(path))
         except Exception as error:  # also of torch's or of DeepSpeed's
             why = str(error) if isinstance(error, RecycleError) else f"it {folders.unread(error)}"
