@@ -43,7 +43,8 @@ FOLLOWING = frozenset(("places",))  # small parts that the step and the batch si
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """DeepSpeed's CheckpointFormat (runtime/stage/ports.py), by stock code of ``engine`` and beside it.
+    """DeepSpeed's CheckpointFormat (runtime/stage/ports.py), by stock code of ``engine`` and beside it; it has the
+    engine since that code is methods of the engine's, which write and read whatever is kept there.
 
     ``stock``: its own checkpoint engine; ``parts``: files of the optimizer's state, where it is not in stock's model
     file; ``scaler``: its state has to be in the checkpoint; ``client_state``, ``exclude_frozen_parameters``: as scripts

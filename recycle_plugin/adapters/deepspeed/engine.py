@@ -28,7 +28,7 @@ from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_load
 from recycle_plugin.adapters.deepspeed.feeding import Feeding, Repeating
 from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer
 from recycle_plugin.adapters.deepspeed.model import keyed_forward, layers_of, made_again, reentrant
-from recycle_plugin.adapters.deepspeed.monitors import Reporting
+from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Progress, Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
 from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
@@ -94,7 +94,15 @@ class RecycleEngine(PipelineEngine):
         if self.fp16_auto_cast():
             self.module.register_forward_pre_hook(lambda module, inputs: self._cast_inputs_half(inputs))
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
-        self._reporting = Reporting(self, session)
+        self.monitor: Any = FirstLive(self.monitor, lambda: session.view.is_first, session.note)
+        self._reporting = Reporting(
+            session,
+            self.monitor,
+            self.steps_per_print(),
+            lambda: Progress(self.global_steps, self.global_samples, self.train_batch_size()),
+            lambda: self.get_lr()[0],
+            self.scaler if self.fp16_enabled() else None,
+        )
         if "megatron.core" in sys.modules:
             import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
         specs = layer_specs(self.module)
@@ -112,7 +120,15 @@ class RecycleEngine(PipelineEngine):
             self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())
         )
         self._trainer = Trainer(session, settings, self._framework(topology, tied_weights))
-        self._feeding = Feeding(self, self._trainer.feed, self._dataset, bool(settings.exact), self._next_batch)
+        self._feeding = Feeding(
+            self._trainer.feed,
+            self.seat,
+            self._dataset,
+            bool(settings.exact),
+            self._next_batch,
+            self.set_dataiterator,
+            lambda batch: batch if self.batch_fn is None else self.batch_fn(batch),
+        )
         session.hooks.at_end = self.finish
         if self._config.zero_enabled and session.rank == 0:
             mib = whole_state_mib(trained(self.module))
@@ -150,7 +166,7 @@ class RecycleEngine(PipelineEngine):
 
     def _train_batch(self, data_iter: Any) -> torch.Tensor:
         with self._trainer.lifted():
-            self._feeding.take_iterator(data_iter)
+            self._feeding.take_iterator(data_iter, self.data_iterator, self.global_steps + 1)
             if not torch.is_grad_enabled():
                 raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
             self._check_batch_size()
@@ -246,7 +262,8 @@ class RecycleEngine(PipelineEngine):
                     data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
                 )
         count = num_micro_batches or self.micro_batches
-        batches = [packed(batch) for batch in self._feeding.evaluated(data_iter, count)]
+        with replaced(self, data_iterator=data_iter):
+            batches = [packed(batch) for batch in self._feeding.evaluated(count)]
         mean = torch.tensor(self._trainer.evaluate(batches, count))
         self._reporting.evaluated(mean.item())
         return put(mean, self.device, "the mean loss")

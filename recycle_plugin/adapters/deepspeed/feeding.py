@@ -7,10 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from deepspeed.runtime.dataloader import RepeatingLoader
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.adapters.deepspeed.rank0 import replaced
-from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Ended
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.ports import Source
@@ -38,15 +36,25 @@ class Repeating:
 
 
 class Feeding:
-    """Applies DeepSpeed's rules for ``feed`` of ``engine``; ``dataset`` stands in the place of its ``training_data``.
+    """Applies DeepSpeed's rules for ``feed`` of the worker at ``seat``; ``dataset`` stands in the place of the engine's
+    ``training_data``.
 
-    ``next_batch()``: stock's, of ``engine.data_iterator``.
+    ``next_batch()`` reads the iterator that the engine has, and ``set_iterator(data_iter)`` gives it one; ``adjust``
+    makes of a batch what the script's ``set_batch_fn`` has asked for.
     """
 
     def __init__(
-        self, engine: PipelineEngine, feed: Feed, dataset: Source | None, exact: bool, next_batch: Callable[[], Any]
+        self,
+        feed: Feed,
+        seat: Seat,
+        dataset: Source | None,
+        exact: bool,
+        next_batch: Callable[[], Any],
+        set_iterator: Callable[[Any], object],
+        adjust: Callable[[Any], Any],
     ) -> None:
-        self._engine, self._feed, self._exact, self._next_batch = engine, feed, exact, next_batch
+        self._feed, self._seat, self._exact, self._adjust = feed, seat, exact, adjust
+        self._next_batch, self._set_iterator = next_batch, set_iterator
         self._set_by_script = False
         self._has_dataset = isinstance(dataset, DatasetSource)
         feed.source = self._collated(dataset) if isinstance(dataset, DatasetSource) else dataset
@@ -66,23 +74,23 @@ class Feeding:
             False,
         )
 
-    def take_iterator(self, data_iter: Any) -> None:
-        """Choose a step's data: an iterator that the script passes, above ``training_data`` and below a source that it
-        has set.
+    def take_iterator(self, data_iter: Any, had: Any, step: int) -> None:
+        """Choose the data of ``step``: an iterator that the script passes, above ``training_data`` and below a source
+        that it has set.  ``had``: the iterator that the engine has.
 
         Raises RecycleError where there is none, or it does not suit the settings.
         """
-        feed, engine = self._feed, self._engine
+        feed = self._feed
         if not feed.reads or self._set_by_script:
             return
         if data_iter is None and self._has_dataset:
             # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
-            data_iter = engine.data_iterator
+            data_iter = had
         if data_iter is not None:
-            self._read_from(data_iter)
+            self._read_from(data_iter, step)
         if feed.source is not None:
             return
-        if engine.data_iterator is None:
+        if data_iter is None and had is None:
             raise RecycleError(
                 "train_batch() has no data: pass data_iter=, or training_data= to deepspeed.initialize, or call "
                 "engine.set_data_source(source)"
@@ -95,7 +103,7 @@ class Feeding:
                 "engine.set_data_source(source)"
             )
 
-    def _read_from(self, data_iter: Any) -> None:
+    def _read_from(self, data_iter: Any, step: int) -> None:
         if not hasattr(data_iter, "__next__"):
             raise RecycleError(
                 f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, "
@@ -107,8 +115,8 @@ class Feeding:
                 "never"
             )
         self._feed.source, self._has_dataset = None, False
-        self._feed.given(data_iter, self._engine.global_steps + 1)
-        self._engine.set_dataiterator(data_iter)
+        self._feed.given(data_iter, step)
+        self._set_iterator(data_iter)
         self._feed.go_on()
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
@@ -118,7 +126,7 @@ class Feeding:
         try:
             batch = self._next_batch()
         except StopIteration:
-            raise Ended(f"the data iterator of seat {self._engine.seat} has ended {what}") from None
+            raise Ended(f"the data iterator of seat {self._seat} has ended {what}") from None
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise RecycleError(
                 f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); "
@@ -126,16 +134,11 @@ class Feeding:
             )
         return batch[0], batch[1]
 
-    def evaluated(self, data_iter: Any, count: int) -> list[Any]:
+    def evaluated(self, count: int) -> list[Any]:
         """Batches to evaluate, read as stock does: the first and the last stage's workers read all of their
         replica's.
         """
-        with replaced(self._engine, data_iterator=data_iter):
-            return [self._next_batch() for _ in range(count)] if self._feed.reads else []
+        return [self._next_batch() for _ in range(count)] if self._feed.reads else []
 
     def _collated(self, dataset: DatasetSource) -> Source:
-        def batch(step: int, micro_batch: MicroBatch) -> Any:
-            made = dataset(step, micro_batch)
-            return made if self._engine.batch_fn is None else self._engine.batch_fn(made)
-
-        return batch
+        return lambda step, micro_batch: self._adjust(dataset(step, micro_batch))

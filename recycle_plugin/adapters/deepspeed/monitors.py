@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.adapters.deepspeed.rank0 import taken_for
 from recycle_plugin.observability.telemetry import Droppable, Say, console
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.ports import Scaler
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 
@@ -66,14 +66,32 @@ class FirstLive:
         return True
 
 
-class Reporting:
-    """Reports how far the training of ``engine`` is, as stock does, from whichever worker is first alive."""
+class Progress(NamedTuple):
+    """How far training is: ``steps`` and ``samples`` so far, and the samples of the next step."""
 
-    def __init__(self, engine: PipelineEngine, session: Session) -> None:
-        self._engine, self._session = engine, session
+    steps: int
+    samples: int
+    batch: int
+
+
+class Reporting:
+    """Reports how far training is, as stock does, from whichever worker is first alive: a line ``every`` so many steps,
+    and entries of the ``monitor``.  ``scaler``: of losses in fp16.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        monitor: FirstLive,
+        every: int | None,
+        progress: Callable[[], Progress],
+        learning_rate: Callable[[], float],
+        scaler: Scaler | None,
+    ) -> None:
+        self._session, self._monitor, self._every, self._progress = session, monitor, every, progress
+        self._learning_rate, self._scaler = learning_rate, scaler
         self._printing = Droppable(console(), "lines", session.note)
         self._spent_s = 0.0  # in train_batch, since the last line of steps
-        engine.monitor = FirstLive(engine.monitor, lambda: session.view.is_first, session.note)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -84,37 +102,36 @@ class Reporting:
 
     def step(self, loss: float) -> None:
         """Write stock's own line and monitor entries of a step."""
-        engine, every = self._engine, self._engine.steps_per_print()
-        if every is not None and engine.global_steps % every == 0:
+        now, every = self._progress(), self._every
+        if every is not None and now.steps % every == 0:
             each_s, self._spent_s = self._spent_s / every, 0.0
             line = (
-                f"steps: {engine.global_steps} loss: {loss:0.4f} iter time (s): {each_s:0.3f} "
-                f"samples/sec: {engine.train_batch_size() / each_s:0.3f}"
+                f"steps: {now.steps} loss: {loss:0.4f} iter time (s): {each_s:0.3f} "
+                f"samples/sec: {now.batch / each_s:0.3f}"
             )
             if self._session.view.is_first:
                 self._printing.attempt(lambda: print(line, flush=True))
-        if engine.monitor.enabled:
+        if self._monitor.enabled:
             told = {"train_loss": loss}
             if self._session.rank != 0:  # whose step has written the learning rate
-                told["lr"] = engine.get_lr()[0]
-            if engine.fp16_enabled():  # changed since that step of stock code's
-                told["loss_scale"] = engine.optimizer.loss_scale
-            samples = engine.global_samples
-            engine.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in told.items()])
+                told["lr"] = self._learning_rate()
+            if self._scaler is not None:  # changed since that step of stock code's
+                told["loss_scale"] = self._scaler.loss_scale
+            self._monitor.write_events([(f"Train/Samples/{name}", value, now.samples) for name, value in told.items()])
         self.commits()
 
     def evaluated(self, loss: float) -> None:
         """Write stock's monitor entry of an evaluation."""
-        if self._session.view.is_first and self._engine.monitor.enabled:
-            self._engine.monitor.write_events([("Train/Samples/eval_loss", loss, self._engine.global_samples)])
+        if self._session.view.is_first and self._monitor.enabled:
+            self._monitor.write_events([("Train/Samples/eval_loss", loss, self._progress().samples)])
 
     def commits(self) -> None:
         """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""
-        engine, batch = self._engine, self._engine.train_batch_size()
+        now = self._progress()
         for generation, commit in self._session.view.take_news():
             if generation is not None and generation.roster.first.worker == self._session.view.worker:
-                samples = engine.global_samples - (engine.global_steps - commit.step) * batch
-                engine.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
+                samples = now.samples - (now.steps - commit.step) * now.batch
+                self._monitor.write_events(figures(commit.figures, generation.number, now.batch, samples))
 
 
 def figures(known: dict[str, Any], generation: int, batch: int, samples: int) -> list[Entry]:

@@ -44,10 +44,13 @@ class StockBuckets:
 
 
 class StockOptimizer:
-    """The optimizer step of a DeepSpeed ``engine``; ``apply`` is stock code's, which also counts."""
+    """The optimizer step of a DeepSpeed ``engine``; ``apply`` is stock code's, which also counts.
+
+    It has the engine since all that it changes is kept there: counters, the scheduler, and which optimizer is stepped.
+    """
 
     def __init__(self, engine: Any, apply: Callable[[Clip], None]) -> None:
-        self._engine, self.apply = engine, apply
+        self._engine, self._apply = engine, apply
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -58,6 +61,10 @@ class StockOptimizer:
     def steps(self) -> int:
         """How many steps DeepSpeed has counted; those of a checkpoint's job included."""
         return self._engine.global_steps
+
+    def apply(self, clip: Clip) -> None:
+        """Step by stock code, which clips by ``clip``, counts, and steps the scheduler."""
+        self._apply(clip)
 
     def pass_over(self) -> None:
         """Count a step that is over as stock code does, and step the scheduler, as if no step had been skipped; no

@@ -45,7 +45,8 @@ def _add_scripts(engine: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ReplicaFiles:
-    """What a rank writes of a checkpoint (a CheckpointFormat of runtime/stage/ports.py), by stock code of ``engine``.
+    """What a rank writes of a checkpoint (a CheckpointFormat of runtime/stage/ports.py), by stock code of ``engine``,
+    which it has since that code is methods of the engine's.
 
     ``stock``: its own checkpoint engine; ``client_state``, ``exclude_frozen_parameters``: as scripts give them to
     ``save_checkpoint``.
