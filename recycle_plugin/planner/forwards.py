@@ -19,7 +19,7 @@ from recycle_plugin.planner.lower import BoundaryRoute, lower
 def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruction]:
     """The program of ``seat`` in an evaluation of ``count`` micro-batches from each replica that can be read."""
     batch = (MicroBatch(replica, index) for index in range(count) for replica in sorted(readers(plan.view)))
-    mine = (Instruction(Op.F, seat.stage, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
+    mine = (Instruction(Op.F, seat.chunk, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
 
     def where(datum: Datum) -> BoundaryRoute:
         there = goes_to(datum, plan.stages)

@@ -72,18 +72,18 @@ def _closing(
     Where somebody has stepped the norm was told to all, and VALIDATE finds it there (core/messages/contributions.py):
     nobody waits for one again.
     """
-    untied = {seat.stage for seat, have in held.items() if of_layers("tied", seat, step) not in have}
+    untied = {seat.chunk for seat, have in held.items() if of_layers("tied", seat, step) not in have}
     apart = {stage for tie in plan.view.topology.ties if untied.intersection(tie) for stage in tie}
     closing: dict[Seat, tuple[Instruction, ...]] = {}
     for seat in held:
         runs = {
             Op.REDUCE: seat.stage in lacking,
-            Op.TIE: seat.stage in apart,
+            Op.TIE: seat.chunk in apart,
             Op.VALIDATE: bool(behind),
             Op.STEP: seat in behind,
         }
         ops = plan.policy.closing(tied=True)
-        closing[seat] = tuple(Instruction(op, seat.stage, None, step) for op in ops if runs[op])
+        closing[seat] = tuple(Instruction(op, seat.chunk, None, step) for op in ops if runs[op])
     return closing
 
 
@@ -114,7 +114,7 @@ class Recovery:
         kinds, records = np.divmod(order, self.rest.home.size)
         mine = self._worker[records] == seat.stage * self._replicas + seat.replica
         return tuple(
-            Instruction(KINDS[kind], seat.stage, self._named(record % width), self.step)
+            Instruction(KINDS[kind], seat.chunk, self._named(record % width), self.step)
             for kind, record in zip(kinds[mine].tolist(), records[mine].tolist())
         )
 
@@ -125,7 +125,7 @@ class Recovery:
         mine = self.rest.home[seat.stage] == seat.replica
         masks = {Op.F: self.rest.forward_only, Op.I: self.rest.boundary}
         return frozenset(
-            Instruction(op, seat.stage, self._named(column), self.step)
+            Instruction(op, seat.chunk, self._named(column), self.step)
             for op, mask in masks.items()
             for column in np.flatnonzero(mask[seat.stage] & mine).tolist()
         )
@@ -142,7 +142,7 @@ class Recovery:
             mine = self.rest.sent[kind][seat.stage] & (self.rest.kept[kind][seat.stage] == seat.replica)
             for column in np.flatnonzero(mine).tolist():
                 target = Seat(int(self.rest.home[user, column]), user)
-                yield send(Datum(kind, seat.stage, self._named(column), self.step), target)
+                yield send(Datum(kind, seat.chunk, self._named(column), self.step), target)
 
     def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
         """The way of a boundary tensor: ``seat`` has from before what is not sent here, and what others send needs no

@@ -221,7 +221,7 @@ class Job:
         weights = tied_weights(layers, shares, stages, replicas, self._session.view, masters)
         device = device_of(trained(module)[0].device)
         first, last, keyed_forwards = self.seat.stage == 0, self.seat.stage == stages - 1, settings.rng == "keyed"
-        elsewhere = {weight.parameter for weight in weights if self.seat.stage != weight.stages[0]}
+        elsewhere = {weight.parameter for weight in weights if self.seat.chunk != weight.stages[0]}
         return Framework(
             seat=self.seat,
             topology=Topology(replicas, stages, self._micro_batches, ties),

@@ -113,7 +113,7 @@ def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, course: Co
     if message.step <= course.committed:
         return True
     shape = course.attendance.shape
-    names, counts = frozenset({str(speaker.seat.stage)}), range(shape.stages, shape.stages + 1)
+    names, counts = frozenset({str(speaker.seat.chunk)}), range(shape.stages, shape.stages + 1)
     if message.name == LOSS:
         whole = len(shape.batch)
         names, least = shape.batch_names, shape.micro_batches if course.shrinks else whole

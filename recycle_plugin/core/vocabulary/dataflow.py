@@ -47,7 +47,7 @@ class Datum(NamedTuple):
 
 def of_layers(kind: str, seat: Seat, step: int) -> Datum:
     """The name of what there is once in ``step`` for all the layers that a worker at ``seat`` holds."""
-    return Datum(kind, seat.stage, None, step)
+    return Datum(kind, seat.chunk, None, step)
 
 
 def goes_to(datum: Datum, stages: int) -> int | None:

@@ -10,10 +10,21 @@ from typing import NamedTuple
 
 
 class Seat(NamedTuple):
-    """A place in the pipeline: one stage of one replica, held by one worker.  Text form ``replica.stage``."""
+    """A place in the pipeline: one stage of one replica, held by one worker.  Text form ``replica.stage``.
+
+    ``stage`` is the position in the pipeline: those at the same one, in whatever replica, are peers.  What its worker
+    holds there is a ``chunk`` of the layers.
+    """
 
     replica: int
     stage: int
+
+    @property
+    def chunk(self) -> int:
+        """The number by which instructions and data name the layers that the seat's worker holds: one for each seat,
+        its stage's.
+        """
+        return self.stage
 
     def __str__(self) -> str:
         return f"{self.replica}.{self.stage}"

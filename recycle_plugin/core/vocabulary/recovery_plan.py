@@ -120,7 +120,7 @@ def surviving(held: Held, recovery: RecoveryPlan) -> Held:
     later = Datum("params", 0, None, recovery.step + 1)
 
     def stays(seat: Seat, datum: Datum) -> bool:
-        return datum.step <= recovery.step or (datum.kind != "stash" and datum != later._replace(stage=seat.stage))
+        return datum.step <= recovery.step or (datum.kind != "stash" and datum != later._replace(stage=seat.chunk))
 
     return {
         seat: have if seat not in recovery.undo else frozenset(d for d in have if stays(seat, d))

@@ -60,7 +60,7 @@ class FilledStage:
         if marker.norm is not None:
             store.put(store.of_layers("norm", step), marker.norm)
         store.run(
-            Instruction(Op.STEP, store.seat.stage, None, step),
+            Instruction(Op.STEP, store.seat.chunk, None, step),
             lambda one, have: self._machine.operations.compute(one, have, False),
         )
         self._steps.applied(step)

@@ -134,7 +134,7 @@ class IteratorData:
         for transfer in shared.transfers:
             if transfer.giver == seat:
                 self._hand_on(
-                    Datum(KIND, transfer.taker.stage, transfer.micro_batch, step),
+                    Datum(KIND, transfer.taker.chunk, transfer.micro_batch, step),
                     self._store[self._here(step, transfer.micro_batch)],
                     transfer.taker,
                 )
@@ -250,7 +250,7 @@ class IteratorData:
             raise Lacking(str(ended)) from None
 
     def _here(self, step: int, micro_batch: MicroBatch) -> Datum:
-        return Datum(KIND, self._store.seat.stage, micro_batch, step)
+        return Datum(KIND, self._store.seat.chunk, micro_batch, step)
 
     def _say_dealt(self, step: int, dealt: Batches) -> None:
         """Tells the user of each replica that is no source any more, once, by one of the first stage's workers."""

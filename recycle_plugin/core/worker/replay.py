@@ -210,11 +210,11 @@ class StageWork(Undisturbed):
 
     def _forward(self, step: int, micro_batch: MicroBatch) -> list[Instruction]:
         loads = self._stage in (0, self._shape.stages - 1)
-        return [Instruction(op, self._stage, micro_batch, step) for op in (*[Op.LOAD] * loads, Op.F)]
+        return [Instruction(op, self._store.seat.chunk, micro_batch, step) for op in (*[Op.LOAD] * loads, Op.F)]
 
     def _backward(self, step: int, micro_batch: MicroBatch) -> list[Instruction]:
         ops = (Op.I, Op.W) if self._splits else (Op.B,)
-        return [Instruction(op, self._stage, micro_batch, step) for op in ops]
+        return [Instruction(op, self._store.seat.chunk, micro_batch, step) for op in ops]
 
     def _fetch(self, datum: Datum) -> Iterator[Any]:
         made, stage = datum.stage not in self.others, datum.stage if datum.kind in TRAVELS else None
@@ -243,15 +243,15 @@ class StepEnd(Undisturbed):
 
     def run(self, tie: Collection[int]) -> Iterator[Any]:
         """Ends the step.  ``tie``: the stages that share weights with this one, if there are any."""
-        self._tie, stage = tie, self._store.seat.stage
+        self._tie, chunk = tie, self._store.seat.chunk
         ops = (Op.REDUCE, *[Op.TIE] * bool(tie), Op.STEP)
-        program = (Instruction(op, stage, None, self._record.step) for op in ops)
+        program = (Instruction(op, chunk, None, self._record.step) for op in ops)
         yield from execute(self._store.seat, program, self)
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Waits for the sum over the stages that share weights, which any other of them has logged."""
         if instruction.op is Op.TIE:
-            others = [stage for stage in self._tie if stage != seat.stage]
+            others = [chunk for chunk in self._tie if chunk != seat.chunk]
             self._tied = yield from self._work.tied(others, instruction.step)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
@@ -336,7 +336,7 @@ class StageReplay:
         store.valid_from = record.valid_from
         self._machine.set_for(step)
         yield from self._helpers.run(work, step, times)
-        yield from StepEnd(self._machine, store, work, record, times).run(self._shape.tie(self._stage))
+        yield from StepEnd(self._machine, store, work, record, times).run(self._shape.tie(store.seat.chunk))
         self._steps.applied(step)
         self._steps.commit(step)
         self._log.applied(step, record.norm)

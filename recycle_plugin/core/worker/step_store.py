@@ -316,7 +316,7 @@ class StepStore:
             raise AssertionError(f"the {datum} would be counted twice")
         self._remove(datum)
         kept, weight = self._tiers[0].keep(value), 0
-        if datum.kind in TRAVELS and datum.stage == self.seat.stage:
+        if datum.kind in TRAVELS and datum.stage == self.seat.chunk:
             weight = self._tiers[0].weigh(kept)
             self._weight += weight
             self.peak_weight = max(self.peak_weight, self._weight)

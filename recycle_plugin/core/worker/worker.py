@@ -293,7 +293,7 @@ class Worker:
 
     def _last_sum(self, step: int) -> Datum:
         """What the sums of ``step`` leave last, of which STEP is made."""
-        return self.store.of_layers("tied" if self._shape.tie(self.seat.stage) else "reduced", step)
+        return self.store.of_layers("tied" if self._shape.tie(self.seat.chunk) else "reduced", step)
 
     def _has_sum(self, step: int) -> bool:
         """Whether what ``step`` applies is here."""
@@ -555,7 +555,7 @@ class Worker:
                 self._control_view.rank,
                 step,
                 name,
-                {str(self.seat.stage): share},
+                {str(self.seat.chunk): share},
                 self._shape.stages,
                 self._control_view.shard,
             )

@@ -65,7 +65,7 @@ class Numbers:
         Outside exact mode a part of the weight gradient is in the sum from I on, as of layers whose backward is not
         split.
         """
-        stash = Datum("stash", self._seat.stage, instruction.micro_batch, instruction.step)
+        stash = Datum("stash", self._seat.chunk, instruction.micro_batch, instruction.step)
         if instruction.op in (Op.I, Op.B) and have[stash].weights != self._written:
             raise AssertionError(
                 f"seat {self._seat} runs {instruction} through parameters that have changed since its forward"

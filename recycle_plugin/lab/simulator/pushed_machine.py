@@ -52,7 +52,7 @@ class PushedMachine(SimulatedMachine):
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """Makes what ``instruction`` provides: F of what the script has at hand, and STEP judges for itself."""
-        data = Datum("data", self.seat.stage, instruction.micro_batch, instruction.step)
+        data = Datum("data", self.seat.chunk, instruction.micro_batch, instruction.step)
         if instruction.op is Op.LOAD:
             self.cluster.exercised[ProtocolRule.GIVEN_AGAIN] += self.given is self._loaded
             self._loaded = self.given

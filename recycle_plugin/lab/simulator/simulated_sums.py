@@ -63,13 +63,13 @@ def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -
 
 def changed(machine: SimulatedMachine, step: int, change: str | None) -> Waits[dict[int, str | None]]:
     """What the scripts of all who are to apply ``step`` have made of its sum, by rank."""
-    at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
+    at, stage = Instruction(Op.STEP, machine.seat.chunk, None, step), (machine.seat.stage,)
     return (yield from _together(machine, at, stage, change, "what scripts have made of its sum"))
 
 
 def confirmed(machine: SimulatedMachine, step: int) -> Waits[Any]:
     """Returns when all of them have that."""
-    at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
+    at, stage = Instruction(Op.STEP, machine.seat.chunk, None, step), (machine.seat.stage,)
     yield from _together(machine, at, stage, None, "that all have it")
 
 

@@ -277,7 +277,7 @@ def described(framework: Framework) -> dict[str, Any]:
     """
     module, loss = framework.model.module, framework.model.loss
     layers = framework.layers or [each for each in module.children() if each is not loss]
-    elsewhere = {id(tied.parameter) for tied in framework.tied if tied.stages[0] != framework.seat.stage}
+    elsewhere = {id(tied.parameter) for tied in framework.tied if tied.stages[0] != framework.seat.chunk}
     kinds = {str(each.dtype).removeprefix("torch.") for each in trained(module)}
     return {
         "stage": framework.seat.stage,

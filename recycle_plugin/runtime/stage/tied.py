@@ -38,4 +38,4 @@ class TiedWeight:
     def _bring(self) -> list[list[int]]:
         """Of each live worker of the group, in its order, the stages whose sum it brings."""
         roster = self._view.roster
-        return [[member.seat.stage] * (member == roster.alike(member)[0]) for member in roster.stages(self.stages)]
+        return [[member.seat.chunk] * (member == roster.alike(member)[0]) for member in roster.stages(self.stages)]

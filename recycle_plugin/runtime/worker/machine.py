@@ -56,10 +56,9 @@ OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must
 class TorchMachine:
     """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
 
-    ``faults`` strike at their instructions and points.
-    ``prepare(step)`` is called where a step is computed whose predecessor is committed.  ``transfers`` have the lines
-    to newcomers, ``hashing`` makes hashes of the state; ``units`` are this worker's own, which a newcomer fills;
-    ``script_state()`` is what the script hands over to a newcomer's.
+    ``faults`` strike at their instructions and points.  ``transfers`` have the lines to newcomers, ``hashing`` makes
+    hashes of the state; ``units`` are this worker's own, which a newcomer fills; ``script_state()`` is what the script
+    hands over to a newcomer's.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class TorchMachine:
         transfers: Transfers,
         hashing: BackgroundHash,
         units: StageUnits,
-        prepare: Callable[[int], None] = lambda step: None,
         script_state: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self.control_view, self._session = session.view, session
@@ -80,7 +78,7 @@ class TorchMachine:
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
         self._of_replays: list[Tensors] = []
         self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
-        self._prepare, self._script_state = prepare, script_state
+        self._script_state = script_state
         self._transfers, self.hashing, self.units = transfers, hashing, units
 
     def watch_state(self) -> None:
@@ -255,7 +253,7 @@ class TorchMachine:
             self._wait_taken()
             self._session.waiting.for_lease(instruction)
         if instruction.op in COMPUTE and instruction.step > 0 and self.control_view.is_committed(instruction.step - 1):
-            self._prepare(instruction.step)
+            self.operations.prepare(instruction.step)
         at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
         with self._session.heartbeats.at(at, instruction), self._session.thread.at_work(instruction):
             yield

@@ -64,6 +64,10 @@ class TorchOperations:
         """
         return self.timeline.start(instruction, partial(self._table[instruction.op], instruction, have, boundary_only))
 
+    def prepare(self, step: int) -> None:
+        """Get ready for ``step``, while it is computed and the one before is committed."""
+        self._stepping.prepare(step)
+
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         """What REDUCE or TIE makes, together with all workers that take part in it."""
         return self._sums[instruction.op](instruction, holder)

@@ -97,7 +97,7 @@ class Parts:
         self._checked = False  # the state behind a step
 
     def _make_store(self) -> StepStore:
-        settings, tied = self.settings, bool(self.topology.tie(self.seat.stage))
+        settings, tied = self.settings, bool(self.topology.tie(self.seat.chunk))
         assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
         tiers = AsMade(), Host(self.framework.model.device)
         return StepStore(self.seat, self.topology.stages, tied, settings.keep_bytes, tiers)
@@ -112,7 +112,6 @@ class Parts:
             self.transfers,
             self.hash,
             stage_units(framework, self.state, self.gradients),
-            self.stepping.prepare,
             self.on_join.state,
         )
         if framework.pushed is not None:
@@ -124,7 +123,7 @@ class Parts:
         framework, model = self.framework, self.framework.model
         if framework.pushed is not None:
             return framework.pushed
-        randomness = partial(self.randomness, self.seat.stage, framework.forward)
+        randomness = partial(self.randomness, self.seat.chunk, framework.forward)
         warn, tried = partial(self.session.note, "warning"), self.session.view.newcomer
         if framework.compute is not None:
             if blocks is not None:
@@ -149,7 +148,7 @@ class Parts:
         framework, where = self.framework, self.framework.gradients
         self.contributions = WorkerContributions(where, blocks, framework.model.device)
         gradients = self.gradients = Gradients(framework.buckets, self.store, where, blocks, framework.tied)
-        elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
+        elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.chunk}
         clipping = Clipping(self.store, where, framework.norm or TrueNorm(elsewhere), framework.clipping)
         scripted = framework.compute is not None and self.settings.clip != "validate"  # so there is one stage
         undo = NoUndo() if framework.pushed or scripted else undo_record(self.settings.undo, self.state, gradients)
