@@ -1,4 +1,4 @@
-"""The arguments of ``recycle plan`` that describe a job, from text to what the planner takes.
+"""Arguments that several subcommands share, from text to what the planner and the simulator take.
 
 Functions raise ValueError, with one line, for bad input.
 """
@@ -47,7 +47,7 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 class JobArguments:
     """A job as the arguments describe it: shape, who is alive, costs and their unit.
 
-    ``scale``: integers of ``costs`` in one ``unit``.
+    ``scale``: integers of ``costs`` in one ``unit``.  ``profile``: what costs are from, if they are.
     """
 
     view: ClusterView
@@ -56,6 +56,7 @@ class JobArguments:
     unit: str
     scale: int
     origin: str
+    profile: Profile | None = None
 
     def shown(self, value: int) -> int | float:
         """A value of the cost model as a number of ``unit``."""
@@ -71,10 +72,12 @@ class JobArguments:
             raise ValueError(str(error)) from None
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a job: shape, techniques, memory and costs."""
+def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse._MutuallyExclusiveGroup:
+    """Add the arguments that describe a job: shape, which is ``required``, techniques, memory and costs; returns the
+    group of the last.
+    """
     for name, letter, text in SHAPE:
-        parser.add_argument(name, type=int, metavar=letter, help=text)
+        parser.add_argument(name, type=int, required=required, metavar=letter, help=text)
     parser.add_argument(
         "--tied", default="", metavar="STAGES", help="stages that share weights, comma-separated: 0+3,1+2"
     )
@@ -100,18 +103,26 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--costs", metavar="TICKS", help=f"costs: {COSTS_HELP} (default: F=1,I=1,W=1)")
     source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
+    return source
 
 
-def job(found: argparse.Namespace) -> JobArguments:
-    """The job that :func:`add_job`'s arguments describe."""
+def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | None = None) -> JobArguments:
+    """The job that :func:`add_job`'s arguments describe.
+
+    ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length.  ``taken``: the profile, where the
+    arguments name none.
+    """
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
-    if found.profile is None:
-        model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp)
-        return JobArguments(view, model, techniques(found, None), "ticks", scale, found.costs or "F=I=W=1")
-    taken = read(found.profile)
+    if found.profile is not None:
+        taken = read(found.profile)
+    if taken is None:
+        model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
+        return JobArguments(
+            view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
+        )
     costs = taken.costs(shape.stages, shape.replicas, found.no_split)
-    return JobArguments(view, costs, techniques(found, taken), "us", 1, taken.title)
+    return JobArguments(view, costs, techniques(found, taken), "us", 1, taken.title, taken)
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
@@ -166,13 +177,15 @@ def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str
     return held, None
 
 
-def ticks(text: str, stages: int) -> tuple[CostModel, int]:
-    """The cost model of ``F=1,I=1,...``, and how many integers are a tick: as few as make every cost whole."""
+def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:
+    """The cost model of ``F=1,I=1,...``, and how many integers are a tick.
+
+    They are as few as make every cost whole, at least ``scale``.
+    """
     values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
     missing = [name for name in ("F", "I", "W") if name not in values]
     if missing:
         raise ValueError(f"--costs {text}: {', '.join(missing)} missing; write for instance F=1,I=1,W=1,comm=0,step=3")
-    scale = 1
     while any(value * scale != int(value * scale) for row in values.values() for value in row):
         scale *= 10
         if scale > FINEST:

@@ -26,7 +26,7 @@ COARSE = 60  # columns of a grid whose costs are no ticks
 
 def add(commands: argparse._SubParsersAction) -> None:
     made = command(commands, "plan", "plan one step for a shape and its lost workers", DESCRIPTION, run)
-    add_job(made)
+    add_job(made, required=False)
     made.add_argument(
         "--megatron",
         nargs=argparse.REMAINDER,

@@ -9,6 +9,7 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.commands import plan
+from recycle_plugin.lab.commands import simulate
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "recycle_plugin/docs").glob("*.md")))]
@@ -16,13 +17,15 @@ TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "recy
 
 def examples() -> list[str]:
     """All without --help, and without a file that another command would have to write first."""
-    shown = "\n".join([*TEXTS, plan.DESCRIPTION]).splitlines()
-    lines = [line.partition("  #")[0].strip() for line in shown if line.startswith("recycle plan ")]
+    shown = "\n".join([*TEXTS, plan.DESCRIPTION, simulate.DESCRIPTION]).splitlines()
+    lines = [
+        line.partition("  #")[0].strip() for line in shown if line.startswith(("recycle plan ", "recycle simulate "))
+    ]
     return sorted({line for line in lines if "--help" not in line and "--profile" not in line})
 
 
 def test_there_are_examples() -> None:
-    assert len(examples()) >= 2
+    assert {line.split()[1] for line in examples()} == {"plan", "simulate"} and len(examples()) >= 4
 
 
 @pytest.mark.parametrize("line", examples())

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.machine_constants import by_name
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import lowered, plan, recover
 from tests.support import recovered
 from tests.support.planned import costs, jobs, policies, wide_jobs
@@ -335,15 +337,18 @@ def test_every_process_works_out_the_same_rest() -> None:
 
 def test_what_the_lost_worker_had_done_is_run_again_and_nothing_else() -> None:
     """One loss at any instruction of a step: its peers repeat its finished work, from what its neighbours have kept."""
-    victim, job = Seat(1, 2), campaign.LOSS.job
+    job = SimulatedJob(
+        SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free")
+    )
+    victim = Seat(1, 2)
     shares = []
-    for one in lowered(plan(job.shape.full(), job.costs, job.policy), victim, 2)[::5]:
-        ran = campaign.LOSS.run(f"kill {victim} before {one}")
+    for one in lowered(plan(job.view, job.costs, job.policy), victim, 1)[::5]:
+        ran = job.run(3, [Fault("kill", victim, "before", str(one))])
         runs: dict[Instruction, list[Seat]] = defaultdict(list)
         for span in ran.spans:
             if span.instruction.op in COMPUTE:
                 runs[span.instruction].append(span.seat)
         again = {instruction: seats for instruction, seats in runs.items() if len(seats) > 1}
         assert all(seats[0] == victim and len(seats) == 2 for seats in again.values())
-        shares.append(len(again) / (3 * len(job.shape.batch) * job.shape.stages))
-    assert max(shares) <= 1 / len(job.shape.seats) and sum(shares) / len(shares) < 0.06
+        shares.append(len(again) / (3 * len(SHAPE.batch) * SHAPE.stages))
+    assert max(shares) <= 1 / len(SHAPE.seats) and sum(shares) / len(shares) < 0.06

@@ -77,11 +77,6 @@ def test_ring() -> None:
     assert ring_us(Wire(0, 100), 6000, 6) == 2 * 5 * 10
 
 
-def test_a_link_without_bandwidth_is_refused() -> None:
-    with pytest.raises(ValueError, match="bandwidth"):
-        Wire(0, 0)
-
-
 def test_every_origin_is_named() -> None:
     assert "ANALYTIC" in MEDIUM.title and len(MEDIUM.assumptions) >= 7
     with pytest.raises(ValueError, match="origin"):
@@ -121,3 +116,9 @@ def test_no_json(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("F=1")
     with pytest.raises(ValueError, match="is no profile"):
         profile.read(tmp_path / "x")
+
+
+def test_placement_decides_which_line_is_used() -> None:
+    alone, replica, stage = (MEDIUM.costs(4, 6, placement=placement) for placement in ("alone", "replica", "stage"))
+    assert alone.communication == stage.communication == replica.communication_across > replica.communication
+    assert stage.reduce[0] < alone.reduce[0] < replica.reduce[0], "inside the host, a line of one's own, a shared line"

@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given, settings
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.machine_constants import LOCAL
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
-from recycle_plugin.lab.simulator import campaign, simulate
+from recycle_plugin.lab.simulator import simulate
+from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.assemble import timeline
 from tests.support.planned import EXAMPLE, LOST, jobs, wide_jobs
@@ -144,13 +147,12 @@ def test_in_plan_and_replay_steps_begin_together_or_not(policy) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    ("kill 1.2 before 2I0.3@2", "kill 0.1 before 1REDUCE@2", "kill 2.3 before 3STEP@2", "kill 2.0 after 0STEP@2"),
+    ("kill 1.2 before 2I0.3@1", "kill 0.1 before 1REDUCE@1", "kill 2.3 before 3STEP@1", "kill 2.0 after 0STEP@1"),
 )
 def test_nobody_steps_early_in_a_recovery_either(fault) -> None:
-    job = replace(campaign.LOSS, job=replace(campaign.LOSS.job, policy=TOGETHER))
-    ran = job.run(fault)
-    assert not ran.violations
-    for step in range(1, 4):
+    costs = CostModel.uniform(4, 10, 10, 10, reduce=20, step=10)
+    ran = SimulatedJob(EXAMPLE.full(), costs, TOGETHER, LOCAL).run(3, (Fault.parse(fault),))
+    for step in range(3):
         spans = [span for span in ran.spans if span.instruction.step == step]
         begins = min(span.start_us for span in spans if span.instruction.op is Op.STEP)
         for stage in range(4):

@@ -1,29 +1,78 @@
-"""The costs of a change of the membership on a machine, with where the figures come from."""
+"""The costs of a change of the membership on a machine, in microseconds, with where the figures come from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+
+from recycle_plugin.core.vocabulary.profile import Wire
 
 START_UP_S = 9.0  # of a process until its model is ready, as long as nobody has measured it: 4 to 8 s with small models
 
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """The costs of changes on one machine, in microseconds.
+    """The costs of changes on one machine, in microseconds.  ``detection_us``: from a death to everybody's knowing.
 
-    ``detection_us``: from a death to everybody's knowing; ``pause_us``: from the last worker's stop to everybody's
-    going on, with the new plan.
+    ``regroup_us``: from the last worker's stop to everybody's going on, without ``plan_us`` for the new plan.
+    ``undo_us``: taking a step back.  ``commit_us``: from the last worker's step to everybody's knowing.  ``return_us``:
+    from a worker's return to its holding its framework, before it copies a state over ``copy``; meanwhile the others go
+    on.  ``source``: who measured that, where and when.  Raises ValueError for a negative time.
     """
 
     detection_us: int
-    pause_us: int
+    regroup_us: int
+    plan_us: int
+    undo_us: int
+    commit_us: int
+    return_us: int
+    copy: Wire
+    source: str
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"machine.{name} is {value}: not negative")
+
+    @property
+    def pause_us(self) -> int:
+        """The microseconds that every change of the membership costs, whatever the reason."""
+        return self.regroup_us + self.plan_us
 
 
-LOCAL = MachineCosts(20_000, 17_000)
-"""The only machine on which the runtime has been measured so far: medians of scripts/bench_recovery.py, 40 SIGKILLs at
-random instants, 2x2 and 4x2 workers, Gloo, 2 busy cores, 2026-11-21 (without the instruction that a worker finishes
-first).
-"""
+LOCAL = MachineCosts(
+    detection_us=20_000,
+    regroup_us=15_000,
+    plan_us=2_000,
+    undo_us=0,
+    commit_us=1_000,
+    return_us=round(START_UP_S * 1e6),
+    copy=Wire(30, 9_000),
+    source=(
+        "detection, regrouping, planning: medians of scripts/bench_recovery.py, 40 SIGKILLs at random instants, 2x2 "
+        "and 4x2 workers, Gloo, "
+        "2 busy cores, 2026-11-21 (regrouping without the instruction that a worker finishes first); no state was "
+        "large enough to show an undo; "
+        "ASSUMED, for models of ordinary size: 9 s from respawn to ready (measured with small ones: 4 to 8 s, "
+        "scripts/demo --scenario rejoin and scripts/bench_recovery.py --against torchft), state copied at 9 GB/s"
+    ),
+)
+"""The only machine on which the runtime has been measured so far."""
 
-CLUSTER = MachineCosts(LOCAL.detection_us, LOCAL.pause_us + 3_000_000)
-"""A cluster of GPUs, until one has been measured: ASSUMED, 3 s to open NCCL communicators at every change."""
+CLUSTER = replace(
+    LOCAL,
+    regroup_us=LOCAL.regroup_us + 3_000_000,
+    source=f"ASSUMED: 3 s to open NCCL communicators at every change, on top of what follows; {LOCAL.source}",
+)
+"""A cluster of GPUs, until one has been measured."""
+
+
+def by_name(name: str) -> MachineCosts:
+    """The costs of the machine called ``name``: local, cluster or free.  Raises ValueError for an unknown one."""
+    known = {
+        "local": LOCAL,
+        "cluster": CLUSTER,
+        "free": MachineCosts(0, 0, 0, 0, 0, 0, Wire(0, 1e12), "nothing costs anything: what the schedule alone allows"),
+    }
+    if name not in known:
+        raise ValueError(f"machine {name!r}: one of {', '.join(known)}")
+    return known[name]

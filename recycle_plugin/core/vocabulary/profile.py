@@ -73,7 +73,7 @@ class Profile:
     loss).
 
     ``boundary_bytes``: one boundary tensor.  ``gradient_bytes_each``: of a parameter's gradient on the wire.
-    ``inside``, ``across``: links between workers of one host and of two; across carries what is planned.
+    ``inside``, ``across``: links between workers of one host and of two; across carries the reduction.
     ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``device_bytes``: memory that a worker's device has
     for state and activations; None in files that do not say.  ``assumptions``: what was not measured.  Raises
     ValueError for an unknown origin or dtype, and for a size that is no whole number of at least 1.
@@ -154,15 +154,19 @@ class Profile:
         rows[-1] = (*rows[-1], self.last)
         return tuple(rows)
 
-    def costs(self, stages: int, replicas: int, fused: bool = False) -> CostModel:
-        """The cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring, none of whom share a
-        host.  ``fused``: B as measured in one piece; otherwise I + W.
+    def costs(self, stages: int, replicas: int, fused: bool = False, placement: str = "alone") -> CostModel:
+        """The cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
+
+        ``placement``: who shares a host.  "alone": nobody; "replica": the stages of a replica, whose sums then
+        share the host's line; "stage": the replicas of a stage, whose sums then stay inside.
+        ``fused``: B as measured in one piece; otherwise I + W.
         """
         rows = self.parts(stages)
 
         def each(name: str) -> tuple[int, ...]:
             return tuple(round(sum(getattr(part, name) for part in row)) for row in rows)
 
+        ring = self.inside if placement == "stage" else self.across
         gradients = [
             self.gradient_bytes_each * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows
         ]
@@ -170,8 +174,11 @@ class Profile:
             each("forward_us"),
             each("input_us"),
             each("weight_us"),
-            communication=self.across.transfer_us(self.boundary_bytes),
-            reduce=tuple(ring_us(self.across, size, replicas) for size in gradients),
+            communication=(self.inside if placement == "replica" else self.across).transfer_us(self.boundary_bytes),
+            communication_across=self.across.transfer_us(self.boundary_bytes) if placement == "replica" else None,
+            reduce=tuple(
+                ring_us(ring, size * (stages if placement == "replica" else 1), replicas) for size in gradients
+            ),
             step=each("step_us"),
             backward=each("backward_us") if fused else (),
             activation_bytes=each("activation_bytes"),

@@ -8,6 +8,6 @@ from types import ModuleType
 
 def modules() -> Sequence[ModuleType]:
     """The modules of these subcommands, each with ``add``."""
-    from recycle_plugin.lab.commands import campaign, profile
+    from recycle_plugin.lab.commands import campaign, profile, simulate
 
-    return profile, campaign
+    return simulate, profile, campaign

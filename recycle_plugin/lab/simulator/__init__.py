@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from recycle_plugin.lab.simulator.arithmetic import ExactWorld, train
 from recycle_plugin.lab.simulator.predict import Prediction, predict
-from recycle_plugin.lab.simulator.virtual import Deadlock, VirtualWorld, simulate
+from recycle_plugin.lab.simulator.virtual import Conditions, Deadlock, VirtualWorld, simulate
 
-__all__ = ["Deadlock", "ExactWorld", "Prediction", "VirtualWorld", "predict", "simulate", "train"]
+__all__ = ["Conditions", "Deadlock", "ExactWorld", "Prediction", "VirtualWorld", "predict", "simulate", "train"]

@@ -20,7 +20,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Draw
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.lab.simulator.virtual import VirtualWorld
+from recycle_plugin.lab.simulator.virtual import VirtualState, VirtualWorld
 
 PRIME = 2**61 - 1
 
@@ -179,23 +179,29 @@ class ExactWorld(VirtualWorld):
     within a tie.
     """
 
-    def contribute(self, seat: Seat, instruction: Instruction) -> int:
-        """The share of ``seat`` in a REDUCE, or its stage's sum for a TIE."""
+    def contribute(self, seat: Seat, instruction: Instruction) -> tuple[bool, int]:
+        """The share of ``seat`` in a REDUCE or TIE: whether it is the whole sum of its stage, and the number."""
         reduced = Datum("reduced", instruction.stage, None, instruction.step)
         if reduced in self.store[seat]:
-            return self.store[seat][reduced]
-        return sum(self.store[seat].of("wgrad", instruction.step).values())
+            return True, self.store[seat][reduced]
+        return False, sum(self.store[seat].of("wgrad", instruction.step).values())
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
         """The data that ``instruction`` makes at ``seat``, with its numbers."""
         if instruction.op is Op.TIE:
-            parts = {peer.stage: total for peer, total in self.contributions(self.joint(instruction)).items()}
+            parts = {peer.stage: total for peer, (_, total) in self.contributions(self.joint(instruction)).items()}
             return {Datum("tied", instruction.stage, None, instruction.step): over_tie(parts, exact=False)}
         if instruction.op is not Op.REDUCE:
             return compute(
                 instruction, self.store[seat], self.plan.stages, bool(self.plan.view.topology.tie(seat.stage))
             )
-        reduced = sum(self.contributions(self.joint(instruction)).values()) % PRIME
+        brought = [
+            each
+            for peer, each in self.contributions(self.joint(instruction)).items()
+            if peer.stage == instruction.stage
+        ]
+        whole = [value for is_whole, value in brought if is_whole]
+        reduced = whole[0] if whole else sum(value for _, value in brought) % PRIME
         return {Datum("reduced", instruction.stage, None, instruction.step): reduced}
 
     def final(self) -> dict[Seat, int]:
@@ -205,6 +211,12 @@ class ExactWorld(VirtualWorld):
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
     """The weight of every live seat after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
-    world = ExactWorld(plan, costs, steps, step, {seat: weights[seat.stage] for seat in plan.programs})
+    world = ExactWorld(
+        plan,
+        costs,
+        steps,
+        step,
+        state=VirtualState.fresh(plan, step, {seat: weights[seat.stage] for seat in plan.programs}),
+    )
     world.run()
     return world.final()

@@ -7,8 +7,8 @@ take time (``simulator.message_delays``), stop, or break.  Weights are exact num
 may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
 (``simulator.checkers``).  The same seed gives the same events.
 
-Unlike in ``simulator.virtual``, which runs one membership and answers how long things take, workers here learn of
-changes one by one, at any instant, so this answers whether anything can break.
+Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn
+of changes one by one, at any instant, so this answers whether anything can break.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.lab.simulator.virtual import simulate
+from recycle_plugin.lab.simulator.virtual import Conditions, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Prediction:
     ends_us: tuple[int, ...]
 
 
-def predict(plan: Plan, costs: CostModel, steps: int = 6) -> Prediction:
+def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions = Conditions()) -> Prediction:
     """The step times of a plan, by a simulation of ``steps`` steps, of whose later half the mean period is taken,
     rounded up.  Raises ValueError for fewer than 2 steps, and Deadlock.
     """
     if steps < 2:
         raise ValueError(f"steps is {steps}: a period needs at least 2")
-    ends = step_ends(simulate(plan, costs, steps))
+    ends = step_ends(simulate(plan, costs, steps, conditions))
     since = (steps - 1) // 2
     period = -(-(ends[-1] - ends[since]) // (steps - 1 - since))
     return Prediction(period, ends[0], ends)

@@ -1,12 +1,17 @@
-"""A world in virtual time without failures: one process drives every seat through ``core.worker.executor.execute``.
+"""A world in virtual time: one process drives every seat through ``core.worker.executor.execute``.
 
-Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A transfer occupies no
-worker, and takes ``costs.transfer``.  REDUCE is a joint event of its stage's live workers, TIE of those of all stages
-that share weights, VALIDATE of all.  Nothing else joins seats.  Steps are applied by the commit rule of
-``core.vocabulary.commit_rule``.
+Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A
+transfer occupies no worker; how long it takes says the network.  REDUCE is a joint event of its
+stage's live workers, TIE of those of all stages that share weights, VALIDATE of all.  Nothing else joins seats.
+Steps are applied by the commit rule of ``core.vocabulary.commit_rule``.
 
-Seats yield what they wait for: an int (microseconds) or a ``Key``.  Ties in time are resolved in the order in which
-they arose, so the same plan gives the same spans.
+A worker dies at a named instruction or at a given time: it never ends what it is at.  When that has been
+detected, every other worker stops at its next instruction boundary, or at once if it waits.
+``simulator.simulated_job`` goes on from there, with what every survivor still holds: boundary tensors are kept by who
+made them, and a stage's reduced gradient by who has it, until the step is committed.
+
+Seats yield what they wait for: an int (microseconds) or a ``Key``.  Ties in time are resolved in the
+order in which they arose, so the same plan gives the same spans.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -23,12 +29,14 @@ from typing import Any, NamedTuple
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers, provides
+from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.core.worker.executor import execute
+from recycle_plugin.core.worker.executor import Interrupted, execute
 from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.lab.simulator.network import Network, Uncontended
 from recycle_plugin.planner import lowered
 
 
@@ -50,11 +58,52 @@ class Joint(NamedTuple):
 Key = tuple[Seat, Datum] | Joint
 
 
-class VirtualWorld:
-    """A world in virtual time that runs ``steps`` steps of ``plan``, from ``step`` on, with these ``parameters`` of
-    each seat before it (None: no values).
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions that surround the workers.  Times in microseconds.
 
-    Afterwards: ``spans``, what happened, in order of ends.
+    ``network``: None for ``costs.transfer`` without contention.  ``commit_us``: from the last worker's step to
+    everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by seat;
+    ``deaths``: when seats die.  ``start_us``: the clock at the beginning.  ``torn``: of those whose REDUCE a peer's
+    death overlaps, who is left without the result.
+    """
+
+    network: Network | None = None
+    commit_us: int = 0
+    detection_us: int = 0
+    scripts: Mapping[Seat, FaultScript] = field(default_factory=dict)
+    deaths: Mapping[Seat, int] = field(default_factory=dict)
+    start_us: int = 0
+    torn: Callable[[Seat, Instruction], bool] = lambda seat, instruction: False
+
+
+@dataclass
+class VirtualState:
+    """The state that workers go on from: data with their values, steps applied, and the programs of steps that are to
+    be finished in another way than the plan's.
+    """
+
+    store: dict[Seat, StepStore]
+    stepped: dict[Seat, int]
+    recovery_plans: dict[int, Mapping[Seat, tuple[Instruction, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> VirtualState:
+        """The state before ``step``, with these parameters of each seat (None: no values)."""
+        store = {
+            seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1)
+            for seat in plan.programs
+        }
+        for seat, value in (parameters or {}).items():
+            store[seat].put(of_layers("params", seat, step), value)
+        return cls(store, dict.fromkeys(plan.programs, step - 1))
+
+
+class VirtualWorld:
+    """A world in virtual time that runs ``steps`` steps of ``plan``, from ``step`` on and from ``state``.
+
+    Afterwards: ``spans``, what happened, in order of ends; ``dead``, when seats died; ``interrupted_us``, when that was
+    known (None: nobody died); ``stopped``, when each survivor was at an instruction boundary then.
     """
 
     def __init__(
@@ -63,40 +112,69 @@ class VirtualWorld:
         costs: CostModel,
         steps: int = 1,
         step: int = 0,
-        parameters: Mapping[Seat, Any] | None = None,
+        conditions: Conditions = Conditions(),
+        state: VirtualState | None = None,
     ) -> None:
-        self.plan, self.costs, self.steps = plan, costs, range(step, step + steps)
+        self.plan, self.costs, self.steps, self.first, self.conditions = (
+            plan,
+            costs,
+            range(step, step + steps),
+            step,
+            conditions,
+        )
         self.spans: list[Span] = []
-        self.store = {
-            seat: StepStore(seat, plan.stages, bool(self._tie(seat.stage)), committed=step - 1)
-            for seat in plan.programs
-        }
-        for seat, value in (parameters or {}).items():
-            self.store[seat].put(of_layers("params", seat, step), value)
-        self._machines = {seat: StepMachine(step - 1) for seat in plan.programs}
+        self.state = state or VirtualState.fresh(plan, step, None)
+        self.store = self.state.store
+        self.machines = {seat: StepMachine(step - 1) for seat in plan.programs}
+        self.commits: dict[int, int] = {}  # when each step had been applied by all
+        self.dead: dict[Seat, int] = {}
+        self.stopped: dict[Seat, int] = {}
+        self.interrupted_us: int | None = None
+        self._network = conditions.network or Uncontended(costs)
         self._spent = {seat: {op: costs.of(op, seat.stage, seat) for op in Op} for seat in plan.programs}
-        self._now, self._ticket = 0, count()
+        self._now, self._ticket = conditions.start_us, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._lives: dict[Seat, Iterator[Any]] = {}
         self._waiting: defaultdict[Key, list[Seat]] = defaultdict(list)
         self._arrived: defaultdict[Joint, dict[Seat, Any]] = defaultdict(dict)
         self._open: set[Joint] = set()
+        for seat, machine in self.machines.items():
+            if self.state.stepped[seat] == step:
+                machine.applied(step)
+                self._arrived[Joint("COMMIT", None, step)][seat] = None
 
     def run(self) -> list[Span]:
-        """Run all steps; return the spans.  Raises Deadlock if nobody can go on."""
+        """Runs all steps, or until a death is known; returns the spans.  Raises Deadlock where nobody can go on."""
         for seat in self.store:
             self._lives[seat] = self._life(seat)
             self._schedule(self._now, partial(self._advance, seat))
+        for seat, at in sorted(self.conditions.deaths.items()):
+            if seat in self.store:
+                self._schedule(max(at, self._now), partial(self._die, seat))
         with _uncollected():
             while self._agenda:
                 self._now, _, happen = heappop(self._agenda)
                 happen()
-        if self._waiting:
+        if any(self._waiting.values()):
             waits = sorted((seat, key) for key, seats in self._waiting.items() for seat in seats)
             raise Deadlock(
                 "; ".join(f"{seat} waits for {key if isinstance(key, Joint) else key[1]}" for seat, key in waits)
             )
         return self.spans
+
+    def committed(self) -> int:
+        """The last step that every survivor has applied; that before the first one if there is none."""
+        return min(
+            (machine.stepped for seat, machine in self.machines.items() if seat not in self.dead),
+            default=self.first - 1,
+        )
+
+    def survivors(self) -> VirtualState:
+        """The state of the survivors, as it is: nobody has taken anything back yet."""
+        live = [seat for seat in self.store if seat not in self.dead]
+        return VirtualState(
+            {seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live}
+        )
 
     # What a world with values overrides.
 
@@ -110,7 +188,9 @@ class VirtualWorld:
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Nothing: the membership stays as it is."""
+        """Raises Interrupted where a death is known."""
+        if self.interrupted_us is not None:
+            raise Interrupted
 
     def now_us(self) -> int:
         """The virtual time in microseconds."""
@@ -119,9 +199,9 @@ class VirtualWorld:
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Key]:
         """Yields what ``seat`` waits for before it can run ``instruction``."""
         op = instruction.op
-        if op is Op.STEP and not self._machines[seat].may_apply(instruction.step):
+        if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
             yield from self._await_commit(instruction.step - 1)
-            self._machines[seat].commit(instruction.step - 1)
+            self.machines[seat].commit(instruction.step - 1)
         for datum in self.store[seat].missing(instruction, self._own(seat, instruction)):
             yield seat, datum
         if op is Op.REDUCE or op is Op.TIE or op is Op.VALIDATE:
@@ -131,7 +211,9 @@ class VirtualWorld:
                 yield joint
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Nothing: no faults strike."""
+        """Kills ``seat`` where a fault is named for before or after ``instruction``."""
+        if self.conditions.scripts:
+            self._strike(when, seat, instruction)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[int]:
         """Yields the microseconds that ``instruction`` takes, and does what it does."""
@@ -139,12 +221,15 @@ class VirtualWorld:
         spent = self._spent[seat][op]
         if spent:
             yield spent
+        if op is Op.REDUCE or op is Op.TIE:
+            group = (seat.stage,) if op is Op.REDUCE else self._tie(seat.stage)
+            if any(peer.stage in group for peer in self.dead) and self.conditions.torn(seat, instruction):
+                raise Interrupted
         if op in SENDS:
             (datum,) = self.store[seat].requires(instruction)
-            peer = instruction.peer
-            assert peer is not None, f"{instruction} goes to nobody"
-            arrival = self._now + self.costs.transfer(seat, peer)
-            self._schedule(arrival, partial(self._arrive_at, peer, datum, self.store[seat][datum]))
+            assert instruction.peer is not None, f"{instruction} goes to nobody"
+            arrival = self._network.arrival(self._now, seat, instruction)
+            self._schedule(arrival, partial(self._arrive_at, instruction.peer, datum, self.store[seat][datum]))
             return
         if op not in RECEIVES:
             made = self.compute(seat, instruction)
@@ -152,16 +237,21 @@ class VirtualWorld:
             for datum in made:
                 self._wake((seat, datum))
         if op is Op.STEP:
-            self._machines[seat].applied(instruction.step)
-            self._arrive(seat, Joint("COMMIT", None, instruction.step))
+            self._end_step(seat, instruction.step)
 
     def record(self, span: Span) -> None:
         """Takes the time span of an instruction that has run."""
         self.spans.append(span)
 
     def _own(self, seat: Seat, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """The micro-batches whose weight gradients ``seat`` brings to a REDUCE."""
-        return self.plan.own(seat) if instruction.op is Op.REDUCE else ()
+        """The micro-batches whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has
+        where a step is finished after a failure.
+        """
+        if instruction.op is not Op.REDUCE:
+            return ()
+        if instruction.step not in self.state.recovery_plans:
+            return self.plan.own(seat)
+        return self.store[seat].own(instruction)
 
     # Joints
 
@@ -183,8 +273,8 @@ class VirtualWorld:
         """The values that seats have brought to ``joint``, by seat."""
         return self._arrived[joint]
 
-    def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None) -> None:
-        """Notes that a seat has arrived at a joint.  The last one to arrive opens it."""
+    def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
+        """Notes that a seat has arrived at a joint.  The last one to arrive opens it, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
         group = (
             range(self.plan.stages)
@@ -195,43 +285,98 @@ class VirtualWorld:
         )
         everybody = sum(len(self.plan.view.live_replicas(stage)) for stage in group)
         if len(self._arrived[joint]) == everybody:
-            self._open_up(joint)
+            if later_us:
+                self._schedule(self._now + later_us, partial(self._open_up, joint))
+            else:
+                self._open_up(joint)
 
     def _open_up(self, joint: Joint) -> None:
         self._open.add(joint)
         if joint.name == "COMMIT":
-            for have in self.store.values():  # nothing of the step is of use any more but its parameters
-                have.commit(joint.step)
+            self._drop(joint.step)
         self._wake(joint)
+
+    def _drop(self, step: int) -> None:
+        """Drops what belongs to a committed step, of which nothing is of use any more but its parameters."""
+        for have in self.store.values():
+            have.commit(step)
 
     def _await_commit(self, step: int) -> Iterator[Key]:
         joint = Joint("COMMIT", None, step)
         if joint not in self._open:
             yield joint
 
+    def _end_step(self, seat: Seat, step: int) -> None:
+        self.machines[seat].applied(step)
+        joint = Joint("COMMIT", None, step)
+        self._arrive(seat, joint, None, self.conditions.commit_us)
+        if len(self._arrived[joint]) == len(self.store):
+            self.commits[step] = self._now
+
+    # Deaths
+
+    def _strike(self, when: str, seat: Seat, instruction: Instruction) -> None:
+        script = self.conditions.scripts.get(seat)
+        fault = script.due(when, str(instruction)) if script is not None else None
+        if fault is not None:
+            if fault.kind != "kill":
+                raise ValueError(f"{fault}: virtual time knows kills only")
+            self._die(seat)
+            raise _Died
+
+    def _die(self, seat: Seat) -> None:
+        if seat not in self.dead and seat not in self.stopped:
+            self.dead[seat] = self._now
+            for seats in self._waiting.values():
+                if seat in seats:
+                    seats.remove(seat)
+            self._schedule(self._now + self.conditions.detection_us, self._interrupt)
+
+    def _interrupt(self) -> None:
+        if self.interrupted_us is None:
+            self.interrupted_us = self._now
+            for seats in self._waiting.values():
+                self.stopped |= dict.fromkeys(seats, self._now)
+            self._waiting.clear()
+
     # The clock
 
     def _life(self, seat: Seat) -> Iterator[Any]:
         for step in self.steps:
-            yield from execute(seat, lowered(self.plan, seat, step), self)
+            recovery = self.state.recovery_plans.get(step)
+            yield from execute(seat, lowered(self.plan, seat, step) if recovery is None else recovery[seat], self)
 
     def _schedule(self, at: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (at, next(self._ticket), happen))
 
     def _advance(self, seat: Seat) -> None:
-        wanted = next(self._lives[seat], None)
+        if seat in self.dead:
+            return
+        try:
+            wanted = next(self._lives[seat], None)
+        except Interrupted:
+            wanted = None
+        except _Died:
+            return
         if isinstance(wanted, int):
             self._schedule(self._now + wanted, partial(self._advance, seat))
-        elif wanted is not None:
+        elif wanted is not None and self.interrupted_us is None:
             self._waiting[wanted].append(seat)
+        else:
+            self.stopped[seat] = self._now
 
     def _arrive_at(self, seat: Seat, datum: Datum, value: Any) -> None:
         self.store[seat].arrive(datum, value, self.store[seat].valid_from)
         self._wake((seat, datum))
 
     def _wake(self, key: Key) -> None:
-        for seat in self._waiting.pop(key, ()):
-            self._schedule(self._now, partial(self._advance, seat))
+        if key in self._waiting:
+            for seat in self._waiting.pop(key):
+                self._schedule(self._now, partial(self._advance, seat))
+
+
+class _Died(Exception):
+    """A worker is dead; raised in it to end its execution."""
 
 
 @contextmanager
@@ -248,6 +393,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def simulate(plan: Plan, costs: CostModel, steps: int = 1) -> list[Span]:
+def simulate(plan: Plan, costs: CostModel, steps: int = 1, conditions: Conditions = Conditions()) -> list[Span]:
     """The spans of ``steps`` steps from an empty pipeline, in microseconds.  Raises Deadlock."""
-    return VirtualWorld(plan, costs, steps).run()
+    return VirtualWorld(plan, costs, steps, conditions=conditions).run()

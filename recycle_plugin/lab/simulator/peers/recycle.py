@@ -2,7 +2,7 @@
 
 A loss reroutes; where it pays before the next change is expected, workers move to a stage that lost more
 (normalise.py).  What a loss costs is what the runtime does today: detection, regrouping, what the lost
-workers had done of the running step, and the copies of the moves.  Workers that come back are
+workers had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are
 not in the runtime yet; here they take the seat of the stage that lacks most and enter at a commit line, at the price
 of one regrouping and of no step, their state copied before that in the background: an assumption.
 """

@@ -1,0 +1,259 @@
+"""``recycle simulate``: hours of training under failures, or a few steps with kills, on a machine's constants."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict, replace
+from typing import Any
+
+from recycle_plugin.commands.given import JobArguments, add_job, job
+from recycle_plugin.commands.parsers import command
+from recycle_plugin.lab.commands import failure
+
+DESCRIPTION = """\
+Simulate hours of training under a failure trace: throughput over time, averages, and what every change cost.
+
+recycle simulate --preset gpt3_6_7b-ckpt --pp 4 --dp 6 --micro-batches 12 --cap 2.0 --trace gcp
+recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 --mtbf 30m --back 2h --hours 6
+
+--costs are in milliseconds here.  Presets are analytic A100s: gpt3_medium, gpt3_3_35b, gpt3_6_7b, gpt_18_4b, gpt_39_1b,
+gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
+
+recycle simulate --costs F=2,I=2,W=2,step=1 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
+
+With --fault the steps are played instruction by instruction and drawn; --png writes what the runtime's runs write.
+
+A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
+of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
+"""
+PLACEMENTS = ("alone", "replica", "stage")
+_SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
+    made = command(commands, "simulate", "simulate hours of training under failures", DESCRIPTION, run)
+    add_job(made).add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see above")
+    failures = made.add_mutually_exclusive_group(required=True)
+    failures.add_argument("--trace", metavar="FILE", help="failure trace: a file, or gcp")
+    failures.add_argument("--mtbf", metavar="TIME", help="one worker lost so often, as in 30m or 6h")
+    failures.add_argument(
+        "--fault", metavar="FAULT", action="append", help="kill a worker at a named instruction; may be repeated"
+    )
+    made.add_argument("--steps", type=int, default=3, help="with --fault: how many, counted from 0 (default: 3)")
+    made.add_argument("--png", metavar="FILE", help="with --fault: write the steps as a picture")
+    made.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --fault: print beside it what is run again where an interrupted step starts anew, and nothing of it "
+        "is kept",
+    )
+    made.add_argument(
+        "--placement",
+        default="alone",
+        choices=PLACEMENTS,
+        help="with a profile or preset, who shares a host and its one line: nobody (default), a replica's stages, a "
+        "stage's replicas",
+    )
+    made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
+    made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
+    made.add_argument(
+        "--back", metavar="TIME", help="with --mtbf: a lost worker returns after this time (default: never)"
+    )
+    made.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="what changes cost: local (measured on the runtime), cluster (the same and 3 s for communicators, "
+        "assumed), free (nothing); default: local with --costs, else cluster",
+    )
+    made.add_argument("--no-normalise", action="store_true", help="do not move workers to stages that lost more")
+    made.add_argument("--seed", type=int, default=0, help="of who is lost (default: 0)")
+    made.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(found: argparse.Namespace) -> int:
+    """Simulate and print what came out; returns the exit code.  Raises ValueError for bad input."""
+    from recycle_plugin import planner
+    from recycle_plugin.core.vocabulary import machine_constants as machine
+
+    given = given_job(found)
+    found.machine = found.machine or ("local" if given.unit == "ms" else "cluster")
+    costs = machine.by_name(found.machine)
+    if found.fault:
+        return failure.run(found, given, costs)
+    if found.png or found.restart:
+        raise ValueError("--png and --restart go with --fault")
+    if given.view.lost:
+        raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
+    changes, length_s = failures(found, len(given.view.live))
+    try:
+        result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed, found.placement)
+    except planner.PlanError as error:
+        raise ValueError(str(error)) from None
+    result["machine"] = {"name": found.machine, **asdict(costs)}
+    print(json.dumps(result, indent=1) if found.json else report(given, result))
+    return 0
+
+
+def given_job(found: argparse.Namespace) -> JobArguments:
+    """The job that the arguments describe, with the costs of its placement.  Raises ValueError for bad input."""
+    from recycle_plugin.lab.planner import analytic
+
+    given = job(found, milliseconds=True, taken=analytic.preset(found.preset) if found.preset else None)
+    if found.placement == "alone":
+        return given
+    if given.profile is None:
+        raise ValueError(f"--placement {found.placement} needs the sizes of tensors: give --profile or --preset")
+    shape = given.view.topology
+    return replace(given, costs=given.profile.costs(shape.stages, shape.replicas, found.no_split, found.placement))
+
+
+def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
+    """The changes of the membership that the arguments ask for, and the length of the job in seconds."""
+    from recycle_plugin.lab.simulator import traces
+
+    if found.hours is not None and not 0 < found.hours < float("inf"):
+        raise ValueError(f"--hours {found.hours:g}: more than 0")
+    length = found.hours * traces.HOUR_S if found.hours is not None else None
+    if found.trace is not None:
+        if found.random or found.back:
+            raise ValueError("--random and --back go with --mtbf, not with a trace")
+        changes, end = traces.read(found.trace, workers)
+        if length is None and end is None:
+            raise ValueError(f"trace {found.trace} does not say when it ends: add 'hour end' or --hours")
+        return changes, length if length is not None else end
+    length = 6 * traces.HOUR_S if length is None else length
+    back = span(found.back, "--back") if found.back is not None else None
+    return traces.regular(span(found.mtbf, "--mtbf"), length, back, found.seed if found.random else None), length
+
+
+def span(text: str, name: str) -> float:
+    """Seconds of a text such as ``30m``; ``name`` is the option's, for the ValueError of bad input."""
+    match = _SPAN.fullmatch(text.strip())
+    if match is None or float(match["number"]) == 0:
+        raise ValueError(f"{name} {text}: write a time such as 90s, 30m or 6h")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def simulate(
+    given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int, placement: str
+) -> dict:
+    """Simulate a job's hours; everything that is printed, times in seconds, throughput in samples per second."""
+    from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
+    from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
+    from recycle_plugin.lab.simulator.network import between
+
+    shape = given.view.topology
+    lines = between(given.profile, placement, shape.stages)
+    states = () if given.profile is None else given.profile.state_bytes(shape.stages)
+    copies = [costs.copy.transfer_us(size) for size in states]
+    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, lines)
+    history = trainer.run(changes, length_s)
+    stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B), lines).of(given.view)
+    samples = shape.replicas * shape.micro_batches * (1 if given.profile is None else given.profile.micro_batch)
+
+    def rate(period_us: int) -> float:
+        return 1e6 * samples / period_us
+
+    segments = [
+        {
+            "hour": s.start_s / 3600,
+            "until": s.end_s / 3600,
+            "live": s.live,
+            "lost_by_stage": s.lost_by_stage,
+            "step_s": s.pace.period_us / 1e6,
+            "samples_per_s": rate(s.pace.period_us),
+            "of_1f1b": stock.period_us / s.pace.period_us,
+            "of_own": history.full.period_us / s.pace.period_us,
+            "bound_of_1f1b": stock.period_us / s.pace.bound_us,
+            "steps": s.steps,
+        }
+        for s in history.segments
+    ]
+    transitions = [
+        {
+            **asdict(t),
+            "hour": t.at_s / 3600,
+            "lost": list(map(str, t.lost)),
+            "joined": list(map(str, t.joined)),
+            "cost_s": t.cost_s,
+        }
+        for t in history.transitions
+    ]
+    average = samples * history.steps_per_s
+    return {
+        "costs": given.origin,
+        "topology": asdict(shape),
+        "hours": length_s / 3600,
+        "steps": history.steps,
+        "memberships": history.memberships,
+        "samples_per_s": average,
+        "fault_free_samples_per_s": rate(history.full.period_us),
+        "fault_free_1f1b_samples_per_s": rate(stock.period_us),
+        "of_own": history.fraction,
+        "of_1f1b": average / rate(stock.period_us),
+        "transitions_s": history.lost_s,
+        "transitions_share": history.lost_s / length_s,
+        "segments": segments,
+        "transitions": transitions,
+    }
+
+
+def report(given: JobArguments, result: dict) -> str:
+    """A table with a line for each membership, averages, and what the changes cost."""
+    shape = given.view.topology
+    lines = [
+        f"costs: {result['costs']}",
+        f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches of each replica; "
+        f"{result['hours']:g} hours; "
+        f"machine {result['machine']['name']}: {result['machine']['source']}",
+        f"{'hour':>6} {'workers':>8} {'lost by stage':>14} {'step s':>8} {'samples/s':>10} {'of own':>7} "
+        f"{'of 1F1B':>8} {'bound':>6}  what the change before it cost",
+    ]
+    for number, segment in enumerate(result["segments"]):
+        before = [
+            t
+            for t in result["transitions"]
+            if (result["segments"][number - 1]["hour"] if number else -1) < t["hour"] <= segment["hour"]
+        ]
+        lines.append(
+            f"{segment['hour']:6.2f} {segment['live']:>5}/{shape.stages * shape.replicas} "
+            f"{' '.join(map(str, segment['lost_by_stage'])):>14} "
+            f"{segment['step_s']:8.3f} {segment['samples_per_s']:10.2f} {segment['of_own']:7.3f} "
+            f"{segment['of_1f1b']:8.3f} "
+            f"{segment['bound_of_1f1b']:6.3f}  {'; '.join(map(_change, before))}"
+        )
+    lines += [
+        f"average {result['samples_per_s']:.2f} samples/s, transitions included: {result['of_own']:.3f} of our "
+        "fault-free "
+        f"{result['fault_free_samples_per_s']:.2f}, {result['of_1f1b']:.3f} of fault-free 1F1B's "
+        f"{result['fault_free_1f1b_samples_per_s']:.2f}",
+        f"{len(result['transitions'])} transitions cost {result['transitions_s']:.1f} s, "
+        f"{result['transitions_share']:.2%} of the time; {_shares(result)}",
+    ]
+    return "\n".join(lines)
+
+
+COSTS = {
+    "detection_s": "detection",
+    "stop_s": "stopping",
+    "regroup_s": "regrouping",
+    "copy_s": "copies",
+    "redone_s": "run again",
+    "fill_s": "filling the pipeline",
+}
+
+
+def _change(transition: dict) -> str:
+    words = [f"lost {' '.join(transition['lost'])}"] if transition["lost"] else []
+    words += [f"back {' '.join(transition['joined'])}"] if transition["joined"] else []
+    words += [f"moved {', '.join(transition['moves'])}"] if transition["moves"] else []
+    return f"{', '.join(words)}: {transition['cost_s']:.2f} s"
+
+
+def _shares(result: dict) -> str:
+    totals = {word: sum(transition[name] for transition in result["transitions"]) for name, word in COSTS.items()}
+    return ", ".join(f"{word} {total:.1f} s" for word, total in totals.items())

@@ -1,0 +1,370 @@
+"""A history of hours of training under failures and returns, from the step times of each membership.
+
+Between two changes nothing happens that a step time does not tell, so hours cost no more than the memberships that
+occur; those that differ in the numbering of replicas only are one.
+
+A loss costs detection, stopping, regrouping and planning, the copies of moved stages, and what died with the worker.
+Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, with the
+new period: at fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its
+peers run that again, f × k/n of a step with the new period.  At a random instant that is half of the lost workers'
+share.  Approximations, all against ``simulator.simulated_job``, instruction by instruction
+(tests/pure/test_simulator_history.py):
+
+* work is spread evenly over a step and stages end it together.  Who dies in a step's last few instructions may already
+  have summed its gradients, so that nothing of it is lost; here it costs its whole share.
+* stopping costs half of the longest instruction: so long does a survivor wait for those that finish theirs.
+* nobody works while a death is being noticed.  Survivors do, on what doesn't wait for the lost worker.
+
+A worker that returns gets ready and copies a stage's state while the others go on, not slowed by that (an assumption),
+and enters at a commit line: that costs regrouping, planning and the fill of an empty pipeline.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from heapq import heappop, heappush
+from itertools import count
+
+from recycle_plugin import planner
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.machine_constants import MachineCosts
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.lab.simulator.network import Network
+from recycle_plugin.lab.simulator.peers.normalise import normalise
+from recycle_plugin.lab.simulator.predict import predict
+from recycle_plugin.lab.simulator.virtual import Conditions
+
+# (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
+SIMULATED = 4_000
+STEPS = 4  # simulated per membership
+PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
+
+
+@dataclass(frozen=True)
+class StepPeriod:
+    """The step times of one membership, in microseconds.
+
+    ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period.
+    """
+
+    first_us: int
+    period_us: int
+    bound_us: int
+
+    @property
+    def fill_us(self) -> int:
+        """The microseconds by which a step on an empty pipeline is longer than those after it."""
+        return self.first_us - self.period_us
+
+
+class StepPeriods:
+    """The step times by membership, each worked out once for all numberings of the replicas."""
+
+    def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
+        """Knows no membership yet.  ``network`` opens the lines of one; beyond SIMULATED nobody waits for a line."""
+        self._costs, self._policy, self._network = costs, policy, network
+        self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], StepPeriod] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, view: ClusterView) -> StepPeriod:
+        """The step times of the membership ``view``.  Raises PlanError where it has no plan."""
+        key = view.topology, pattern(view)
+        if key not in self._known:
+            self._known[key] = self._measure(renumbered(view))
+        return self._known[key]
+
+    def _measure(self, view: ClusterView) -> StepPeriod:
+        plan = planner.plan(view, self._costs, self._policy)
+        shape = view.topology
+        if shape.stages * shape.replicas * shape.micro_batches > SIMULATED:
+            return StepPeriod(max(plan.span_us, plan.period_us), plan.period_us, plan.bound_us)
+        predicted = predict(plan, self._costs, STEPS, Conditions(self._network() if self._network else None))
+        return StepPeriod(predicted.first_step_us, predicted.period_us, plan.bound_us)
+
+
+def pattern(view: ClusterView) -> tuple[tuple[int, ...], ...]:
+    """The live stages of each replica, replicas sorted: equal for memberships that are one but for names."""
+    rows: list[list[int]] = [[] for _ in range(view.topology.replicas)]
+    for replica, stage in sorted(view.live):
+        rows[replica].append(stage)
+    return tuple(sorted(map(tuple, rows), key=lambda row: (-len(row), row)))
+
+
+def renumbered(view: ClusterView) -> ClusterView:
+    """The membership that stands for all with the same :func:`pattern`."""
+    return ClusterView(
+        view.topology, frozenset(Seat(replica, stage) for replica, row in enumerate(pattern(view)) for stage in row)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """A change of the membership ``at_s`` seconds: so many workers ``lost`` or ``joined``, drawn at random; or the
+    named ``seats`` are lost.
+    """
+
+    at_s: float
+    lost: int = 0
+    joined: int = 0
+    seats: tuple[Seat, ...] = ()
+
+
+@dataclass(frozen=True)
+class HistoryTransition:
+    """The cost of one change, in seconds.
+
+    ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``: by how much the pipeline
+    takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training waited for.
+    """
+
+    at_s: float
+    lost: tuple[Seat, ...]
+    joined: tuple[Seat, ...]
+    moves: tuple[str, ...]
+    detection_s: float
+    stop_s: float
+    regroup_s: float
+    copy_s: float
+    redone_s: float
+    fill_s: float
+
+    @property
+    def pause_s(self) -> float:
+        """The seconds in which nobody trains."""
+        return self.detection_s + self.stop_s + self.regroup_s + self.copy_s
+
+    @property
+    def cost_s(self) -> float:
+        """The seconds that the change costs in all."""
+        return self.pause_s + self.redone_s + self.fill_s
+
+
+@dataclass(frozen=True)
+class HistorySegment:
+    """The time from one change's end to the next change, in seconds: ``steps`` committed with ``live`` workers at the
+    step times ``pace``, the first at ``first_s``.
+    """
+
+    start_s: float
+    first_s: float
+    end_s: float
+    live: int
+    lost_by_stage: tuple[int, ...]
+    pace: StepPeriod
+    steps: int
+
+
+@dataclass
+class SimulatedHistory:
+    """The history of a job's life.  ``hours_s``: its length in seconds; ``memberships``: how many were worked out."""
+
+    full: StepPeriod
+    hours_s: float = 0.0
+    memberships: int = 0
+    segments: list[HistorySegment] = field(default_factory=list)
+    transitions: list[HistoryTransition] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """The number of committed steps."""
+        return sum(segment.steps for segment in self.segments)
+
+    @property
+    def steps_per_s(self) -> float:
+        """The average number of steps per second, with what every transition cost."""
+        return self.steps / self.hours_s if self.hours_s else 0.0
+
+    @property
+    def fraction(self) -> float:
+        """The throughput as a fraction of the same schedule's without failures."""
+        return self.steps_per_s * self.full.period_us / 1e6
+
+    @property
+    def lost_s(self) -> float:
+        """The seconds that all changes cost together."""
+        return sum(transition.cost_s for transition in self.transitions)
+
+
+class SimulatedTrainer:
+    """A trainer that plays changes of the membership.
+
+    ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays; ``network``:
+    opens the lines of a membership.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        costs: CostModel,
+        policy: Policy,
+        machine: MachineCosts,
+        copy_us: Sequence[int] | None = None,
+        normalise: bool = True,
+        seed: int = 0,
+        network: Callable[[], Network] | None = None,
+    ) -> None:
+        self.costs, self.policy, self.machine = costs, policy, machine
+        self.copy_us = tuple(copy_us or (0,) * topology.stages)
+        self.periods = StepPeriods(costs, policy, network)
+        self.view = topology.full()
+        self._normalise, self._random = normalise, random.Random(seed)
+        self._full = self.periods.of(self.view)
+        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self._ticket = count()
+        # when work began after the last change, and when it brings a commit
+        self._since, self._first = (0.0, self._full.first_us / 1e6)
+        self._history = SimulatedHistory(self._full)
+        self._waiting = 0  # workers that wait for a commit line
+        self._entry: object | None = None  # stands for that line
+
+    @cached_property
+    def longest_us(self) -> int:
+        """The microseconds of the longest instruction."""
+        return max(
+            max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,))
+        )
+
+    def run(self, changes: Iterable[MembershipChange], length_s: float) -> SimulatedHistory:
+        """Plays ``changes`` over ``length_s`` seconds.  Raises ValueError for a loss that no stage can bear, and
+        PlanError.
+        """
+        for change in changes:
+            self._at(change.at_s, partial(self._happen, change=change))
+        while self._agenda and self._agenda[0][0] < length_s:
+            at, _, happen = heappop(self._agenda)
+            happen(at)
+        self._close(length_s)
+        self._history.hours_s, self._history.memberships = length_s, len(self.periods)
+        return self._history
+
+    # --- changes -----------------------------------------------------------------------------------
+
+    def _happen(self, now: float, change: MembershipChange) -> None:
+        lost = change.seats or self._draw(change.lost)
+        if lost:
+            self._lose(now, tuple(lost))
+        if change.joined:
+            ready = (self.machine.return_us + max(self.copy_us)) / 1e6
+            self._at(now + ready, lambda then: self._ready(then, change.joined))
+
+    def _lose(self, now: float, lost: tuple[Seat, ...]) -> None:
+        for seat in lost:
+            if seat not in self.view.live:
+                raise ValueError(f"at {now / 3600:.2f} h the trace loses seat {seat}, which no live worker holds")
+        before, period, left = self.view, self.periods.of(self.view), self._left(now)
+        after = before.without(*lost)
+        if after.empty_stages():
+            raise ValueError(
+                f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on "
+                "from the survivors"
+            )
+        self._close(now)
+        self.view, moves, copy = self._spread(after)
+        slower = self.periods.of(self.view)
+        redone = max(0.0, 1 - left) * before.lost_share({*lost, *(before.live - self.view.live)}) * slower.period_us
+        fill = max(0, slower.fill_us - period.fill_us)
+        pauses = (self.machine.detection_us / 1e6, self.longest_us / 2e6, self.machine.pause_us / 1e6, copy)
+        self._go_on(HistoryTransition(now, lost, (), moves, *pauses, redone / 1e6, fill / 1e6), left)
+        if self._waiting:
+            self._await_line(self._since)
+
+    def _ready(self, now: float, number: int) -> None:
+        """Notes that so many workers hold a state and wait for a commit line."""
+        self._waiting += number
+        if self._entry is None:
+            self._await_line(now)
+
+    def _await_line(self, now: float) -> None:
+        self._entry = entry = object()
+        self._at(self._next_line(now), lambda line: self._enter(line, entry))
+
+    def _enter(self, line: float, entry: object) -> None:
+        """Lets the waiting workers in at a commit line, unless a loss has moved it meanwhile."""
+        if entry is not self._entry:
+            return
+        joined, self._waiting, self._entry = self._empty(self._waiting), 0, None
+        if joined:
+            self._close(line)
+            self.view = ClusterView(self.view.topology, self.view.live | set(joined))
+            fill = self.periods.of(self.view).fill_us / 1e6
+            self._go_on(
+                HistoryTransition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0
+            )
+
+    def _go_on(self, transition: HistoryTransition, left: float) -> None:
+        """Goes on after ``transition``, with ``left`` of a step to do until the next commit."""
+        self._since = max(self._since, transition.at_s + transition.pause_s)
+        self._first = (
+            self._since + transition.redone_s + transition.fill_s + left * self.periods.of(self.view).period_us / 1e6
+        )
+        self._history.transitions.append(transition)
+
+    def _done(self, now: float) -> int:
+        """The steps committed since the last change; a step that ends ``now`` is one of them, whatever the rounding."""
+        period, spent = self.periods.of(self.view).period_us, (now - self._first) * 1e6 + 0.5
+        return 0 if spent < 0 else 1 + int(spent // period)
+
+    def _next_line(self, now: float) -> float:
+        """The time when the step that runs at ``now``, or at the end of a pause then, will be committed."""
+        return self._first + self._done(max(now, self._since)) * self.periods.of(self.view).period_us / 1e6
+
+    def _left(self, now: float) -> float:
+        """The part of that step that is still to be done: 1 is a step of the current period, and on an empty pipeline
+        it is more.
+        """
+        return (self._next_line(now) - max(now, self._since)) * 1e6 / self.periods.of(self.view).period_us
+
+    def _close(self, now: float) -> None:
+        """Ends the running segment."""
+        topology = self.view.topology
+        lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
+        if now > self._since:
+            self._history.segments.append(
+                HistorySegment(
+                    self._since,
+                    self._first,
+                    now,
+                    len(self.view.live),
+                    lost,
+                    self.periods.of(self.view),
+                    self._done(now),
+                )
+            )
+
+    # --- who ---------------------------------------------------------------------------------------
+
+    def _draw(self, number: int) -> list[Seat]:
+        """Live workers at random, of stages that keep one."""
+        drawn: list[Seat] = []
+        for _ in range(number):
+            left = self.view.without(*drawn)
+            able = [seat for seat in sorted(left.live) if len(left.live_replicas(seat.stage)) > 1]
+            if not able:
+                raise ValueError(f"a loss more than {len(self.view.lost) + len(drawn)} leaves a stage without a worker")
+            drawn.append(self._random.choice(able))
+        return drawn
+
+    def _empty(self, number: int) -> tuple[Seat, ...]:
+        """Seats for workers that return: of the stage that lacks most, each time."""
+        taken: list[Seat] = []
+        for _ in range(min(number, len(self.view.lost))):
+            now = ClusterView(self.view.topology, self.view.live | set(taken))
+            taken.append(min(now.lost, key=lambda seat: (len(now.live_replicas(seat.stage)), seat)))
+        return tuple(taken)
+
+    def _spread(self, view: ClusterView) -> tuple[ClusterView, tuple[str, ...], float]:
+        if not self._normalise or len(view.lost) < 2:
+            return view, (), 0.0
+        steps = int(PAYBACK_S * 1e6 / self._full.period_us)
+        found = normalise(view, self.costs, self.policy, self.copy_us, steps)
+        return found.view, tuple(map(str, found.moves)), found.copy_us / 1e6
+
+    def _at(self, when: float, happen: Callable[[float], None]) -> None:
+        heappush(self._agenda, (when, next(self._ticket), happen))
