@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import spread, stages_at_risk
@@ -65,19 +64,15 @@ class ConfiguredJob:
         """Whether it survives any loss at all, once the plugin is enabled."""
         return self.settings.reroute and self.replicas > 1
 
-    def blocks(self, block: int | None) -> Blocks:
-        """Exact mode's blocks with this number of micro-batches each; None: the default."""
-        return replace(self.policy, block=block).blocks(self.shape)
-
-    def busiest_blocks(self, block: int | None) -> int:
-        """How many blocks the busiest worker has after one loss."""
-        return -(-len(self.blocks(block).members()) // max(1, self.replicas - 1))
+    @property
+    def busiest_blocks(self) -> int:
+        """How many of exact mode's blocks the busiest worker has after one loss."""
+        return -(-len(self.policy.blocks(self.shape).members()) // max(1, self.replicas - 1))
 
     @property
     def busiest(self) -> int:
         """Micro-batches of the busiest worker after one loss, at most."""
-        block = self.policy.block
-        return min(len(self.shape.batch), self.busiest_blocks(block) * self.blocks(block).size)
+        return min(len(self.shape.batch), self.busiest_blocks * self.policy.blocks(self.shape).size)
 
     def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
         """The planned period and its lower bound in microseconds, without the ``lost`` seats and what goes with them.

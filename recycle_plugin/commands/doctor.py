@@ -12,13 +12,14 @@ from recycle_plugin.commands.doctor_losses import slowdown, survival
 from recycle_plugin.commands.doctor_memory import memory
 from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
-from recycle_plugin.commands.doctor_settings import costly, device_link, refused, versions
+from recycle_plugin.commands.doctor_settings import device_link, refused, versions
 from recycle_plugin.commands.megatron_flags import megatron
 from recycle_plugin.commands.parsers import command
 
 DESCRIPTION = """\
-Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether
-it fits into memory.  Nothing is started, and neither torch nor DeepSpeed is imported.
+Say which failures a job survives, how much slower each makes it, what is refused, and whether it fits into memory.
+What a setting costs is told by a second run without it.  Nothing is started, and neither torch nor DeepSpeed is
+imported.
 
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
 recycle doctor --megatron --num-layers 24 --pipeline-model-parallel-size 4 ...
@@ -81,7 +82,7 @@ def run(found: argparse.Namespace) -> int:
     try:
         logs = [recovery(job)] if job.settings.log is not None else []
         links = [device_link(job)] if job.settings.device_link != "host" else []
-        sections = [survival(job), slowdown(job), *logs, costly(job), *links, refused(job), versions(), memory(job)]
+        sections = [survival(job), slowdown(job), *logs, *links, refused(job), versions(), memory(job)]
     except PlanError as error:
         raise ValueError(str(error)) from None
     wrong = [line for section in sections for line in section.wrong]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recycle_plugin.commands.config_job import ConfiguredJob
-from recycle_plugin.commands.doctor_section import Section, aligned, gib
+from recycle_plugin.commands.doctor_section import Section, aligned, gib, times
 from recycle_plugin.commands.losses import stages_text
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, WorkerBytes
-from recycle_plugin.settings.wording import SECTION
+from recycle_plugin.settings.wording import SECTION, shown
 
 PARTS = {
     "state": "state",
@@ -29,13 +29,18 @@ NO_PROFILE = (
 
 
 def memory(job: ConfiguredJob) -> Section:
-    """The section on the memory of a worker: bytes of a parameter, and of each stage, which only a profile knows."""
+    """The section on the memory of a worker: how many micro-batches make a loss cheap, bytes of a parameter, and of
+    each stage, which only a profile knows.  Raises PlanError.
+    """
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
     lines: tuple[str, ...] = (
         "bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is there until "
         "that is known",
     )
+    if job.survives:
+        data["activation_cap"], said = _enough(job)
+        lines = (said, *lines)
     table, wrong = list(_moments(each)), tuple[str, ...]()
     if job.profile is None:
         return Section("memory", "Memory of a worker", data, (NO_PROFILE, *lines), (), tuple(table))
@@ -56,6 +61,30 @@ def memory(job: ConfiguredJob) -> Section:
     return Section(
         "memory", "Memory of a worker", data | {"device": device, "stages": rows}, lines, wrong, tuple(table)
     )
+
+
+def _enough(job: ConfiguredJob) -> tuple[dict, str]:
+    """The least memory at which one loss, whichever, costs as little as it can, as data and in words.  Raises
+    PlanError.
+    """
+    free, now, most = job.planned()[0], job.one_lost(), job.busiest
+
+    def period(held: int) -> int:
+        return job.one_lost(activation_cap=held, memory_bytes=None)
+
+    goal = max(free, period(most))
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if period(middle) <= goal else (middle + 1, high)
+    least = period(high)
+    cost = "nothing" if least <= free else times(least / free)
+    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.profile else ""
+    data = {"least": high, "period_one_lost_us": now, "period_one_lost_us_changed": least}
+    held = f"{SECTION}.activation_cap {shown(job.settings.activation_cap)}"
+    if now <= goal:
+        return data, f"{held} is enough: from {high} micro-batches{size} on one loss costs {cost}"
+    return data, f"{held}: one loss costs {times(now / free)}; {high} micro-batches{size}: {cost}"
 
 
 def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
@@ -90,7 +119,7 @@ def _dtype(job: ConfiguredJob) -> str:
 
 
 def _blocks(job: ConfiguredJob) -> int | None:
-    return job.busiest_blocks(job.policy.block) if job.settings.exact else None
+    return job.busiest_blocks if job.settings.exact else None
 
 
 def _scales(job: ConfiguredJob) -> bool:
