@@ -5,14 +5,11 @@
   --bf16: both in bf16
 * scripts/bench_step.py change --checkout DIR: the same job, five times, against the plugin as another checkout has it,
   installed there
-* scripts/bench_step.py tls: the same, with recycle.tls against without
-* scripts/bench_step.py checkpoint: the same job, with recycle.checkpoint against without
 * scripts/bench_step.py throughput: emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
 * scripts/bench_step.py prediction: emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
 
-Targets: ratio of step times at most 1.05, with checkpoints 1.035, after a change 1.02, and with TLS 1.05; throughput at
-least 1.15 times, with no more micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part
-writes JSON to --out.
+Targets: ratio of step times at most 1.05, after a change 1.02; throughput at least 1.15 times, with no more
+micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from typing import NamedTuple
 import psutil
 
 from recycle_plugin import planner
-from recycle_plugin.authentication.tls import SETTING
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -40,7 +36,6 @@ from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import (
     DEADLINE_S,
     calibration,
-    certificate,
     one_loss,
     run_part,
     script,
@@ -50,7 +45,7 @@ from recycle_plugin.lab.experiments.measurements import WARM_UP
 from recycle_plugin.lab.simulator import predict
 from recycle_plugin.runs import RunOutcome, TrainingRun
 
-OVERHEAD, CHANGED, ENCRYPTED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.05, 1.035, 1.15, 0.05
+OVERHEAD, CHANGED, GAIN, ERROR = 1.05, 1.02, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
 PATIENCE_S = 15
@@ -110,7 +105,6 @@ class Kind(NamedTuple):
     overrides: list[str]
     plugin: bool = True
     checkout: Path | None = None
-    variables: Mapping[str, str] = {}
 
 
 def overhead(found: argparse.Namespace) -> dict:
@@ -129,7 +123,7 @@ def overhead(found: argparse.Namespace) -> dict:
 
 
 def change(found: argparse.Namespace) -> dict:
-    """Round by round; the verdict is on the median of the rounds' ratios of medians."""
+    """Both kinds of run side by side, several times: ratios of medians, and the median of these against the target."""
     if found.checkout is None or not (found.checkout / ".venv" / "bin" / "deepspeed").exists():
         raise SystemExit(
             "change: give --checkout a checkout of this project in which scripts/test or scripts/demo has installed "
@@ -138,32 +132,18 @@ def change(found: argparse.Namespace) -> dict:
     own, job = job_of(found)
     overrides = ["recycle.enabled=true", *own]
     kinds = {"before": Kind(overrides, checkout=found.checkout.resolve()), "plugin": Kind(overrides)}
-    return in_rounds(found, job, kinds, CHANGED)
-
-
-def tls(found: argparse.Namespace) -> dict:
-    """Round by round too; the certificate has signed itself, and all four workers show it."""
-    own, job = job_of(found)
-    overrides, folder = ["recycle.enabled=true", *own], certificate(found.out.resolve() / "certificate")
-    kinds = {"without": Kind(overrides), "plugin": Kind(overrides, variables={SETTING: str(folder)})}
-    return in_rounds(found, job, kinds, ENCRYPTED)
-
-
-def in_rounds(found: argparse.Namespace, job: list[str], kinds: Mapping[str, Kind], target: float) -> dict:
-    """Both kinds of run side by side, several times: ratios of medians, and the median of these against the target."""
     rounds = []
     for number in range(found.rounds or 5):
-        rounds.append(compared(side_by_side(found.out / f"{found.part}{number}", job, kinds)[0], target))
+        rounds.append(compared(side_by_side(found.out / f"change{number}", job, kinds)[0], CHANGED))
     ratios = sorted(
         each[kind]["ratio"] for each in rounds for kind in ["quiet" if "quiet" in each else "any"] if kind in each
     )
-    met = bool(ratios) and median(ratios) <= target
+    met = bool(ratios) and median(ratios) <= CHANGED
     print(
         f"ratios of {len(ratios)} rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median "
-        f"{median(ratios or [float('nan')]):.3f}, "
-        f"target at most {target}: {verdict(met)}"
+        f"{median(ratios or [float('nan')]):.3f}, target at most {CHANGED}: {verdict(met)}"
     )
-    return {"rounds": rounds, "ratios": ratios, "target": target, "met": met}
+    return {"rounds": rounds, "ratios": ratios, "target": CHANGED, "met": met}
 
 
 def job_of(found: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -186,10 +166,10 @@ def side_by_side(
     """
     steps, memory, runs = {}, {}, {}
     with ExitStack() as stack:
-        for kind, (overrides, plugin, checkout, variables) in kinds.items():
+        for kind, (overrides, plugin, checkout) in kinds.items():
             place = Path(f"{folder}-{kind}")
             runs[kind] = stack.enter_context(
-                TrainingRun(place, 4, [*job, *overrides], plugin=plugin, checkout=checkout, variables=variables)
+                TrainingRun(place, 4, [*job, *overrides], plugin=plugin, checkout=checkout)
             )
             runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
             turns.pause(runs[kind])
@@ -226,66 +206,6 @@ def compared(steps: dict[str, list[tuple[float, float]]], target: float) -> dict
         )
     print(f"target at most {target}: {verdict(result['met'])}")
     return result
-
-
-def checkpoint(found: argparse.Namespace) -> dict:
-    """With checkpoints in the background and without, at the same time: how many steps each has committed while both
-    ran.
-
-    They take no turns: a checkpoint would count a pause as its own cost.
-    """
-    job = [
-        "model=gpt_tiny",
-        "topology=pp2_dp2",
-        "steps=1000000",
-        "report_every=0",
-        "recycle.enabled=true",
-        *found.overrides,
-    ]
-    kinds, last = {"without": [], "with": ["++recycle.checkpoint.overhead=0.035"]}, STARTED + (found.steps or 300)
-    with ExitStack() as stack:
-        runs = {
-            kind: stack.enter_context(TrainingRun(found.out / f"checkpoint-{kind}", 4, [*job, *more]))
-            for kind, more in kinds.items()
-        }
-        for run in runs.values():
-            run.wait_for(lambda: run.committed() >= last, f"step {last}", DEADLINE_S, poll_s=1.0)
-        events = {kind: run.events() for kind, run in runs.items()}
-    times = {
-        kind: {event["step"]: event["time"] for event in told if event["event"] == "committed"}
-        for kind, told in events.items()
-    }
-    begin, end = max(each[STARTED] for each in times.values()), min(max(each.values()) for each in times.values())
-    steps = {kind: sum(begin <= at <= end for at in each.values()) for kind, each in times.items()}
-    own = [
-        {name: event[name] for name in ("cost_s", "step_s", "every")}
-        for event in events["with"]
-        if event["event"] == "checkpoint"
-    ]
-    ratio = steps["without"] / steps["with"]
-    for each in own:
-        print(
-            f"a checkpoint has cost {each['cost_s']:.3f} s with steps of {each['step_s']:.3f} s, the next one "
-            f"{each['every']} steps later"
-        )
-    cost_s = sum(each["cost_s"] for each in own)
-    print(
-        f"all together {cost_s:.3f} s, by the job's own account {cost_s / (end - begin - cost_s):.1%} of the other time"
-    )
-    met = ratio <= SAVING and bool(own)
-    print(
-        f"in {end - begin:.0f} s {steps['without']} steps without and {steps['with']} with checkpoints: ratio of step "
-        f"times {ratio:.3f}, target at most {SAVING}: {verdict(met)}"
-    )
-    return {
-        "seconds": end - begin,
-        "steps": steps,
-        "ratio": ratio,
-        "own_share": cost_s / (end - begin - cost_s),
-        "target": SAVING,
-        "checkpoints": own,
-        "met": met,
-    }
 
 
 def take_turns(runs: Mapping[str, TrainingRun]) -> dict[str, list[Turn]]:
@@ -477,8 +397,6 @@ def verdict(met: bool) -> str:
 PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "overhead": overhead,
     "change": change,
-    "tls": tls,
-    "checkpoint": checkpoint,
     "throughput": throughput,
     "prediction": prediction,
 }

@@ -40,9 +40,7 @@ pure/test_planner_ahead.py::test_bounds_are_no_higher_than_optima
 pure/test_recovery_plan.py::test_every_process_works_out_the_same_rest
 pure/test_simulator_history.py::test_a_loss_costs_what_it_costs_instruction_by_instruction
 pure/test_state_dump.py::test_a_run_is_the_same_however_often_the_state_is_read_again
-runtime/test_exact_bench.py
 runtime/test_restarts.py::test_nothing_grows_over_20_restarts
-runtime/test_undo_bench.py
 runtime/test_undo_deepspeed.py
 settings/test_distribution.py
 torch/test_units.py::test_deepspeeds_own_are_followed

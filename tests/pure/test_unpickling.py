@@ -33,7 +33,6 @@ READS = {
     "recycle_plugin/checks/measured.py": {
         "all_gather_object": "a script of the project's, run in a job of its own",
     },
-    "scripts/bench_exact.py": {"multiprocessing": "pipes to processes that this one has started"},
     "scripts/reproduce/elastic_job.py": {
         "all_gather_object": "the baseline's, as stock",
         "broadcast_object_list": "the baseline's, as stock",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -43,23 +41,6 @@ def run_part(parts: Mapping[str, Callable[[argparse.Namespace], dict]], found: a
     path.write_text(json.dumps(result, indent=1))
     print(f"written to {path}")
     return int(not result["met"])
-
-
-def certificate(folder: Path) -> Path:
-    """The ``folder``, with a certificate in it that has signed itself, for one host's jobs.
-
-    Raises RunFailed where there is no ``openssl`` that makes it.
-    """
-    made, key = folder / "tls.crt", folder / "tls.key"
-    folder.mkdir(parents=True, exist_ok=True)
-    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(key)]
-    command = ["openssl", "req", "-x509", *new, "-out", str(made), "-subj", "/CN=benchmark", "-days", "2"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise RunFailed(f"no certificate can be made: {error}") from error
-    shutil.copy(made, folder / "ca.crt")
-    return folder
 
 
 def told(folder: Path, costs: CostModel) -> str:

@@ -6,7 +6,7 @@ So after ordinary gradients 97% of Adam's fp32 parameters are bit-equal and the 
 SGD with weight decay); after a gradient spike what was small beside it is gone.  A redo with the same
 gradient, which is what recovery does, meets the same large values again and ends where the first try ended,
 within the same few roundings.  With another gradient it goes on with moments that have forgotten what was
-before the spike.  scripts/bench_undo.py measures both.
+before the spike.
 
 Refused: parameters in other types than fp32 and fp64 (bf16 would come back with 2⁻⁸ of its value lost, fp16 with 2⁻¹¹),
 AMSGrad, unknown optimizers, sparse gradients.
