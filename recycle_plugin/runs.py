@@ -175,10 +175,10 @@ class JobRun:
 
 
 class TrainingRun(JobRun):
-    """A run of scripts/train_gpt.py on ``workers`` local ranks with Hydra ``overrides``, under the ``deepspeed``
-    launcher.
+    """A run of ``script`` on ``workers`` local ranks with Hydra ``overrides``, under the ``deepspeed`` launcher.
 
     ``plugin`` False: the launcher's own way.  ``checkout``: another one than this, whose own .venv it runs in.
+    ``variables``: of the environment, besides.
     """
 
     def __init__(
@@ -187,12 +187,14 @@ class TrainingRun(JobRun):
         workers: int,
         overrides: Sequence[str],
         plugin: bool = True,
+        script: Path | None = None,
         checkout: Path | None = None,
+        variables: Mapping[str, str] = {},
     ) -> None:
         module = ["--module", "recycle_plugin.launch"] if plugin else []
         command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
-        command += [str(training_script(checkout)), *overrides, f"run_dir={folder.resolve()}"]
-        super().__init__(folder, command, environment(checkout), checkout)
+        command += [str(script or training_script(checkout)), *overrides, f"run_dir={folder.resolve()}"]
+        super().__init__(folder, command, environment(checkout, **variables), checkout)
 
 
 @contextmanager

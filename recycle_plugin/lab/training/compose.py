@@ -193,7 +193,6 @@ def compose_from_command_line(arguments: Sequence[str], description: str, worker
 
 def _composed(overrides: Sequence[str]) -> Any:
     OmegaConf.register_new_resolver("half", lambda number: int(number) // 2, replace=True)
-    OmegaConf.register_new_resolver("trace_kills", _trace_kills, replace=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIGS, version_base="1.3"):
@@ -201,12 +200,6 @@ def _composed(overrides: Sequence[str]) -> Any:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         unknown = re.match(r"Could not override '(.+?)'", str(error))
         raise ComposeError(_no_such_key(unknown[1]) if unknown else _flat(str(error))) from None
-
-
-def _trace_kills(*job: int) -> list[str]:
-    from recycle_plugin.lab.simulator.peers.kills import of_trace  # few jobs need what it imports
-
-    return of_trace(*job)
 
 
 def _typed(tree: Any) -> TrainingJob:
