@@ -77,12 +77,6 @@ def test_correctness_comes_first_and_fits_into_four_minutes():
     assert sum(STAGES[name].estimate_s for name in first) + on_gpu.END_S <= 240
 
 
-def test_what_reads_a_stages_files_waits_for_it(tried, call, capsys):
-    assert call("--stage", "reproduce_mtbf", "--minutes", "1000") == on_gpu.LEFT and not tried["ran"]
-    assert "reproduce_mtbf: waits for the stage profile" in capsys.readouterr().out
-    assert call("--stage", "profile", "--stage", "reproduce_mtbf", "--minutes", "1000") == 0
-
-
 def test_a_stage_that_is_ended_by_the_calls_end_is_begun_anew(tried, call):
     tried["kills"] = None
     assert call("--stage", "kills", "--minutes", "3") == on_gpu.LEFT

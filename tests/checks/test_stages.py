@@ -73,21 +73,9 @@ def test_keyed_randomness_that_is_not_keyed_fails(place, monkeypatch):
     assert row.passed is False and "other masks" in row.text
 
 
-def test_a_profile_is_written_and_figures_are_drawn_from_it(place, tmp_path, one_thread, monkeypatch):
-    """By a script in the place of one of scripts/reproduce."""
+def test_a_profile_is_written(place, one_thread):
     (row,) = gpu_figures.profile(place)
     assert row.passed and read(gpu_figures.profile_path(place, "gpt_tiny")).origin == "measured"
-    monkeypatch.setattr(gpu_figures, "SCRIPTS", tmp_path)
-    (tmp_path / "figure.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit('drawn=9' in sys.argv)")
-    (row,) = gpu_figures.reproduce("figure", ["drawn=12"], ["drawn=3"])(place)
-    assert row.passed and "gpt_tiny" in row.text
-    said = (place.folder / "figure.txt").read_text()
-    assert "gpt_tiny.json" in said and "threads" in said and "'drawn=3'" in said
-    (row,) = gpu_figures.reproduce("figure", [], ["drawn=9"])(place)
-    assert row.passed is False and "ended with 1" in row.text
-    gpu_figures.profile_path(place, "gpt_tiny").unlink()
-    (row,) = gpu_figures.reproduce("figure", [], [])(place)
-    assert row.passed is False and row.advice == "run the stage profile first"
 
 
 def test_a_layers_backward_is_timed_split_and_fused(place, one_thread):

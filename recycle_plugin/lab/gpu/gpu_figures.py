@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
 from recycle_plugin import cli
 from recycle_plugin.checks.rows import Row, judged
-from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.core.vocabulary.profile import read
 from recycle_plugin.lab.commands import measure_gpt
 from recycle_plugin.lab.gpu.copies import bandwidths
 from recycle_plugin.lab.gpu.place import Place
@@ -25,31 +22,8 @@ from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState,
 from recycle_plugin.runtime.state.undo import KINDS
 
 GOAL = 1.02  # of the time of a split backward to that of a fused one
-SCRIPT_S = 540.0  # of one figure's script
 MODELS = {"gpt3_medium": 4, "gpt3_3_35b": 1, "gpt3_6_7b": 1}  # sequences of a micro-batch
 REHEARSED = {"gpt_tiny": 1}
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts" / "reproduce"
-
-
-class Shape(NamedTuple):
-    """How the figures' scripts lay a model out, and what they compare it with (configs/reproduce).
-
-    ``published``: its name in the papers' runs over a trace, "" where they have none.
-    """
-
-    stages: int
-    replicas: int
-    artifact_pause_s: float
-    published: str = ""
-    implied_pause_s: float = 0.0
-
-
-SHAPES = {
-    "gpt_tiny": Shape(2, 4, 3.0, "350M", 29.0),
-    "gpt3_medium": Shape(2, 16, 3.0, "350M", 29.0),
-    "gpt3_3_35b": Shape(4, 8, 6.0, "big", 83.0),
-    "gpt3_6_7b": Shape(8, 4, 10.0),
-}
 
 
 def device_at(place: Place) -> Device:
@@ -196,9 +170,6 @@ def _milliseconds(device: Device, work: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-# --- profiles, and figures from them ---------------------------------------------------------------------
-
-
 def profile_path(place: Place, name: str) -> Path:
     """Where the profile of a model is, for ``recycle plan --profile``."""
     return place.out / "profiles" / f"{name}.json"
@@ -215,45 +186,3 @@ def profile(place: Place) -> list[Row]:
         text = f"{path.relative_to(place.out)}, of {read(path).title}" if code == 0 else ""
         rows.append(judged(name, "" if code == 0 else "recycle profile has failed", text, "see output.txt beside"))
     return rows
-
-
-def reproduce(
-    script: str, overrides: Sequence[str], rehearsed: Sequence[str], published: bool = False
-) -> Callable[[Place], list[Row]]:
-    """The stage that draws a figure of scripts/reproduce from the measured profiles, labelled with device and date.
-
-    ``overrides``: of the script's config, and ``rehearsed``, those on a CPU.  ``published``: only of models that the
-    papers have too.
-    """
-
-    def stage(place: Place) -> list[Row]:
-        names = [name for name in models(place) if SHAPES[name].published or not published]
-        taken = {name: read(path) for name in names if (path := profile_path(place, name)).exists()}
-        if not taken:
-            return [Row(script, False, "there are no profiles", "run the stage profile first")]
-        entries = ",".join(_entry(place, name, found) for name, found in taken.items())
-        given = [f"run_dir={place.folder}", f"models=[{entries}]", *(rehearsed if place.rehearsal else overrides)]
-        command = [sys.executable, str(SCRIPTS / f"{script}.py"), *given]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCRIPT_S)
-        (place.folder / f"{script}.txt").write_text(done.stdout + done.stderr)
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-        wrong = "" if done.returncode == 0 else f"it has ended with {done.returncode}: {said[-1]}"
-        text = f"{place.folder.relative_to(place.out)}, from {', '.join(taken)}"
-        return [judged(script, wrong, text, f"{script}.txt there has all that it said")]
-
-    stage.__doc__ = f"The figures of scripts/reproduce/{script}.py from the measured profiles."
-    return stage
-
-
-def _entry(place: Place, name: str, taken: Profile) -> str:
-    """A model as the figures' configs name it."""
-    shape = SHAPES[name]
-    label = "".join(each if each.isalnum() or each in " -." else " " for each in f"{name}, {taken.device} {taken.date}")
-    given = {
-        "name": f"'{label}'",
-        "profile": f"'{profile_path(place, name)}'",
-        "micro_batch": taken.micro_batch,
-        "memory_bytes": taken.device_bytes,
-        **{key: value for key, value in shape._asdict().items() if value},
-    }
-    return f"{{{', '.join(f'{key}: {value}' for key, value in given.items())}}}"

@@ -128,9 +128,6 @@ class Call:
 
     def _try(self, stage: Stage) -> bool:
         """Run a stage, if it fits into what is left; whether it has a result now."""
-        if stage.needs and self._result(stage.needs) is None:
-            say(f"{stage.name}: waits for the stage {stage.needs}")
-            return False
         left_s = self._until - time.monotonic() - END_S
         if left_s < stage.estimate_s:
             say(f"{stage.name}: takes about {stage.estimate_s:g} s, and {max(left_s, 0):.0f} s are left")

@@ -21,23 +21,14 @@ from recycle_plugin.runtime.devices.host import HOST
 
 
 class Stage(NamedTuple):
-    """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds.
-
-    ``needs``: the stage whose files it reads, or "".
-    """
+    """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds."""
 
     name: str
     estimate_s: float
     deadline_s: float
     run: Callable[[Place], list[Row]]
-    needs: str = ""
 
 
-SHORT = ("micro_batches=[12]", "drawn=12")  # of the figures' axes, so that each fits into one call
-REHEARSED = ("micro_batches=[2]", "drawn=2")
-ABLATION = gpu_figures.reproduce("recycle_ablation", [*SHORT, "patterns=1"], [*REHEARSED, "losses=[1]", "patterns=1"])
-MTBF = gpu_figures.reproduce("recycle_mtbf", SHORT, [*REHEARSED, "losses=1"])
-TRACE = gpu_figures.reproduce("recycle_gcp_trace", [*SHORT, "caps=[]"], [*REHEARSED, "caps=[]"], published=True)
 STAGES = {
     stage.name: stage
     for stage in (
@@ -56,9 +47,6 @@ STAGES = {
         Stage("copies", 20, 120, gpu_figures.copies),
         Stage("rng", 10, 120, gpu_figures.rng),
         Stage("profile", 90, 500, gpu_figures.profile),
-        Stage("reproduce_trace", 60, 580, TRACE, "profile"),
-        Stage("reproduce_ablation", 60, 580, ABLATION, "profile"),
-        Stage("reproduce_mtbf", 90, 580, MTBF, "profile"),
     )
 }
 
