@@ -1,7 +1,7 @@
 """A layer's own forward runs whatever stands around it, and its backward is split behind that wherever it can be.
 
-That the numbers are stock's is the differential tester's (tests/support/grammar/surroundings.py); here is what is
-still split, and what is held for it.
+That the numbers are those of stock is for the differential tester (tests/support/grammar); here is what is still
+split, and what is held for it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SPLIT = {  # uses whose weight gradients wait
     "a class with layers for a call": 1,
     "a complex layer": 1,
     "saved tensors rounded": 1,
-    "saved tensors kept elsewhere": 1,
+    "saved tensors on the host": 2,
     "saved tensors given out once": 1,
     "saved tensors counted": 1,
     "an adapter beside a frozen layer": 2,
     "a weight frozen for a call": 2,  # its bias is not
     "a hook on all layers": 1,
     "selective checkpointing": 2,
-    "an embedding that pads": 1,
-    "an embedding scaled by frequency": 1,
-    "a layer called by name": 1,
+    "embedding with padding": 1,
+    "embedding by frequency": 1,
+    "keyword argument": 1,
 }
 FUSED = [
     "a mode that rounds what comes out by a Function",  # which computes for both halves at once

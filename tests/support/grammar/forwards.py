@@ -158,11 +158,6 @@ def cast(own: Any, hidden: Tensor) -> Tensor:
         return own.a(hidden).to(hidden.dtype)
 
 
-def packed(own: Any, hidden: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 1, lambda saved: saved):
-        return own.b(torch.tanh(own.a(hidden)))
-
-
 def on_host(own: Any, hidden: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return own.b(torch.tanh(own.a(hidden)))
@@ -200,5 +195,4 @@ simple(
     a=linear,
 )
 simple("autocast", cast, a=mlp)
-simple("saved tensors packed", packed, a=linear, b=linear)
 simple("saved tensors on the host", on_host, a=linear, b=linear)

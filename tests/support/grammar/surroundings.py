@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .pieces import WIDTH, WORDS, Note, ids, linear, piece, simple
+from .hooked import Linear
+from .pieces import WIDTH, WORDS, Note, Piece, ids, linear, piece, simple
 
 # --- modes ------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ def doubled(function: Callable) -> Callable:
 
 
 inside("F.linear patched", lambda: patched(F, "linear", lambda was: lambda x, w, b=None: was(x, w * 1.5, b)))
-inside("F.linear patched by a Function", lambda: patched(F, "linear", lambda was: lambda x, w, b: Own.apply(x, w) + b))
+inside("F.linear patched by a Function", lambda: patched(F, "linear", lambda _: lambda x, w, b: Linear.apply(x, w) + b))
 inside("F.embedding patched", lambda: patched(F, "embedding", doubled), embedding)
 inside("nn.Linear.forward patched", lambda: patched(nn.Linear, "forward", doubled))
 inside("nn.Embedding.forward patched", lambda: patched(nn.Embedding, "forward", doubled), embedding)
@@ -126,18 +126,6 @@ simple("a class with layers for a call", lambda own, h: with_class(own.a, Adapte
 simple("an input changed in place inside", lambda own, h: with_class(own.a, InPlace, own.b(h)), a=linear, b=linear)
 simple("another layer's weight inside", lambda own, h: with_class(own.a, Beside, h, own.b), a=linear, b=linear)
 simple("an activation inside", lambda own, h: with_class(own.a, Residual, h, own.b(h)), a=linear, b=linear)
-
-
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.reshape(-1, WIDTH).t() @ x.reshape(-1, WIDTH)
 
 
 def shared_cast(was: Callable) -> Callable:
@@ -223,7 +211,6 @@ simple("a tensor of a subclass", as_subclass(Quiet), a=linear)
 simple("nested tensors", nested, a=linear)
 inside("saved tensors rounded", lambda: saved_tensors_hooks(lambda x: rounded(x), lambda x: x))
 inside("saved ids and weights rounded", lambda: saved_tensors_hooks(coarse, lambda x: x), embedding)
-inside("saved tensors kept elsewhere", save_on_cpu)
 inside("saved tensors given out once", lambda: saved_tensors_hooks(lambda x: [x], lambda kept: kept.pop()))
 
 
@@ -233,8 +220,6 @@ def coarse(x: Tensor) -> Tensor:
 
 @piece("saved tensors counted")
 def counted(note: Note) -> nn.Module:
-    from .pieces import Piece
-
     def told(what: str) -> Callable[[Tensor], Tensor]:
         def tell(x: Tensor) -> Tensor:
             note(what, x)
@@ -250,17 +235,6 @@ def counted(note: Note) -> nn.Module:
 
 
 # --- what else changes a layer ------------------------------------------------------------------------
-
-
-class Bent(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.tanh()
-
-
-def parametrized() -> nn.Linear:
-    layer = linear()
-    parametrize.register_parametrization(layer, "weight", Bent())
-    return layer
 
 
 class LowRank(nn.Module):
@@ -290,12 +264,6 @@ def hooked_everywhere(own: Any, hidden: Tensor) -> Tensor:
         handle.remove()
 
 
-def hooked_gradient(own: Any, hidden: Tensor) -> Tensor:
-    made = own.a(hidden)
-    made.register_hook(lambda gradient: gradient * 2)
-    return made
-
-
 def selective(own: Any, hidden: Tensor) -> Tensor:
     policy = lambda context, op, *args, **kwargs: (
         CheckpointPolicy.MUST_SAVE
@@ -306,16 +274,7 @@ def selective(own: Any, hidden: Tensor) -> Tensor:
     return checkpoint(lambda x: own.b(own.a(x).tanh()), hidden, use_reentrant=False, context_fn=contexts)
 
 
-simple("a parametrized layer", lambda own, h: own.a(h), a=parametrized)
 simple("an adapter beside a frozen layer", lambda own, h: own.a(h), a=LowRank)
 simple("a weight frozen for a call", frozen_for_a_call, a=linear)
 simple("a hook on all layers", hooked_everywhere, a=linear)
-simple("a hook on what comes out", hooked_gradient, a=linear)
 simple("selective checkpointing", selective, a=linear, b=linear)
-simple("an embedding that pads", lambda own, h: h + own.a(ids(h)), a=lambda: nn.Embedding(WORDS, WIDTH, padding_idx=0))
-simple(
-    "an embedding scaled by frequency",
-    lambda own, h: h + own.a(ids(h)),
-    a=lambda: nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True),
-)
-simple("a layer called by name", lambda own, h: own.a(input=h), a=linear)
