@@ -75,43 +75,33 @@ class StandinAccelerator(CPU_Accelerator):
         self._communication_backend_name = "nccl"
 
     def is_synchronized_device(self) -> bool:
-        """Whether its work is done when a call returns: no."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Its kind, or one device's name."""
         return AsCuda(NAME) if device_index is None else f"{NAME}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """One device."""
         return torch.device(NAME, device.current_device() if device_index is None else device_index)
 
     def current_device_name(self) -> str:
-        """The name of this thread's device."""
         return self.device_name(device.current_device())
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set the state of a default generator."""
         device.set_rng_state(new_state, device_index)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The state of a default generator."""
         return device.get_rng_state(device_index)
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """A device's default generator."""
         return device.default_generators[device_index]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """All bytes of a device."""
         return device.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Free bytes of a device."""
         return device.mem_get_info(device_index)[0]
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16: yes."""
         return True
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager:
@@ -123,7 +113,6 @@ class StandinAccelerator(CPU_Accelerator):
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the device's."""
         return tensor.device.type == NAME
 
 

@@ -19,8 +19,6 @@ default_generators = tuple(extension.default_generator(index) for index in range
 
 
 class Properties(NamedTuple):
-    """What is known of a device."""
-
     name: str
     total_memory: int
     major: int = 0
@@ -45,17 +43,14 @@ def _index(device: Where) -> int:
 
 
 def is_available() -> bool:
-    """Whether there is a device: always."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether this process has used the device."""
     return extension.in_use()
 
 
 def init() -> None:
-    """Use the device from now on."""
     extension.use()
 
 
@@ -72,12 +67,10 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """The index of this thread's device."""
     return torch.accelerator.current_device_index()
 
 
 def set_device(device: Where) -> None:
-    """Choose this thread's device."""
     torch.accelerator.set_device_index(_index(device))
 
 
@@ -94,12 +87,10 @@ def device(device: Where) -> Iterator[None]:
 
 
 def get_device_name(device: Where = None) -> str:
-    """A name for people."""
     return "stand-in accelerator"
 
 
 def get_device_properties(device: Where = None) -> Properties:
-    """What is known of a device."""
     return Properties(get_device_name(device), extension.capacity())
 
 
@@ -109,12 +100,10 @@ def get_device_capability(device: Where = None) -> tuple[int, int]:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What torch.autocast may cast to."""
     return [torch.bfloat16, torch.float16]
 
 
 def is_bf16_supported() -> bool:
-    """Whether it computes in bfloat16: yes."""
     return True
 
 
@@ -122,7 +111,6 @@ def is_bf16_supported() -> bool:
 
 
 def Stream(device: Where = None, priority: int = 0) -> torch.Stream:
-    """Make a stream of this thread's device, or of another."""
     return torch.Stream(torch.device(NAME, _index(device)), priority=priority)
 
 
@@ -132,12 +120,10 @@ def Event(enable_timing: bool = False, blocking: bool = False, interprocess: boo
 
 
 def current_stream(device: Where = None) -> torch.Stream:
-    """This thread's stream."""
     return torch.accelerator.current_stream(_index(device))
 
 
 def default_stream(device: Where = None) -> torch.Stream:
-    """The stream of those who have chosen none."""
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=_DEVICE_TYPE)
 
 
@@ -145,7 +131,6 @@ _DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 def set_stream(stream: torch.Stream) -> None:
-    """Choose this thread's stream."""
     torch.accelerator.set_stream(stream)
 
 
@@ -160,7 +145,6 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: Where = None) -> None:
-    """Wait for all streams of a device."""
     torch.accelerator.synchronize(_index(device))
 
 
@@ -168,33 +152,27 @@ def synchronize(device: Where = None) -> None:
 
 
 def get_rng_state(device: Where = NAME) -> torch.Tensor:
-    """The state of a device's default generator."""
     return default_generators[_index(device)].get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Where = NAME) -> None:
-    """Set the state of a device's default generator."""
     default_generators[_index(device)].set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The states of all default generators."""
     return [generator.get_state() for generator in default_generators]
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the states of all default generators."""
     for generator, state in zip(default_generators, new_states):
         generator.set_state(state)
 
 
 def manual_seed(seed: int) -> None:
-    """Seed this thread's device's default generator."""
     default_generators[current_device()].manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed all default generators."""
     for generator in default_generators:
         generator.manual_seed(seed)
 
@@ -210,7 +188,6 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """The seed of this thread's device's default generator."""
     return default_generators[current_device()].initial_seed()
 
 
@@ -238,7 +215,6 @@ def memory_stats(device: Where = None) -> dict[str, int]:
 
 
 def mem_get_info(device: Where = None) -> tuple[int, int]:
-    """Free and all bytes of a device."""
     return extension.capacity() - memory_allocated(device), extension.capacity()
 
 

@@ -31,16 +31,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import reduce
+from multiprocessing.connection import Client, Connection, Listener
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,6 @@ from tests.support.standin import NAME
 from tests.support.standin.device import extension
 
 LAUNCHES = 1024
-HEAD = struct.Struct("<iiiqq")  # to, from, kind, number, bytes that follow
 # kinds of frames; SENDS, RECEIVES: of a direction's first use; GARBAGE: in the place of ALL, passed on by an abort
 WHOLE, ALL, MESSAGE, TAKEN, SENDS, RECEIVES, GARBAGE = range(7)
 HUB = -1
@@ -65,6 +64,7 @@ DTYPES = {
 }
 
 Key = tuple[int, int, int]  # who has sent it, kind, number
+Sent = tuple[int, int, int, bytes]  # a frame: to whom, kind, number, and what
 counted: Counter[str] = Counter()  # kernels that have ended well, by operation
 under_way: set[int] = set()  # kernels, of all groups of this process
 
@@ -74,7 +74,7 @@ class Kernel(NamedTuple):
 
     name: str
     held: int
-    sends: Sequence[tuple[int, int, int, bytes]]
+    sends: Sequence[Sent]
     needs: Sequence[Key]
     finish: Callable[[Sequence[bytes]], object]
 
@@ -99,31 +99,29 @@ class Hub:
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._members: dict[int, socket.socket] = {}
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+        self._members: dict[int, Connection] = {}
+        self.number = uuid4().int
+        self._listener = Listener(address_of(self.number), "AF_UNIX")
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         for _ in range(self._size):
-            connection = self._listener.accept()[0]
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            (_, rank, *_), _ = received(connection)
+            connection = self._listener.accept()
+            _, rank, *_ = connection.recv()
             self._members[rank] = connection
         self._listener.close()
         for rank in self._members:
-            self._pass_on(HEAD.pack(rank, HUB, WHOLE, 0, 0), rank)
+            self._pass_on((rank, HUB, WHOLE, 0, b""))
             threading.Thread(target=self._serve, args=(rank,), daemon=True).start()
 
     def _serve(self, rank: int) -> None:
-        with suppress(OSError):
+        with suppress(OSError, EOFError):
             while True:
-                head, payload = received(self._members[rank])
-                self._pass_on(HEAD.pack(*head) + payload, head[0])
+                self._pass_on(self._members[rank].recv())
 
-    def _pass_on(self, frame: bytes, to: int) -> None:
+    def _pass_on(self, frame: tuple[int, int, int, int, bytes]) -> None:
         with self._lock, suppress(OSError):
-            self._members[to].sendall(frame)
+            self._members[frame[0]].send(frame)
 
 
 class Communicator:
@@ -209,7 +207,7 @@ class ProcessGroupNCCL:
         self.changed, self._first = threading.Condition(), threading.Lock()  # an abort needs both
         self._sending = threading.Lock()  # of its own: what comes meanwhile is read
         self.aborted = False
-        self._line: socket.socket | None = None
+        self._line: Connection | None = None
         self._arrived: dict[Key, bytes | None] = {}  # None: garbage
         self._numbers: Counter[object] = Counter()
         self._communicators: dict[object, Communicator] = {}
@@ -220,17 +218,16 @@ class ProcessGroupNCCL:
         with self._first:
             if self._line is None:
                 if self._rank == 0:
-                    self._store.set("0", str(Hub(self._size).port).encode())
-                self._line = socket.create_connection(("127.0.0.1", int(self._store.get("0"))))
-                self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    self._store.set("0", str(Hub(self._size).number).encode())
+                self._line = Client(address_of(int(self._store.get("0"))), "AF_UNIX")
                 self.post([(HUB, WHOLE, 0, b"")])
                 threading.Thread(target=self._read, daemon=True).start()
             self.wait_in_call(lambda: (HUB, WHOLE, 0) in self._arrived, "ncclCommInitRankConfig")
 
     def _read(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, EOFError):
             while True:
-                (_, sender, kind, number, _), payload = received(self._line)
+                _, sender, kind, number, payload = self._line.recv()
                 with self.changed:
                     if kind == GARBAGE:
                         self._arrived.setdefault((sender, ALL, number), None)
@@ -238,12 +235,12 @@ class ProcessGroupNCCL:
                         self._arrived[sender, kind, number] = payload
                     self.changed.notify_all()
 
-    def post(self, frames: Sequence[tuple[int, int, int, bytes]], sender: int | None = None) -> None:
-        """Send frames: to whom, of which kind and number, and what; as if they came from ``sender``."""
+    def post(self, frames: Sequence[Sent], sender: int | None = None) -> None:
+        """Send frames, as if they came from ``sender``."""
         of = self._rank if sender is None else sender
         for to, kind, number, payload in frames:
             with suppress(OSError), self._sending:
-                self._line.sendall(HEAD.pack(to, of, kind, number, len(payload)) + payload)
+                self._line.send((to, of, kind, number, payload))
 
     def pass_garbage_on(self, needs: Sequence[Key]) -> None:
         """As an aborted kernel does that waits for ``needs``: whoever waits for the same gets it."""
@@ -313,26 +310,21 @@ class ProcessGroupNCCL:
         return self._communicator(None, (*given, *outputs)[0]).launch(name, given, outputs, kernel)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
-        """Combine everybody's tensor."""
         one_of(tensors)
         return self._collective("allreduce", tensors, tensors, added(options))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
-        """Give all what the root has."""
         root = options.rootRank
         one_of(tensors)
         return self._collective("broadcast", tensors, tensors, lambda rows: rows[root])
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], _: Any) -> Work:
-        """Give all what each has."""
         return self._collective("allgather", inputs, outputs[0], torch.cat)
 
     def gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any) -> Work:
-        """Give the root what each has."""
         return self._collective("gather", inputs, outputs[0] if outputs else [], torch.cat)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, options: Any) -> Work:
-        """Give each member its part of the combination."""
         chunk = lambda flat, member: flat.chunk(self._size)[member] if flat.numel() else flat
         return self._collective("reduce_scatter", [source], [output], added(options), chunk)
 
@@ -341,7 +333,6 @@ class ProcessGroupNCCL:
     def alltoall_base(
         self, output: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int], _: Any
     ) -> Work:
-        """Give each member its part of everybody's."""
         row = source[0].numel() if len(source) else 1
         lengths = [length * row for length in outgoing] or [source.numel() // self._size] * self._size
         return self._collective("alltoall", [source], [output], torch.cat, lambda flat, to: flat.split(lengths)[to])
@@ -358,7 +349,6 @@ class ProcessGroupNCCL:
         return self._communicator(to, tensors[0]).launch("send", tensors, [], kernel)
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int = 0) -> Work:
-        """Receive from a member."""
         number = self._use(source, RECEIVES, SENDS)
 
         def finish(came: Sequence[bytes]) -> None:
@@ -381,6 +371,11 @@ class ProcessGroupNCCL:
         return number
 
 
+def address_of(hub: int) -> str:
+    """In no folder: it goes with its process."""
+    return f"\0nccl-{hub}"
+
+
 def one_of(tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) != 1:
         raise ValueError(f"Expecting one tensor only but got {len(tensors)} tensors.")
@@ -392,23 +387,6 @@ def added(options: Any) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     if found is None:
         raise ValueError(f"Cannot use {op} with NCCL")
     return lambda rows: reduce(found, reversed(rows))
-
-
-def received(line: socket.socket) -> tuple[tuple[int, ...], bytes]:
-    """The next frame; raises OSError at the end."""
-    head = HEAD.unpack(exactly(line, HEAD.size))
-    return head, exactly(line, head[-1])
-
-
-def exactly(line: socket.socket, count: int) -> bytes:
-    buffer = bytearray(count)
-    view = memoryview(buffer)
-    while view:
-        got = line.recv_into(view)
-        if not got:
-            raise ConnectionError("the line has ended")
-        view = view[got:]
-    return bytes(buffer)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
