@@ -152,17 +152,12 @@ def all_to_all_uneven(rank: int) -> list:
     return torch.cat(held).tolist()
 
 
-def all_to_all_alike(rank: int) -> list:
-    held = torch.zeros(sum(1 + source for source in range(ranks())))
+@by_rank
+def all_to_all_single(rank: int, given: Callable[[int], torch.Tensor]) -> list:
+    """Rank r sends 1 + r numbers to each."""
     parts = [1 + source for source in range(ranks())]
-    dist.all_to_all_single(held, numbers(rank, 1 + rank).repeat(ranks()), parts, [1 + rank] * ranks())
-    return held.tolist()
-
-
-def all_to_all_single(rank: int) -> list:
-    held = torch.zeros(sum(1 + source for source in range(ranks())))
-    parts = [1 + source for source in range(ranks())]
-    dist.all_to_all_single(held, numbers(rank, ranks() * (1 + rank)), parts, [1 + rank] * ranks())
+    held = torch.zeros(sum(parts))
+    dist.all_to_all_single(held, given(rank), parts, [1 + rank] * ranks())
     return held.tolist()
 
 
@@ -188,16 +183,14 @@ def scattered_single(rank: int) -> torch.Tensor:
     return held
 
 
-def averaged(rank: int) -> list:
-    held = numbers(rank)
-    dist.all_reduce(held)
-    return listed(held / ranks())
-
-
 def summed(rank: int) -> torch.Tensor:
     held = numbers(rank)
     dist.all_reduce(held)
     return held
+
+
+def averaged(rank: int) -> list:
+    return listed(summed(rank) / ranks())
 
 
 def all_reduce_coalesced(rank: int) -> list:
@@ -380,8 +373,9 @@ TENSORS = [
     Call("reduce_scatter_tensor", reduce_scatter_from(lambda *given: dist.reduce_scatter_tensor(*given))),
     Call("reduce_scatter_single", reduce_scatter_from(lambda *given: dist.reduce_scatter_single(*given))),
     Call("all_to_all", all_to_all),
-    Call("all_to_all", all_to_all_uneven, "of unequal sizes", all_to_all_alike),
-    Call("all_to_all_single", all_to_all_single),
+    Call("all_to_all", all_to_all_uneven, "of unequal sizes",
+         all_to_all_single(lambda rank: numbers(rank, 1 + rank).repeat(ranks()))),
+    Call("all_to_all_single", all_to_all_single(lambda rank: numbers(rank, ranks() * (1 + rank)))),
     Call("barrier", lambda rank: dist.barrier()),
     Call("monitored_barrier", lambda rank: dist.monitored_barrier(timeout=timedelta(seconds=20))),
     Call("_coalescing_manager", coalesced(summed), "of `all_reduce`"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,11 +30,7 @@ from recycle_plugin.runtime.collectives.link import (
 from tests.support.members import DIED, LONG_S, Place
 
 SHORT_S = 0.2  # what must pass
-
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
-
-
 SIZES = (0, 1, 1000, 1 << 18)
 
 
@@ -75,7 +72,6 @@ def begun(
     for name, op, expected in (("sum", ReduceOp.SUM, total), ("max", ReduceOp.MAX, largest)):
         held = own.clone()
         yield name, AllReduce([held], op), [held], [expected]
-    held = own.clone()
     held = own.clone()
     yield "broadcast", Broadcast([held], last), [held], [each[last]]
     outputs = [zeros() for _ in each]
@@ -208,7 +204,16 @@ def test_a_member_that_never_comes_is_named_at_the_deadline(run):
     )
 
 
-def one_dies(place: Place, operation: Callable[[], Any]) -> str | None:
+DEADLY: dict[str, Callable[[], Any]] = {
+    "a small sum": lambda: AllReduce([torch.ones(1)], ReduceOp.SUM),
+    "a large sum": lambda: AllReduce([torch.ones(1 << 20)], ReduceOp.SUM),
+    "a broadcast from the lost": lambda: Broadcast([torch.ones(1)], 2),
+    "an all-to-all": lambda: AllToAll(torch.ones(3), torch.ones(3), [], []),
+    "a barrier": Barrier,
+}
+
+
+def one_dies(place: Place, operation: Callable[[], Any]) -> tuple[str, float, str, bool]:
     """Member 2, connected and through with one sum, in mid-operation of the others; who hears of it breaks what is
     left, which frees the rest.
     """
@@ -228,35 +233,10 @@ def one_dies(place: Place, operation: Callable[[], Any]) -> str | None:
     return failed, first.item(), failure_of(link.start(Barrier())), again.connected
 
 
-def dies_in_a_small_sum(place: Place) -> Any:
-    return one_dies(place, lambda: AllReduce([torch.ones(1)], ReduceOp.SUM))
+def dies_in(name: str, place: Place) -> tuple[str, float, str, bool]:
+    return one_dies(place, DEADLY[name])
 
 
-def dies_in_a_large_sum(place: Place) -> Any:
-    return one_dies(place, lambda: AllReduce([torch.ones(1 << 20)], ReduceOp.SUM))
-
-
-def dies_as_the_root(place: Place) -> Any:
-    return one_dies(place, lambda: Broadcast([torch.ones(1)], 2))
-
-
-def dies_in_an_all_to_all(place: Place) -> Any:
-    return one_dies(place, lambda: AllToAll(torch.ones(3), torch.ones(3), [], []))
-
-
-def dies_in_a_barrier(place: Place) -> Any:
-    return one_dies(place, Barrier)
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        dies_in_a_small_sum,
-        dies_in_a_large_sum,
-        dies_as_the_root,
-        dies_in_an_all_to_all,
-        dies_in_a_barrier,
-    ],
-)
-def test_a_members_death_in_mid_operation(run, scenario):
-    assert run(scenario, 3) == [("Broken", 3.0, "Broken", False)] * 2 + [DIED]
+@pytest.mark.parametrize("name", DEADLY)
+def test_a_members_death_in_mid_operation(run, name):
+    assert run(partial(dies_in, name), 3) == [("Broken", 3.0, "Broken", False)] * 2 + [DIED]
