@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.iterator_draws import Place
@@ -21,11 +23,10 @@ from tests.mistakes import around, changed, changed_recovery_plans, instead, mis
 @mistake("a script's boundary does not move when a replica is lost", seen=22)
 def boundary_stays(monkeypatch) -> None:
     def own(recovery):
-        kept = {
-            seat: tuple(one for one in work if one.works_on.replica == seat.replica)
-            for seat, work in recovery.compute.items()
-        }
-        return replace(recovery, compute=kept)
+        rest, each = recovery.rest, recovery.plan.view.topology.micro_batches
+        mine = rest.home == np.arange(rest.home.shape[1]) // each
+        kept = {name: getattr(rest, name) & mine for name in ("forward", "whole", "boundary", "weight")}
+        return replace(recovery, rest=replace(rest, **kept))
 
     changed_recovery_plans(monkeypatch, own)
 
