@@ -110,9 +110,7 @@ def tried(call) -> object:
         return str(error)
 
 
-for arguments in json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
-    name = arguments.pop("name")
-    (getattr(wrappers, name, None) or getattr(deepspeed_wrappers, name))(**arguments)
+wrappers.apply(deepspeed_wrappers)
 deepspeed.init_distributed()
 by_name = torch.distributed.new_group(backend="gloo")  # as Megatron-LM makes them
 mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "gloo"})

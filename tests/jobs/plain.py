@@ -98,10 +98,7 @@ def evaluated(replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tenso
 
 def prepare(job) -> None:
     """Change what is to be changed from outside, before anything is made."""
-    wraps = json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]"))
-    for arguments in wraps if isinstance(wraps, list) else [wraps]:
-        name = arguments.pop("name")
-        (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
+    wrappers.apply(plain_wrappers)
     if job.device == "standin":
         sys.path.append(str(Path(__file__).parents[2]))
         importlib.import_module("tests.support.standin")  # torch finds it from now on

@@ -6,8 +6,6 @@ Overrides: ``topology.…``, ``recycle.…``, ``run_dir``.  RECYCLE_TEST_WRAP: a
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -82,8 +80,7 @@ def main() -> None:
     from recycle_plugin.adapters.plain import Pipeline
 
     job = OmegaConf.from_dotlist([text.lstrip("+") for text in sys.argv[1:]])
-    for arguments in json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
-        getattr(wrappers, arguments.pop("name"))(**arguments)
+    wrappers.apply()
     pipeline = Pipeline(
         LAYERS,
         loss,

@@ -69,7 +69,7 @@ class ForkServer:
         ]
 
 
-def _started(command: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+def started(command: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
     return subprocess.Popen(
         command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -233,7 +233,7 @@ class Run:
             self.launcher = start(ranks, program, variables, output)
 
     def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
-        return _started(
+        return started(
             ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(self.port), *program], variables, output
         )
 
@@ -247,7 +247,7 @@ class Run:
     ) -> subprocess.Popen:
         module, *script = program
         job = [*self._options, *f"--workers {ranks} --port {self.port}".split(), *script]
-        return _started([sys.executable, "-u", "-m", module, *job], variables, output)
+        return started([sys.executable, "-u", "-m", module, *job], variables, output)
 
     def _warm_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         module, *script = program
@@ -262,7 +262,7 @@ class Run:
 
     def _cold_tasks(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> Tasks:
         command = [sys.executable, "-u", "-m", *program]
-        return Tasks([_started(command, place, output) for place in self._places(ranks, variables)])
+        return Tasks([started(command, place, output) for place in self._places(ranks, variables)])
 
     def _places(self, ranks: int, variables: dict[str, str]) -> list[dict[str, str]]:
         """The environment of each task."""

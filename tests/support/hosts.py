@@ -22,7 +22,7 @@ import psutil
 import recycle_plugin.launch
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.runs import environment
-from tests.support.cluster import DEEPSPEED, POLL_S, ROOT, ForkServer, Run, WarmLauncher
+from tests.support.cluster import DEEPSPEED, POLL_S, ForkServer, Run, WarmLauncher, started
 from tests.support.launchers import install
 
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
@@ -195,9 +195,7 @@ class ProgramRun(Run):
         variables |= {"DS_ENV_FILE": str(forwarded), "MASTER_PORT": str(self.port)}
         more = f"--hostfile {hostfile} --no_ssh_check --master_addr {self._address} --master_port {self.port}"
         command = [*self._command, *(more.split() if self._command[0] == "deepspeed" else []), *program]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        return started(command, variables, output)
 
     def crash(self, name: str) -> None:
         """The host dies, and SLURM comes to know of it."""
@@ -243,9 +241,7 @@ class HostsRun(Run):
         def launch(name: str, node: list[str], output: TextIO) -> subprocess.Popen:
             start = "deepspeed", "--hostfile", str(hostfile), "--no_ssh"
             command = [*self._hosts.entering(name), *start, *node, *program]
-            return subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            return started(command, variables, output)
 
         return self._on_all(launch, output)
 

@@ -4,6 +4,11 @@ order of events, and deaths at odd moments.  A job names one of these functions,
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from types import ModuleType
+
 from wrappers.broken_lines import *  # noqa: F403
 from wrappers.deaths import *  # noqa: F403
 from wrappers.devices import *  # noqa: F403
@@ -14,3 +19,14 @@ from wrappers.paces import *  # noqa: F403
 from wrappers.saving import *  # noqa: F403
 from wrappers.trainers import *  # noqa: F403
 from wrappers.watching import *  # noqa: F403
+
+
+def apply(*more: ModuleType) -> None:
+    """Make the changes that RECYCLE_TEST_WRAP holds as JSON, {"name": …, other arguments …} or a list of these;
+    ``more``: modules that have others.
+    """
+    changes = json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]"))
+    for arguments in changes if isinstance(changes, list) else [changes]:
+        name = arguments.pop("name")
+        where = next((module for module in more if hasattr(module, name)), sys.modules[__name__])
+        getattr(where, name)(**arguments)

@@ -16,6 +16,7 @@ from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker import parts
 from recycle_plugin.runtime.worker.operations import TorchOperations
 from wrappers.gates import gate
+from wrappers.trainers import inside
 
 
 def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
@@ -71,7 +72,7 @@ def overflow(at: list[str]) -> None:
     def changed(self: TorchOperations, instruction, have, *given) -> dict:
         made = compute(self, instruction, have, *given)
         if str(instruction) in at:
-            self._stepping._gradients._gradients.view()[0].view(-1)[0] = float("inf")
+            inside().framework.gradients.view()[0].view(-1)[0] = float("inf")
         return made
 
     TorchOperations.compute = changed
@@ -127,8 +128,7 @@ def flip_bit(seat: str, step: int, stays: int = 0) -> None:
 
     def changed(self: Worker, program):
         if str(self.seat) == seat and program.step == step and not program.resumed:
-            summed = self._machine.operations._stepping._gradients._gradients
-            summed.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+            inside().framework.gradients.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
         if str(self.seat) == seat and program.step == stays:
             return self._machine.wait("being given up", lambda: None)
         return execute(self, program)
