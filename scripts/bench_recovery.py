@@ -37,7 +37,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.experiments.against_torchft.comparison import FAULT_FREE, compare, deadline_s, table, verdicts
 from recycle_plugin.lab.experiments.against_torchft.picture import draw
 from recycle_plugin.lab.experiments.against_torchft.sides import NIGHTLY, RELEASE, own_sides, rivals
-from recycle_plugin.lab.experiments.against_torchft.strikes import STRIKES, Shape
+from recycle_plugin.lab.experiments.against_torchft.strikes import STRIKES, TrainedShape
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.experiments.measurements import (
     REPLACED,
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
 def beside_torchft(found: argparse.Namespace) -> int:
     """Measure replicas that are struck, the plugin's and torchft's, and write and print what came out."""
     sides = [side for side in (*own_sides(), *rivals()) if not found.sides or side.name in found.sides]
-    shape, folder = Shape(found.replicas, 2, found.step[0], found.megabytes), found.out / "against_torchft"
+    shape, folder = TrainedShape(found.replicas, 2, found.step[0], found.megabytes), found.out / "against_torchft"
     told = {"torchft": [RELEASE, NIGHTLY], "seed": found.seed, "shape": asdict(shape)}
     folder.mkdir(parents=True, exist_ok=True)
     path, picture = folder.with_suffix(".json"), folder.with_suffix(".png")

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from recycle_plugin.lab.training.compose import GPTModel, IndexedData, TrainingJob, compose_from_command_line
+from recycle_plugin.lab.training.compose import GPTModel, IndexedFiles, TrainingJob, compose_from_command_line
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -77,7 +77,7 @@ def gpt(job: TrainingJob):
     from recycle_plugin.lab.training.text import TextWindows
 
     shape = GPTShape(**job.model.model_dump(exclude={"kind"}))
-    if isinstance(job.data, IndexedData):
+    if isinstance(job.data, IndexedFiles):
         data = IndexedWindows(job.data.path, shape.sequence, shape.vocabulary)
     else:
         data = TextWindows(job.data.path, shape.sequence, job.data.limit_bytes)

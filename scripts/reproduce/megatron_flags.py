@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin.lab.training.compose import GPTModel, IndexedData, TrainingJob, compose
+from recycle_plugin.lab.training.compose import GPTModel, IndexedFiles, TrainingJob, compose
 
 FILLED = 128  # the vocabulary is filled up to a multiple of it, by default
 
@@ -68,5 +68,5 @@ def _flags(job: TrainingJob) -> Iterator[tuple[object, ...]]:
     )
     yield "--tokenizer-type", "NullTokenizer", "--vocab-size", model.vocabulary - 1
     yield () if model.vocabulary % FILLED == 0 else ("--make-vocab-size-divisible-by", 1)
-    indexed = isinstance(job.data, IndexedData) and job.data.path
+    indexed = isinstance(job.data, IndexedFiles) and job.data.path
     yield ("--data-path", job.data.path) if indexed else ("--mock-data",)

@@ -23,7 +23,7 @@ from common import OURS, PUBLISHED, Column, Table
 
 from recycle_plugin.commands import came_back
 from recycle_plugin.lab.experiments.bench_scripts import script
-from recycle_plugin.lab.planner.analytic import Shape, profile
+from recycle_plugin.lab.planner.analytic import GptShape, profile
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
 from recycle_plugin.planner.log_selection import Line, Selection, selection
 from recycle_plugin.planner.log_selection import best as exact
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def line_of(model: Mapping[str, Any], config: SimpleNamespace) -> Line:
     """The machines of a pipeline whose stages are GPUs: a group replays its machines' GPUs as a pipeline."""
-    shape = Shape(model["name"], model["layers"], model["hidden"], 1, model["sequence"], model["vocabulary"])
+    shape = GptShape(model["name"], model["layers"], model["hidden"], 1, model["sequence"], model["vocabulary"])
     made = profile(shape, micro_batch=model["micro_batch"])
     stages, count = config.machines * config.gpus, model["micro_batches"]
     costs, states = made.costs(stages, 1), made.state_bytes(stages)

@@ -32,8 +32,8 @@ from recycle_plugin.lab.experiments.against_torchft.strikes import (
     ENDS,
     GOES_ON,
     Back,
-    Shape,
     Struck,
+    TrainedShape,
     after,
     apart,
     in_turns,
@@ -44,7 +44,7 @@ from recycle_plugin.lab.experiments.measurements import TooShort
 from recycle_plugin.lab.experiments.turns import Window
 from recycle_plugin.runs import RunFailed
 
-SHAPE = Shape(replicas=2, micro_batches=2, step_s=0.06, megabytes=6)
+SHAPE = TrainedShape(replicas=2, micro_batches=2, step_s=0.06, megabytes=6)
 
 
 # --- figures -------------------------------------------------------------------------------------------
@@ -86,10 +86,10 @@ def test_a_short_step_is_the_median_of_windows_and_counts_all_processes():
     ends = (0.9, 1.1, 1.3, 5.0, 5.4, 5.8, 8.0, 8.2, 8.4)
     log = [{"event": "step", "rank": rank, "time": at} for at in ends for rank in (0, 1)]
     windows = [Window(1.0, 2.0, 0.2), Window(4.0, 6.0, 0.9), Window(7.5, 9.0, 0.6)]
-    step_s, cpu_s = short_step(windows, log, Shape(2, 1, 0.1, 1))
+    step_s, cpu_s = short_step(windows, log, TrainedShape(2, 1, 0.1, 1))
     assert step_s == pytest.approx(0.2) and cpu_s == pytest.approx(0.2)
     with pytest.raises(TooShort, match="a window of 0.5 s has no whole step"):
-        short_step([Window(2.0, 2.5, 0.1)], log, Shape(2, 1, 0.1, 1))
+        short_step([Window(2.0, 2.5, 0.1)], log, TrainedShape(2, 1, 0.1, 1))
 
 
 def test_losses_are_compared_step_by_step_with_those_of_a_run_without_a_failure():

@@ -30,7 +30,7 @@ def tried(monkeypatch) -> dict[str, list[Row] | None]:
         ran.append(name)
         return given.get(name, [PASSED])
 
-    monkeypatch.setattr(on_gpu.Call, "_rows", rows)
+    monkeypatch.setattr(on_gpu.OnGpuCall, "_rows", rows)
     given["ran"] = ran
     return given
 
@@ -120,7 +120,7 @@ def test_a_call_that_is_interrupted_is_one_line(call, monkeypatch, capsys):
     def interrupted(self, name: str, deadline_s: float):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(on_gpu.Call, "_rows", interrupted)
+    monkeypatch.setattr(on_gpu.OnGpuCall, "_rows", interrupted)
     assert call("--stage", "rng") == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("on_gpu: interrupted")

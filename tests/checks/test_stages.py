@@ -15,19 +15,19 @@ from recycle_plugin.checks import killed
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.core.vocabulary.profile import read
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries, on_gpu, stages
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.observability.run_history import read_events
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
 
 
 @pytest.fixture
-def place(tmp_path) -> Place:
+def place(tmp_path) -> StagePlace:
     return made(tmp_path, "stage")
 
 
-def made(out: Path, name: str) -> Place:
+def made(out: Path, name: str) -> StagePlace:
     (out / name).mkdir()
-    return Place("cpu", out, out / name, rehearsal=True)
+    return StagePlace("cpu", out, out / name, rehearsal=True)
 
 
 def by_name(rows: list[Row]) -> dict[str, Row]:
@@ -85,10 +85,10 @@ def test_a_layers_backward_is_timed_split_and_fused(place, one_thread):
 
 
 def test_what_a_stage_raises_is_a_row(tmp_path, monkeypatch, one_thread, capsys):
-    def broken(place: Place) -> list[Row]:
+    def broken(place: StagePlace) -> list[Row]:
         raise ValueError("two\nlines")
 
-    def ends_badly(place: Place) -> list[Row]:
+    def ends_badly(place: StagePlace) -> list[Row]:
         raise RunFailed("the run in x ended with exit code 1:\nits output")
 
     said = []
@@ -156,7 +156,7 @@ def test_what_a_stage_has_started_ends_with_it(warm, tmp_path, monkeypatch):
             raise RunFailed("it has not come in time")
 
     monkeypatch.setattr(on_gpu, "JobRun", PastIt)
-    assert on_gpu.Call(tmp_path, "cpu", 0.0)._rows("kills", 1.0) is None
+    assert on_gpu.OnGpuCall(tmp_path, "cpu", 0.0)._rows("kills", 1.0) is None
     workers = [event["pid"] for event in read_events(events) if event["event"] == "worker"]
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=60)
     assert workers and not alive
@@ -183,7 +183,7 @@ def test_what_is_lost_comes_back(server, place, monkeypatch, stage):
 
 
 @pytest.fixture
-def on_the_standin(server, tmp_path, monkeypatch) -> Place:
+def on_the_standin(server, tmp_path, monkeypatch) -> StagePlace:
     """A place whose jobs have their tensors on the stand-in accelerator, where late copies are seen."""
     monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
     one_host = killed.one_host
@@ -196,7 +196,7 @@ def on_the_standin(server, tmp_path, monkeypatch) -> Place:
 
     monkeypatch.setattr(gpu_jobs, "one_host", started)
     monkeypatch.setattr(gpu_recoveries, "one_host", started)
-    return Place("standin", tmp_path, tmp_path, rehearsal=True)
+    return StagePlace("standin", tmp_path, tmp_path, rehearsal=True)
 
 
 JOBS = {stage.__name__: stage for stage in (gpu_jobs.smoke, gpu_jobs.precision, gpu_jobs.kills)} | RECOVERIES

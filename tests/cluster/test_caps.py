@@ -13,7 +13,7 @@ pytestmark = pytest.mark.plain_too
 
 def test_room_for_one_micro_batch(launch, reference, tmp_path):
     """Without a cap each worker holds two; after the loss the stage's survivor runs all four through room for one."""
-    model = analytic.profile(analytic.Shape("tiny", layers=2, hidden=16, sequence=16, vocabulary=256))
+    model = analytic.profile(analytic.GptShape("tiny", layers=2, hidden=16, sequence=16, vocabulary=256))
     costs, path = model.costs(stages=2, replicas=2), tmp_path / "profile.json"
     profile.write(model, path)
     needed = [max(pair) for pair in zip(costs.activation_bytes, costs.pending_bytes)]
@@ -29,6 +29,6 @@ def test_room_for_one_micro_batch(launch, reference, tmp_path):
 @pytest.mark.plain_too(deepspeed=False)
 def test_what_a_profile_does_not_fit_is_refused(launch, tmp_path):
     path = tmp_path / "profile.json"
-    profile.write(analytic.profile(analytic.Shape("tiny", layers=2, hidden=16), micro_batch=3), path)
+    profile.write(analytic.profile(analytic.GptShape("tiny", layers=2, hidden=16), micro_batch=3), path)
     result = launch("recycle.activation_cap=auto", f"recycle.costs={path}").finish()
     assert_one_line(result, "recycle.costs: measured with micro-batches of 3, and the job's have 1; measure again")

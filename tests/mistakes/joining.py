@@ -24,7 +24,7 @@ from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.serving import Service, Servings
 from recycle_plugin.core.worker.whereabouts import Whereabouts
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState
+from recycle_plugin.lab.simulator.simulated_state import SimulatedLine, SimulatedState
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import around, changed, instead, mistake
 
@@ -42,7 +42,7 @@ def wrong_weights(monkeypatch) -> None:
     def send(self, before, item):
         before(self, replace(item, value=item.value + 1) if getattr(item, "name", "") == "weight" else item)
 
-    changed(monkeypatch, Pipe, "send", send)
+    changed(monkeypatch, SimulatedLine, "send", send)
 
 
 def not_asked_again(monkeypatch) -> None:
@@ -182,7 +182,7 @@ def gone_when_read(self, before, asked, out):
             self._present[rank].values.pop(asked.board, None)
 
 
-@instead("what a source says before its newcomer has come is lost", Pipe, "connect", seen=3216)
+@instead("what a source says before its newcomer has come is lost", SimulatedLine, "connect", seen=3216)
 def nobody_there(self, taker):
     self._taker = taker
 

@@ -15,7 +15,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.pushed import Need, PushedWorker, Script
 from recycle_plugin.lab.simulator import arithmetic
-from recycle_plugin.lab.simulator.pushed_machine import PushedMachine
+from recycle_plugin.lab.simulator.pushed_machine import SimulatedPushedMachine
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import around, changed, changed_recovery_plans, instead, mistake
 
@@ -33,7 +33,7 @@ def boundary_stays(monkeypatch) -> None:
 
 @around(
     "what a script has given and not run is drawn once more when it is asked for again",
-    PushedMachine,
+    SimulatedPushedMachine,
     "compute",
     seen=22,
 )
@@ -45,7 +45,7 @@ def drawn_again(self, before, instruction, have, boundary_only):
 
 @around(
     "what a script has run last is counted for the next micro-batch too, behind a failure",
-    PushedMachine,
+    SimulatedPushedMachine,
     "compute",
     seen=22,
 )
@@ -78,12 +78,12 @@ def torn_sum(monkeypatch) -> None:
     monkeypatch.setattr(Lockstep, "begin", lambda self, what: iter(()) if "STEP" in what else begin(self, what))
 
 
-instead("what a script has made of a sum is applied before all have it", PushedMachine, "confirm", seen=504)(
+instead("what a script has made of a sum is applied before all have it", SimulatedPushedMachine, "confirm", seen=504)(
     lambda self, step: iter(())
 )
 
 
-@around("each script's own change of a sum is applied", PushedMachine, "exchange", seen=13)
+@around("each script's own change of a sum is applied", SimulatedPushedMachine, "exchange", seen=13)
 def changes_of_their_own(self, before, step):
     given = yield from before(self, step)
     self.taken = step, self.change
@@ -97,10 +97,10 @@ def norm_of_one_replica(monkeypatch) -> None:
         return (yield from before(self, instruction, have, holder))
 
     changed(monkeypatch, SimulatedMachine, "add_up", add_up)
-    monkeypatch.setattr(PushedMachine, "share", lambda self, step, have: arithmetic.share(self._own))
+    monkeypatch.setattr(SimulatedPushedMachine, "share", lambda self, step, have: arithmetic.share(self._own))
 
 
-instead("each rank judges the norm of its own part", PushedMachine, "norm", seen=22)(
+instead("each rank judges the norm of its own part", SimulatedPushedMachine, "norm", seen=22)(
     lambda self, shares: SimulatedMachine.norm(self, dict(list(shares.items())[:1]))
 )
 

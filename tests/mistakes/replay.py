@@ -20,7 +20,7 @@ from recycle_plugin.core.worker.replay import StageReplay, StepEnd
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_log import CountsFrom, StepLog
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.lab.simulator.helped_stage import HelpedStage
+from recycle_plugin.lab.simulator.helped_stage import SimulatedHelpedStage
 from recycle_plugin.lab.simulator.script import SimulatedFiles
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLogs
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
@@ -156,19 +156,21 @@ def counted_beside(monkeypatch) -> None:
     changed(monkeypatch, Helpers, "_collect", collect)
 
 
-@around("a newcomer that waits helps with the weights that its script has made", HelpedStage, "begin", seen=168)
+@around(
+    "a newcomer that waits helps with the weights that its script has made", SimulatedHelpedStage, "begin", seen=168
+)
 def own_weights(self, before, step, weights):
     own = self._machine.store[Datum("params", self._machine.seat.stage, None, 1)]
     before(self, step, weights._replace(weight=own) if self._machine.control_view.outside else weights)
 
 
-@around("helpers compute with the weights of their first step", HelpedStage, "begin", seen=123)
+@around("helpers compute with the weights of their first step", SimulatedHelpedStage, "begin", seen=123)
 def stale(self, before, step, weights):
     self.first = getattr(self, "first", weights)
     before(self, step, self.first)
 
 
-@around("a helper makes the stage in its own place", HelpedStage, "begin", seen=123)
+@around("a helper makes the stage in its own place", SimulatedHelpedStage, "begin", seen=123)
 def in_its_own_place(self, before, step, weights):
     """Its moments are those that the helped stage has left, and not put back."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.lab.gpu import gpu_links
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runtime.collectives.nccl_door import LIMIT
 
 WORKER = (str(Path(__file__).parents[1] / "jobs" / "link_worker.py"),)
@@ -21,7 +21,7 @@ BOTH = (
 
 
 def test_each_member_has_a_row_for_what_it_has_tried(tmp_path):
-    place = Place("standin", tmp_path, tmp_path / "links", rehearsal=True)
+    place = StagePlace("standin", tmp_path, tmp_path / "links", rehearsal=True)
     rows = gpu_links.tried(place, WORKER, {LIMIT: "1"})
     assert all(row.passed for row in rows), rows
     expected = {f"{name}, member {rank}" for name in BOTH for rank in (0, 1)}
@@ -41,10 +41,10 @@ def test_each_member_has_a_row_for_what_it_has_tried(tmp_path):
 def test_why_it_can_not_be_tried_is_one_line(tmp_path, monkeypatch, release, unfit, said):
     monkeypatch.setattr(gpu_links, "loaded_release", lambda: release)
     monkeypatch.setattr(gpu_links, "unfit", lambda: iter(unfit))
-    (row,) = gpu_links.links(Place("cuda", tmp_path, tmp_path / "links", rehearsal=False))
+    (row,) = gpu_links.links(StagePlace("cuda", tmp_path, tmp_path / "links", rehearsal=False))
     assert row.passed is None and row.text == f"not tried: {said}"
 
 
 def test_a_rehearsal_on_a_cpu_says_so(tmp_path):
-    (row,) = gpu_links.links(Place("cpu", tmp_path, tmp_path / "links", rehearsal=True))
+    (row,) = gpu_links.links(StagePlace("cpu", tmp_path, tmp_path / "links", rehearsal=True))
     assert row.passed is None and row.text == "not tried: there is no NCCL on cpu"

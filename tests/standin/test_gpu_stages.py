@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recycle_plugin.lab.gpu import gpu_figures
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 
 STAGES = {
     "split": {"gpt_tiny", "gpt_tiny, checkpointing"},
@@ -24,7 +24,7 @@ def test_it_runs_in_order(standin, tmp_path, stage):
     os.environ.pop("DS_ACCELERATOR", None)
     torch.set_num_threads(1)
     standin.configure(late=5)
-    place = Place(standin.NAME, tmp_path, tmp_path / stage, rehearsal=True)
+    place = StagePlace(standin.NAME, tmp_path, tmp_path / stage, rehearsal=True)
     place.folder.mkdir()
     rows = getattr(gpu_figures, stage)(place)
     assert {row.name for row in rows} == STAGES[stage]

@@ -112,7 +112,7 @@ def test_megatrons_own_embedding_and_head_are_split_too(assert_bitwise):
     class Ends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            group = gpt.Alone()
+            group = gpt.GroupOfOne()
             self.embedding = LanguageModelEmbedding(config, 64, 16, tp_group=group)
             self.output = ColumnParallelLinear(
                 32, 64, config=config, init_method=config.init_method, bias=True, tp_group=group

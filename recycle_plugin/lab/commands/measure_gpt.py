@@ -43,7 +43,7 @@ class Case(NamedTuple):
     forward: Callable[[Tensor], Tensor]
 
 
-class Clock:
+class DeviceClock:
     """Measures the seconds that work on a device takes by the device's clock, ``in_a_row`` times without a wait.
 
     An accelerator does it once more before that (``times`` in all), so that it has something to do when what is
@@ -95,7 +95,7 @@ def _profile(
 ) -> Profile:
     memory, whose = _memory_of(device)
     cases = _cases(model, found.micro_batch, device, dtype, found.checkpointing)
-    parts = {name: _part(case, Clock(device), found.repeat) for name, case in cases.items()}
+    parts = {name: _part(case, DeviceClock(device), found.repeat) for name, case in cases.items()}
     boundary = cases["layer"].inputs
     return Profile(
         name=found.model,
@@ -126,7 +126,9 @@ def layer(
     assert isinstance(model, GPTModel), f"{name} is no GPT"
     with_group = _group(device)
     try:
-        return _part(_cases(model, batch, device, dtype, checkpointing, ("layer",))["layer"], Clock(device), repeat)
+        return _part(
+            _cases(model, batch, device, dtype, checkpointing, ("layer",))["layer"], DeviceClock(device), repeat
+        )
     finally:
         if with_group:
             dist.destroy_process_group()
@@ -161,7 +163,7 @@ def _cases(
     return {name: Case(module, ids if name == "first" else hidden, forward(name)) for name, module in made.items()}
 
 
-def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
+def _part(case: Case, clock: DeviceClock, repeat: int) -> LayerProfile:
     """Medians; fused and split runs take turns, so that a machine that changes its mind is fair to both."""
     fused, split = [], []
     for _ in range(WARM_UP + repeat):
@@ -178,7 +180,7 @@ def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
     )
 
 
-def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
+def _once(case: Case, clock: DeviceClock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
     """Seconds of F, I and W of one micro-batch; of F, B and nothing where the backward is not split."""
     inputs, outputs, left = [_inputs(case) for _ in range(clock.times)], deque[Tensor](), deque[PendingWeights]()
 
@@ -244,7 +246,7 @@ def _allocated(device: torch.device) -> int:
     return 0 if device == HOST else torch.get_device_module(device).memory_allocated(device)
 
 
-def _step(module: nn.Module, clock: Clock, repeat: int) -> float:
+def _step(module: nn.Module, clock: DeviceClock, repeat: int) -> float:
     """Seconds of an AdamW step on fp32 copies, written back where the parameters are of another type."""
     own = list(module.parameters())
     masters = [parameter.detach().float().clone() for parameter in own]
@@ -291,7 +293,9 @@ def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]
 def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
     """Microseconds of an all-reduce of so many bytes."""
     buffer = torch.ones(size // 4, device=device)
-    return 1e6 * median([Clock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:])
+    return 1e6 * median(
+        [DeviceClock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:]
+    )
 
 
 def _memory_of(device: torch.device) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.core.vocabulary.profile import read
 from recycle_plugin.lab.commands import measure_gpt
 from recycle_plugin.lab.gpu.copies import bandwidths
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.randomness import keyed
@@ -26,17 +26,17 @@ MODELS = {"gpt3_medium": 4, "gpt3_3_35b": 1, "gpt3_6_7b": 1}  # sequences of a m
 REHEARSED = {"gpt_tiny": 1}
 
 
-def device_at(place: Place) -> Device:
+def device_at(place: StagePlace) -> Device:
     """The device of this process."""
     return device_of(torch.device(place.device))
 
 
-def models(place: Place) -> dict[str, int]:
+def models(place: StagePlace) -> dict[str, int]:
     """The models that are measured, each with the sequences of a micro-batch."""
     return REHEARSED if place.rehearsal else MODELS
 
 
-def split(place: Place) -> list[Row]:
+def split(place: StagePlace) -> list[Row]:
     """Input and weight gradients apart against both at once, of one layer of each model in bf16."""
     where, repeat = device_at(place).where, 2 if place.rehearsal else 15
     rows = []
@@ -61,7 +61,7 @@ def split(place: Place) -> list[Row]:
     return rows
 
 
-def undo(place: Place) -> list[Row]:
+def undo(place: StagePlace) -> list[Row]:
     """Bytes and milliseconds of each way of taking an AdamW step back, beside those of the step.
 
     As in a job, a record may begin before the step's gradients are computed: here matrix products take their place.
@@ -122,7 +122,7 @@ def _undo(device: Device, kind: str, shapes: Sequence[tuple[int, int]], rehearsa
     )
 
 
-def copies(place: Place) -> list[Row]:
+def copies(place: StagePlace) -> list[Row]:
     """Bandwidths of pinned copies, alone and beside compute."""
     sizes = {"size": 1 << 20, "products": 2, "side": 64} if place.rehearsal else {"size": 256 << 20}
     found = bandwidths(device_at(place), **sizes)
@@ -130,7 +130,7 @@ def copies(place: Place) -> list[Row]:
     return [Row("copies", None, text, figures=found)]
 
 
-def rng(place: Place) -> list[Row]:
+def rng(place: StagePlace) -> list[Row]:
     """What it costs that a forward's random numbers are keyed by its micro-batch."""
     device, count = device_at(place), 20 if place.rehearsal else 500
 
@@ -170,12 +170,12 @@ def _milliseconds(device: Device, work: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-def profile_path(place: Place, name: str) -> Path:
+def profile_path(place: StagePlace, name: str) -> Path:
     """Where the profile of a model is, for ``recycle plan --profile``."""
     return place.out / "profiles" / f"{name}.json"
 
 
-def profile(place: Place) -> list[Row]:
+def profile(place: StagePlace) -> list[Row]:
     """A profile of each model in bf16, as ``recycle profile`` writes it."""
     rows = []
     for name, batch in models(place).items():

@@ -24,7 +24,7 @@ from recycle_plugin.checks.killed import (
 )
 from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.lab.gpu.context_worker import BLOCK, SIZE
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, training_script
 from recycle_plugin.runtime.devices.host import HOST
 
@@ -59,7 +59,7 @@ REFUSED = "DeepSpeed has no "  # in the line that refuses a precision (adapters/
 MEND = "send the run folder's events.jsonl and output.txt"
 
 
-def smoke(place: Place) -> list[Row]:
+def smoke(place: StagePlace) -> list[Row]:
     """The plain pipeline and a DeepSpeed job on 2 × 2 workers, their losses beside those of the CPU."""
     rows = []
     for name, start in (("plain", started_plain), ("deepspeed", started_gpt)):
@@ -70,7 +70,7 @@ def smoke(place: Place) -> list[Row]:
     return rows
 
 
-def precision(place: Place, *more: str) -> list[Row]:
+def precision(place: StagePlace, *more: str) -> list[Row]:
     """A DeepSpeed job in bf16 and fp16 beside the CPU's in fp32, and with a worker killed from outside.
 
     ``more``: overrides of the jobs on the device.
@@ -115,7 +115,7 @@ def killed_from_outside(run: JobRun, moment: str) -> float:
     return run.kill(run.rank_at(SEAT))
 
 
-def kills(place: Place, *more: str) -> list[Row]:
+def kills(place: StagePlace, *more: str) -> list[Row]:
     """A worker killed from outside in each instruction and between steps, with dropout, losses beside the job's own.
 
     ``more``: options of all the jobs.
@@ -128,7 +128,7 @@ def kills(place: Place, *more: str) -> list[Row]:
     return kill_list(started, place.folder, reference, list(MOMENTS), killed_from_outside, options)
 
 
-def sanitizer(place: Place) -> list[Row]:
+def sanitizer(place: StagePlace) -> list[Row]:
     """The plain pipeline under torch.cuda._sanitizer, with what waits for the device counted by its place."""
     folder = place.folder / "watched"
     try:
@@ -207,7 +207,7 @@ def refused(name: str, error: RunFailed) -> Row | None:
 # --- a survivor's context ----------------------------------------------------------------------------
 
 
-def context(place: Place) -> list[Row]:
+def context(place: StagePlace) -> list[Row]:
     """What a process can do on a device on which another one was killed while it computed."""
     command = [sys.executable, str(Path(__file__).with_name("context_worker.py")), place.device]
     with process([*command, "serve"]) as survivor, process([*command, "burn"]) as victim:

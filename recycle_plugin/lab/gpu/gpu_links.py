@@ -19,7 +19,7 @@ from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.lab.gpu.gpu_jobs import MEND, kills, precision
 from recycle_plugin.lab.gpu.gpu_recoveries import returns
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import JobRun, RunFailed
 from recycle_plugin.runtime.collectives.nccl_door import LIMIT, loaded_release, unfit
 from recycle_plugin.runtime.devices.host import HOST
@@ -36,7 +36,7 @@ ON_ONE_GPU = {
 WORKER = (str(Path(__file__).with_name("link_worker.py")),)
 
 
-def links(place: Place) -> list[Row]:
+def links(place: StagePlace) -> list[Row]:
     """Sums of three processes, a death in one, and what the others do; in one line why it can't be tried."""
     reason = untried(place)
     if reason:
@@ -45,7 +45,7 @@ def links(place: Place) -> list[Row]:
     return tried(place, WORKER, {"CUDA_VISIBLE_DEVICES": first, LIMIT: CALL_S, **ON_ONE_GPU})
 
 
-def jobs(place: Place) -> list[Row]:
+def jobs(place: StagePlace) -> list[Row]:
     """The kill list, a return and half precision, with gradients summed over NCCL."""
     reason = untried(place)
     if reason:
@@ -68,7 +68,7 @@ def of_groups(output: Path) -> Row:
     return judged(name, "" if groups else "none", f"{groups} ends of groups were made", MEND)
 
 
-def untried(place: Place) -> str:
+def untried(place: StagePlace) -> str:
     """Why several processes can't share a GPU over NCCL here, in one line, or ""."""
     if place.device != NVIDIA:
         return f"not tried: there is no NCCL on {place.device}"
@@ -81,7 +81,7 @@ def untried(place: Place) -> str:
     return ""
 
 
-def tried(place: Place, worker: Sequence[str], variables: dict[str, str]) -> list[Row]:
+def tried(place: StagePlace, worker: Sequence[str], variables: dict[str, str]) -> list[Row]:
     """A row for each thing that each member has tried."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LINKS_S), wait_for_workers=False)
     rows = []

@@ -12,7 +12,7 @@ from recycle_plugin.checks.killed import KILLED_IN, SEAT, TOLERANCE, difference,
 from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.checks.small_job import GO
 from recycle_plugin.lab.gpu.gpu_jobs import AS_THE_CPU, JOB_S, MEND, side_by_side
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.runtime.devices.host import HOST
 
@@ -24,7 +24,7 @@ KILLED = "killed"  # the folder of a job that loses somebody
 REPLICA, SHARDED_KILL = "1.0", "kill 1.0 before 0REDUCE@4"
 
 
-def returns(place: Place, *more: str) -> list[Row]:
+def returns(place: StagePlace, *more: str) -> list[Row]:
     """A worker that is killed, and comes back while the others train; ``more``: options of both jobs."""
     fault = f"kill {SEAT} after 1F0.0@{KILLED_IN}"
     whole, found = side_by_side(
@@ -35,7 +35,7 @@ def returns(place: Place, *more: str) -> list[Row]:
     return [recovered("return", found, whole, place.folder)]
 
 
-def replay(place: Place) -> list[Row]:
+def replay(place: StagePlace) -> list[Row]:
     """A stage that has lost its only worker, and is replayed from what the other one has logged."""
     options = ("--settings", json.dumps(LOG))
     fault = f"kill {SEAT} before 1F0.0@{KILLED_IN + 2}"
@@ -46,7 +46,7 @@ def replay(place: Place) -> list[Row]:
     return [recovered("replay", found, whole, place.folder, replayed=True)]
 
 
-def sharded(place: Place) -> list[Row]:
+def sharded(place: StagePlace) -> list[Row]:
     """DeepSpeed's ZeRO 3 on 2 replicas of 2 ranks: beside the CPU, and with a replica killed that comes back."""
     there, here, found = side_by_side(
         partial(shards, place.folder / "calm_cpu", HOST.type),

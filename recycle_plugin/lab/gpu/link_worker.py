@@ -52,7 +52,7 @@ class StoreMeeting(Meeting):
         """Leave the store as it is."""
 
 
-class Member:
+class LinkMember:
     """One of ``members`` at a store on this host."""
 
     def __init__(self, kind: str, rank: int, members: int, port: int) -> None:
@@ -122,7 +122,7 @@ def main() -> None:
     """Sums, a member's death in one, a new group, several groups that are stuck, first calls that block."""
     kind, rank, members, port = sys.argv[1], *map(int, sys.argv[2:5])
     nccl_door.prepare(os.environ)
-    member, left = Member(kind, rank, members, port), members - 1
+    member, left = LinkMember(kind, rank, members, port), members - 1
     link = member.link("all", members)
     tried("a sum", lambda: member.sum(link, members))
     member.meet("summed", members)
@@ -153,7 +153,7 @@ def main() -> None:
     os._exit(0)  # what is stuck may keep the process
 
 
-def never_made(member: Member) -> str:
+def never_made(member: LinkMember) -> str:
     """The other members have said that they are there, and make no group."""
     meeting = StoreMeeting(member._store, "never", range(2), 0)
     meeting.store.set(HERE.format(1), "")

@@ -29,7 +29,7 @@ import torch
 from recycle_plugin.checks.installed import first_line, installed, name_of
 from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import MARKS, Row, all_passed
-from recycle_plugin.lab.gpu.stages import STAGES, Stage
+from recycle_plugin.lab.gpu.stages import STAGES, GpuStage
 from recycle_plugin.runs import JobRun, RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import kinds
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found.out.mkdir(parents=True, exist_ok=True)
         with terminable():
-            return Call(found.out.resolve(), device, time.monotonic() + 60 * found.minutes).run(wanted)
+            return OnGpuCall(found.out.resolve(), device, time.monotonic() + 60 * found.minutes).run(wanted)
     except OSError as error:
         print(f"on_gpu: --out {found.out}: {error.strerror or error}", file=sys.stderr)
         return BAD
@@ -91,14 +91,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Call:
+class OnGpuCall:
     """One call: stages run into ``out`` until ``until``, by time.monotonic."""
 
     def __init__(self, out: Path, device: str, until: float) -> None:
         self._out, self._device, self._until = out, device, until
         self._about = about(device)
 
-    def run(self, wanted: Sequence[Stage]) -> int:
+    def run(self, wanted: Sequence[GpuStage]) -> int:
         """Run those that have no result yet; returns the exit code."""
         left = []
         for stage in wanted:
@@ -126,7 +126,7 @@ class Call:
         same = all(found.get(key) == self._about[key] for key in ("sources", "device", "torch"))
         return found if same else None
 
-    def _try(self, stage: Stage) -> bool:
+    def _try(self, stage: GpuStage) -> bool:
         """Run a stage, if it fits into what is left; whether it has a result now."""
         left_s = self._until - time.monotonic() - END_S
         if left_s < stage.estimate_s:

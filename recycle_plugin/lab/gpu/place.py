@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """The place of one stage.
 
     ``device``: its kind, such as "cuda"; ``out``: the folder of all stages; ``folder``: that of this one;

@@ -15,45 +15,45 @@ import torch
 from recycle_plugin.checks.killed import failed
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_links, gpu_recoveries
-from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST
 
 
-class Stage(NamedTuple):
+class GpuStage(NamedTuple):
     """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds."""
 
     name: str
     estimate_s: float
     deadline_s: float
-    run: Callable[[Place], list[Row]]
+    run: Callable[[StagePlace], list[Row]]
 
 
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("smoke", 50, 500, gpu_jobs.smoke),
-        Stage("precision", 60, 580, gpu_jobs.precision),
-        Stage("kills", 85, 580, gpu_jobs.kills),
-        Stage("sanitizer", 20, 200, gpu_jobs.sanitizer),
-        Stage("context", 15, 200, gpu_jobs.context),
-        Stage("links", 45, 200, gpu_links.links),
-        Stage("nccl", 180, 580, gpu_links.jobs),
-        Stage("returns", 30, 300, gpu_recoveries.returns),
-        Stage("replay", 30, 300, gpu_recoveries.replay),
-        Stage("sharded", 40, 300, gpu_recoveries.sharded),
-        Stage("split", 60, 400, gpu_figures.split),
-        Stage("undo", 30, 200, gpu_figures.undo),
-        Stage("copies", 20, 120, gpu_figures.copies),
-        Stage("rng", 10, 120, gpu_figures.rng),
-        Stage("profile", 90, 500, gpu_figures.profile),
+        GpuStage("smoke", 50, 500, gpu_jobs.smoke),
+        GpuStage("precision", 60, 580, gpu_jobs.precision),
+        GpuStage("kills", 85, 580, gpu_jobs.kills),
+        GpuStage("sanitizer", 20, 200, gpu_jobs.sanitizer),
+        GpuStage("context", 15, 200, gpu_jobs.context),
+        GpuStage("links", 45, 200, gpu_links.links),
+        GpuStage("nccl", 180, 580, gpu_links.jobs),
+        GpuStage("returns", 30, 300, gpu_recoveries.returns),
+        GpuStage("replay", 30, 300, gpu_recoveries.replay),
+        GpuStage("sharded", 40, 300, gpu_recoveries.sharded),
+        GpuStage("split", 60, 400, gpu_figures.split),
+        GpuStage("undo", 30, 200, gpu_figures.undo),
+        GpuStage("copies", 20, 120, gpu_figures.copies),
+        GpuStage("rng", 10, 120, gpu_figures.rng),
+        GpuStage("profile", 90, 500, gpu_figures.profile),
     )
 }
 
 
 def run(name: str, out: Path, device: str) -> list[Row]:
     """Run a stage in this process; what it raises is a row that has failed."""
-    place = Place(device, out, out / name, rehearsal=device == HOST.type)
+    place = StagePlace(device, out, out / name, rehearsal=device == HOST.type)
     place.folder.mkdir(parents=True, exist_ok=True)
     if place.rehearsal:
         torch.set_num_threads(1)

@@ -66,7 +66,7 @@ A100 = DeviceRates(
 
 
 @dataclass(frozen=True)
-class Shape:
+class GptShape:
     """The shape of a GPT: sizes as in configs/model; ``tensor``: GPUs of a tensor-parallel group."""
 
     name: str
@@ -88,13 +88,13 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("gpt3_medium", 24, 1024),
-        Shape("gpt3_3_35b", 28, 3072),
-        Shape("gpt3_6_7b", 32, 4096),
-        Shape("gpt_18_4b", 40, 6144, tensor=8),
-        Shape("gpt_39_1b", 48, 8192, tensor=8),
-        Shape("gpt_76_1b", 60, 10240, tensor=8),
-        Shape("gpt_145_6b", 80, 12288, tensor=8),
+        GptShape("gpt3_medium", 24, 1024),
+        GptShape("gpt3_3_35b", 28, 3072),
+        GptShape("gpt3_6_7b", 32, 4096),
+        GptShape("gpt_18_4b", 40, 6144, tensor=8),
+        GptShape("gpt_39_1b", 48, 8192, tensor=8),
+        GptShape("gpt_76_1b", 60, 10240, tensor=8),
+        GptShape("gpt_145_6b", 80, 12288, tensor=8),
     )
 }
 """Shapes: configs/model, and for the last four papers.md section 1; their tensor parallelism is our choice."""
@@ -112,7 +112,7 @@ def preset(name: str, micro_batch: int = 1) -> Profile:
     return profile(SHAPES[shape], micro_batch, checkpointing=saved == "ckpt")
 
 
-def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
+def profile(shape: GptShape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
     """The analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences on ``device``."""
     tokens, h, v = micro_batch * shape.sequence, shape.hidden, shape.vocabulary
     boundary = 2 * tokens * h
@@ -140,7 +140,7 @@ def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, dev
     )
 
 
-def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device: DeviceRates) -> LayerProfile:
+def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool, device: DeviceRates) -> LayerProfile:
     h, t = shape.hidden, shape.tensor
     product = device.product_us(2 * 12 * h * h * tokens / t)
     scores = device.product_us(4 * shape.sequence * h * tokens / t)

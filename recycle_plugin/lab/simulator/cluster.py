@@ -51,14 +51,14 @@ from recycle_plugin.core.worker.loop_ports import LEAVE
 from recycle_plugin.lab.simulator.confusion import Confusion
 from recycle_plugin.lab.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
-from recycle_plugin.lab.simulator.pushed_machine import PushedMachine
+from recycle_plugin.lab.simulator.pushed_machine import SimulatedPushedMachine
 from recycle_plugin.lab.simulator.pushed_script import PushedScript
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
-from recycle_plugin.lab.simulator.script import Died, Script
+from recycle_plugin.lab.simulator.script import Died, SimulatedScript
 from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
 from recycle_plugin.lab.simulator.simulated_spec import DEADLINES
-from recycle_plugin.lab.simulator.simulated_state import Pipe
+from recycle_plugin.lab.simulator.simulated_state import SimulatedLine
 from recycle_plugin.lab.simulator.simulated_sums import Sum
 from recycle_plugin.lab.simulator.simulated_worker import Holding, SimulatedMachine
 from recycle_plugin.lab.simulator.state_dump import dump, load
@@ -103,7 +103,7 @@ class Cluster:
             rank: self._machine(rank, weights[seat.stage])
             for rank, seat in enumerate(seat for seat in scenario.shape.seats for _ in range(scenario.shards))
         }
-        self.pipes: dict[str, Pipe] = {}  # by address, between sources and newcomers
+        self.pipes: dict[str, SimulatedLine] = {}  # by address, between sources and newcomers
         self._damages = Random(f"damages in {scenario.torn}")
         self.rank_of = {  # of the worker that troubles strike
             seat: place * scenario.shards + scenario.struck for place, seat in enumerate(scenario.shape.seats)
@@ -157,10 +157,12 @@ class Cluster:
         return awaited or any(worker.runs for worker in self.workers.values())
 
     def _machine(self, rank: int, weight: int, incarnation: int = 0) -> SimulatedMachine:
-        return (PushedMachine if self.scenario.pushes else SimulatedMachine)(self, rank, weight, incarnation)
+        return (SimulatedPushedMachine if self.scenario.pushes else SimulatedMachine)(self, rank, weight, incarnation)
 
     def _begin(self, worker: SimulatedMachine) -> None:
-        worker.life = (PushedScript(worker) if isinstance(worker, PushedMachine) else Script(worker)).run()
+        worker.life = (
+            PushedScript(worker) if isinstance(worker, SimulatedPushedMachine) else SimulatedScript(worker)
+        ).run()
         self.later(0, partial(self.advance, worker))
 
     def damages(self) -> bool:

@@ -25,24 +25,24 @@ T = TypeVar("T")
 MAKING_US = 10 * MILLISECOND  # of a stage, from its layer specs
 
 
-class SentWeights(NamedTuple):
+class SimulatedWeights(NamedTuple):
     """A stage's weight, as a lot has it."""
 
     weight: int
     nbytes: int = 3
 
 
-def made(machine: SimulatedMachine, stage: int) -> Waits[HelpedStage]:
+def made(machine: SimulatedMachine, stage: int) -> Waits[SimulatedHelpedStage]:
     """The value is ``stage``, which the worker on ``machine`` makes.  Raises CantHelp where it is said to be unable."""
     machine.at = (ELSEWHERE, f"the making of stage {stage}, to help")
     yield MAKING_US
     if machine.cluster.refusals.random() < machine.cluster.scenario.helps_not:
         machine.cluster.exercised[ProtocolRule.REFUSED] += 1
         raise CantHelp("it has no room for another stage")
-    return HelpedStage(machine, stage)
+    return SimulatedHelpedStage(machine, stage)
 
 
-class HelpedStage:
+class SimulatedHelpedStage:
     """A stage that is not its worker's own: ``stage``, with exact numbers, as the worker on ``machine`` computes it."""
 
     def __init__(self, machine: SimulatedMachine, stage: int) -> None:
@@ -51,7 +51,7 @@ class HelpedStage:
         self._numbers = Numbers(scenario, seat)
         self.store = StepStore(seat, scenario.shape.stages)
 
-    def begin(self, step: int, weights: SentWeights) -> None:
+    def begin(self, step: int, weights: SimulatedWeights) -> None:
         """Takes the weight before ``step``, and drops all sums."""
         self._numbers.forget_sums()
         self.store.rewind(step - 1, 0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
 
 
-class PushedMachine(SimulatedMachine):
+class SimulatedPushedMachine(SimulatedMachine):
     """The machine of a worker that trains what its script pushes.  ``given``: the sample that the script has at hand;
     ``met``: the step behind which it has met the others last; ``change``: what the script has made of a sum, None where
     it has left that as it was.

@@ -12,20 +12,20 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.pushed import Need, PushedSteps, follow, steps
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
-from recycle_plugin.lab.simulator.pushed_machine import PushedMachine
+from recycle_plugin.lab.simulator.pushed_machine import SimulatedPushedMachine
 from recycle_plugin.lab.simulator.scenario import MILLISECOND
-from recycle_plugin.lab.simulator.script import Script
+from recycle_plugin.lab.simulator.script import SimulatedScript
 
 DAWDLES_US = 120 * MILLISECOND  # at most
 CHANGES = 0.4  # of the sums that a script is shown
 
 
-class PushedScript(Script):
+class PushedScript(SimulatedScript):
     """The script of the worker on ``machine``, which draws its own samples."""
 
-    _machine: PushedMachine
+    _machine: SimulatedPushedMachine
 
-    def __init__(self, machine: PushedMachine) -> None:
+    def __init__(self, machine: SimulatedPushedMachine) -> None:
         super().__init__(machine)
         self._steps = PushedSteps(machine.pushed, partial(steps, self._loop))
         view = machine.control_view
@@ -94,7 +94,7 @@ class PushedScript(Script):
     def _all_came(self) -> bool | None:
         cluster, view = self._machine.cluster, self._machine.control_view
         asking = (cluster.workers[each.rank] for each in view.roster)
-        came = (other.met for other in asking if isinstance(other, PushedMachine))
+        came = (other.met for other in asking if isinstance(other, SimulatedPushedMachine))
         return all(step >= self._machine.met for step in came) or None
 
     def _hear(self) -> Iterator[Any]:

@@ -35,7 +35,7 @@ class Died(BaseException):
     """A worker is dead; raised in it to end its execution."""
 
 
-class Script:
+class SimulatedScript:
     """The training script of the worker on ``machine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:

@@ -22,14 +22,14 @@ WRITING_US = 3 * MILLISECOND  # until a record is on the disk
 FULL = "its disk is full"
 
 
-class Void(NamedTuple):
+class Voided(NamedTuple):
     """What was kept of the steps after ``after`` counts no more, where it is valid from before ``valid_from``."""
 
     after: int
     valid_from: int
 
 
-class Kept(NamedTuple):
+class KeptValue(NamedTuple):
     """A value that was kept."""
 
     datum: Datum
@@ -51,7 +51,7 @@ class SimulatedLog:
         self.broken: set[int] = set()
         self.data: dict[Datum, list[tuple[int, Any]]] = {}  # with the generation that each is valid from
         self.records: dict[int, CommittedStep] = {}
-        self.voids: list[Void] = []
+        self.voids: list[Voided] = []
 
     @property
     def worker(self) -> Any:
@@ -60,7 +60,7 @@ class SimulatedLog:
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a value; on the disk it is later."""
         self._cluster.exercised[ProtocolRule.MADE_AGAIN] += datum in self._cluster.unlogged
-        self._write(datum.step, Kept(datum, value, valid_from))
+        self._write(datum.step, KeptValue(datum, value, valid_from))
 
     def commit(self, record: CommittedStep) -> None:
         """Keeps a record; on the disk it is later."""
@@ -68,7 +68,7 @@ class SimulatedLog:
 
     def void(self, after: int, valid_from: int) -> None:
         """Takes back what was kept of the steps after ``after``; on the disk it is later."""
-        self._write(after + 1, Void(after, valid_from))
+        self._write(after + 1, Voided(after, valid_from))
 
     def mark(self, step: int) -> None:
         """Notes that all of ``step`` was kept."""
@@ -87,7 +87,7 @@ class SimulatedLog:
 
     def _written(self) -> None:
         if not self._machine.alive:
-            self._cluster.unlogged |= {entry.datum for entry in self._under_way if isinstance(entry, Kept)}
+            self._cluster.unlogged |= {entry.datum for entry in self._under_way if isinstance(entry, KeptValue)}
             self._under_way.clear()
         elif self._under_way:
             self._take(self._under_way.pop(0))
@@ -95,7 +95,7 @@ class SimulatedLog:
     def _take(self, entry: Any) -> None:
         if isinstance(entry, int):
             self._machine.send(Logged(self._machine.rank, entry))
-        elif isinstance(entry, Void):
+        elif isinstance(entry, Voided):
             self.voids.append(entry)
         elif self._cluster.log_damages.random() < self._cluster.scenario.log_damaged_share:
             self._cluster.damaged.add(_name(entry))
@@ -133,7 +133,7 @@ class SimulatedLog:
 
     def taken(self) -> list[str]:
         """Takes all away with its disk; returns what that is, in words."""
-        data = [Kept(datum, value, number) for datum, values in self.data.items() for number, value in values[:1]]
+        data = [KeptValue(datum, value, number) for datum, values in self.data.items() for number, value in values[:1]]
         found = [*map(_name, data), *map(_name, self.records.values())]
         self.data, self.records, self.voids = {}, {}, []
         return found
@@ -145,7 +145,7 @@ class SimulatedLog:
         self._under_way.clear()
 
 
-def _name(entry: CommittedStep | Kept) -> str:
+def _name(entry: CommittedStep | KeptValue) -> str:
     """What is damaged, as who replays names it where it is nowhere else."""
     if isinstance(entry, CommittedStep):
         return f"the record of step {entry.step}"

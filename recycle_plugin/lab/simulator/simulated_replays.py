@@ -20,11 +20,11 @@ from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import simulated_spec
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
-from recycle_plugin.lab.simulator.helped_stage import SentWeights
+from recycle_plugin.lab.simulator.helped_stage import SimulatedWeights
 from recycle_plugin.lab.simulator.numbers import Numbers
 from recycle_plugin.lab.simulator.scenario import MILLISECOND
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLogs
-from recycle_plugin.lab.simulator.simulated_state import UNITS, WEIGHT, KeptState, SimulatedState
+from recycle_plugin.lab.simulator.simulated_state import UNITS, WEIGHT, KeptNumbers, SimulatedState
 
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
@@ -35,7 +35,7 @@ READING_US = 5 * MILLISECOND  # a stage's share of a checkpoint
 T = TypeVar("T")
 
 
-class Replaying:
+class SimulatedReplays:
     """What a simulated worker has for replays: the logs, its own state to put back, and words with those that help.
 
     A base of SimulatedMachine, which makes what is declared here.
@@ -85,9 +85,9 @@ class Replaying:
         self.at = (WAITS, what)
         yield LOOK_US
 
-    def weights(self) -> SentWeights:
+    def weights(self) -> SimulatedWeights:
         """The weight of this stage."""
-        return SentWeights(self.store[of_layers("params", self.seat, self.steps.stepped + 1)])
+        return SimulatedWeights(self.store[of_layers("params", self.seat, self.steps.stepped + 1)])
 
     def add_share(self, step: int, sums: Any) -> None:
         """Adds what a share has to this worker's own sums."""
@@ -119,18 +119,18 @@ class Replaying:
     def replays(self) -> bool:
         return self.control_view.outside or self.replays_along
 
-    def keep_state(self) -> tuple[KeptState, int]:
+    def keep_state(self) -> tuple[KeptNumbers, int]:
         """All numbers of the stage, and the learning rate."""
         self.replays_along = True
         self.cluster.exercised[ProtocolRule.ACCOMPANIED] += 1
         return self.shared.kept(), self.numbers.rate
 
-    def otherwise(self, kept: tuple[KeptState, int]) -> str:
+    def otherwise(self, kept: tuple[KeptNumbers, int]) -> str:
         """Says so where the numbers are others, though nobody rounds."""
         now, (before, _) = self.shared.kept(), kept
         return "" if now == before or self.cluster.scenario.rounds else f"{now}, and it was {before}"
 
-    def put_back(self, kept: tuple[KeptState, int]) -> None:
+    def put_back(self, kept: tuple[KeptNumbers, int]) -> None:
         """Has all numbers again."""
         self.replays_along = False
         numbers, self.numbers.rate = kept

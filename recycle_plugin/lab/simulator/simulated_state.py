@@ -24,7 +24,7 @@ UNITS = {WEIGHT: 3, **{name: place + 1 for place, name in enumerate(MOMENTS)}}  
 CATCH_UP = "catch-up"  # the name of a line
 
 
-class KeptState(NamedTuple):
+class KeptNumbers(NamedTuple):
     """All numbers of a stage."""
 
     weight: int
@@ -80,11 +80,11 @@ class SimulatedState:
 
     # --- for itself --------------------------------------------------------------------------------
 
-    def kept(self) -> KeptState:
+    def kept(self) -> KeptNumbers:
         """A copy of it."""
-        return KeptState(self._weight, dict(self._machine.numbers.moments))
+        return KeptNumbers(self._weight, dict(self._machine.numbers.moments))
 
-    def restore(self, kept: KeptState) -> None:
+    def restore(self, kept: KeptNumbers) -> None:
         """Takes a copy over."""
         self._machine.store.put(self._params, kept.weight)
         self._machine.numbers.moments = dict(kept.moments)
@@ -134,7 +134,7 @@ class SimulatedState:
         return {of_layers("params", machine.seat, step + 1): after}
 
 
-class Pipe:
+class SimulatedLine:
     """The line from a source to a newcomer, with both ends: ``core.worker.serving.Outlet`` and ``catching_up.Inlet``.
 
     What goes over it takes its time, may be held up, and may be damaged; it breaks with either process.  What is sent
@@ -228,15 +228,15 @@ class Pipe:
                 self._cluster.wake(end)
 
 
-def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
+def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[SimulatedState, SimulatedLine, str]:
     """The state for ``newcomer``, a pipe to it, and the name under which it is found."""
-    pipe = Pipe(machine)
+    pipe = SimulatedLine(machine)
     address = f"pipe {len(machine.cluster.pipes)}"
     machine.cluster.pipes[address] = pipe
     return machine.shared, pipe, address
 
 
-def inlet(machine: SimulatedMachine, serving: Serving) -> Pipe:
+def inlet(machine: SimulatedMachine, serving: Serving) -> SimulatedLine:
     """The newcomer's end of the pipe that ``serving`` names."""
     pipe = machine.cluster.pipes[serving.address]
     pipe.connect(machine)

@@ -44,15 +44,15 @@ from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.lab.simulator import simulated_spec, simulated_sums
 from recycle_plugin.lab.simulator.arithmetic import PRIME, Batch, rate
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
-from recycle_plugin.lab.simulator.helped_stage import HelpedStage, made
+from recycle_plugin.lab.simulator.helped_stage import SimulatedHelpedStage, made
 from recycle_plugin.lab.simulator.numbers import MOMENTS, Numbers
 from recycle_plugin.lab.simulator.plain import PlainIterator
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Heavy, Trouble
 from recycle_plugin.lab.simulator.script import Died
 from recycle_plugin.lab.simulator.simulated_boards import SimulatedView
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
-from recycle_plugin.lab.simulator.simulated_replays import Replaying
-from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState, inlet, opened
+from recycle_plugin.lab.simulator.simulated_replays import SimulatedReplays
+from recycle_plugin.lab.simulator.simulated_state import SimulatedLine, SimulatedState, inlet, opened
 
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
@@ -70,7 +70,7 @@ class Holding(NamedTuple):
     shard: int
 
 
-class SimulatedMachine(Replaying):
+class SimulatedMachine(SimulatedReplays):
     """The machine of one simulated worker, which is also the port of its training loop; ``worker`` and ``loop`` run on
     it.  What may happen to it: lab/simulator/scenario.py.
     """
@@ -174,7 +174,7 @@ class SimulatedMachine(Replaying):
         self.worker.companion = Companion(self, self.store, self.steps, replay, self.worker.undo)
         return replay
 
-    def make_stage(self, call: Call) -> Waits[HelpedStage]:
+    def make_stage(self, call: Call) -> Waits[SimulatedHelpedStage]:
         """The value is the stage that ``call`` asks for, made beside this worker's own.  Raises CantHelp in some."""
         return (yield from made(self, call.stage))
 
@@ -383,7 +383,7 @@ class SimulatedMachine(Replaying):
             yield PART_US
             self.cpu_s += heavy.computes * PART_US / 1e6
 
-    def open_outlet(self, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
+    def open_outlet(self, newcomer: WorkerId) -> tuple[SimulatedState, SimulatedLine, str]:
         """The state for ``newcomer``, the line to it, and the name of that."""
         return opened(self, newcomer)
 

@@ -89,7 +89,7 @@ class TextData(_Section):
     limit_bytes: PositiveInt
 
 
-class IndexedData(_Section):
+class IndexedFiles(_Section):
     """Megatron's .bin and .idx files; ``path`` is their names' common part."""
 
     kind: Literal["indexed"]
@@ -115,7 +115,7 @@ class TrainingJob(_Section):
     save_parameters: bool
     model: GPTModel | EmulatedModel = Field(discriminator="kind")
     topology: JobTopology
-    data: TextData | IndexedData = Field(discriminator="kind")
+    data: TextData | IndexedFiles = Field(discriminator="kind")
     optimizer: OptimizerSection
     deepspeed: dict[str, Any] | None
     recycle: dict[str, Any]

@@ -197,7 +197,7 @@ def _prepare_megatron() -> None:
         parallel_state._set_global_memory_buffer()
 
 
-class Alone:
+class GroupOfOne:
     """A group of one member: all that megatron-core asks of it where there is nobody to talk to."""
 
     def size(self) -> int:
@@ -208,7 +208,7 @@ class Alone:
 
 
 def _alone() -> ProcessGroupCollection:
-    return ProcessGroupCollection(tp=Alone(), pp=Alone(), cp=Alone())
+    return ProcessGroupCollection(tp=GroupOfOne(), pp=GroupOfOne(), cp=GroupOfOne())
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from statistics import median
 from typing import NamedTuple
 
 from recycle_plugin.lab.experiments.against_torchft.sides import LOOPS, Side
-from recycle_plugin.lab.experiments.against_torchft.strikes import Job, Shape, given, in_turns, strike
+from recycle_plugin.lab.experiments.against_torchft.strikes import Job, TrainedShape, given, in_turns, strike
 from recycle_plugin.observability.run_history import read_events
 from recycle_plugin.runs import RunFailed, environment
 
 FAULT_FREE = "no fault"
 OURS, RELEASE, TUNED = "recycle", "torchft 0.2.0", "torchft 0.2.0, 1 s"
-SHORT = Shape(2, 1, 0.03, 7)  # what shows the time around a step's compute: small and quick
+SHORT = TrainedShape(2, 1, 0.03, 7)  # what shows the time around a step's compute: small and quick
 PAIRS, WINDOW_S = 8, 1.5  # turns of it and of its baseline, each some 40 steps
 REFERENCE, REFERENCE_S = 120, 300.0  # steps whose losses are known, and how long they may take to compute
 NOT_TUNED = {"stop", "coordinator", FAULT_FREE}  # where a shorter heartbeat timeout has no part
@@ -27,7 +27,7 @@ Rounds = dict[str, dict[str, list[dict]]]  # by strike, by side
 
 
 def compare(
-    sides: Sequence[Side], strikes: Sequence[str], shape: Shape, rounds: int, seed: int, folder: Path
+    sides: Sequence[Side], strikes: Sequence[str], shape: TrainedShape, rounds: int, seed: int, folder: Path
 ) -> Iterator[Rounds]:
     """Measure everything ``rounds`` times, in turns; what there is after each round.  Raises RunFailed."""
     dice, losses = Random(seed), {side.first_step: reference(shape, side.first_step, folder) for side in sides}
@@ -67,7 +67,7 @@ def fault_free(side: Side, folder: Path) -> dict[str, float]:
     }
 
 
-def reference(shape: Shape, first_step: int, folder: Path) -> list[list[float]]:
+def reference(shape: TrainedShape, first_step: int, folder: Path) -> list[list[float]]:
     """The losses without a failure, by step and replica.  Raises RunFailed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f"losses{first_step}.json"
@@ -148,7 +148,7 @@ def verdicts(found: Rounds, stop_s: float | None) -> list[Verdict]:
     ]
 
 
-def table(shape: Shape, found: Rounds, stop_s: float | None) -> str:
+def table(shape: TrainedShape, found: Rounds, stop_s: float | None) -> str:
     """The medians of all sides, and of each figure the least and the most, in Markdown; and the verdicts."""
     rounds = max(len(each) for of_sides in found.values() for each in of_sides.values())
     lines = [

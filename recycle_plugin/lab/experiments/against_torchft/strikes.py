@@ -37,7 +37,7 @@ Times = list[tuple[float, float]]  # of steps: when they began and ended, in sec
 
 
 @dataclass(frozen=True)
-class Shape:
+class TrainedShape:
     """What all train: a step is ``step_s`` of emulated compute in ``micro_batches``, and the exchange of a third of
     ``megabytes``, which are of weights and moments.
     """
@@ -79,7 +79,7 @@ class Struck:
 
 
 def strike(
-    side: Side, how: str, shape: Shape, folder: Path, dice: Random, reference: Sequence[Sequence[float]]
+    side: Side, how: str, shape: TrainedShape, folder: Path, dice: Random, reference: Sequence[Sequence[float]]
 ) -> Struck:
     """One job in which the last replica is struck by ``how``, of STRIKES, or the coordinator; ``reference``: the losses
     without a failure, by step and replica.  Raises RunFailed where it does not get as far as that.
@@ -133,7 +133,7 @@ class Back:
     back_at: float
 
 
-def returned(run: JobRun, side: Side, shape: Shape, pids: Mapping[int, int]) -> Back:
+def returned(run: JobRun, side: Side, shape: TrainedShape, pids: Mapping[int, int]) -> Back:
     """Wait for the return of the last replica.  Raises RunFailed."""
     lost = shape.replicas - 1
 
@@ -201,7 +201,9 @@ class ShortStep(NamedTuple):
     cpu_s: float
 
 
-def in_turns(jobs: Mapping[str, Job], shape: Shape, folder: Path, pairs: int, window_s: float) -> dict[str, ShortStep]:
+def in_turns(
+    jobs: Mapping[str, Job], shape: TrainedShape, folder: Path, pairs: int, window_s: float
+) -> dict[str, ShortStep]:
     """A step of each of these jobs, which have the machine in turns, ``pairs`` windows each: medians over windows."""
     with ExitStack() as stack:
         runs = {}
@@ -213,7 +215,7 @@ def in_turns(jobs: Mapping[str, Job], shape: Shape, folder: Path, pairs: int, wi
         return {name: short_step(windows[name], log_of(run), shape) for name, run in runs.items()}
 
 
-def short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Shape) -> ShortStep:
+def short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: TrainedShape) -> ShortStep:
     """Medians over windows, from those of the steps within each.  Raises TooShort where one has none."""
     found = []
     for window in windows:
@@ -229,7 +231,7 @@ def short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Shape) 
 # --- a job and its log ---------------------------------------------------------------------------------
 
 
-def started(command: Sequence[str], shape: Shape, folder: Path, settings: Mapping | None = None) -> JobRun:
+def started(command: Sequence[str], shape: TrainedShape, folder: Path, settings: Mapping | None = None) -> JobRun:
     """A job of ``command`` with ``folder`` as its run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in [*folder.glob("log/*"), *folder.glob("store")]:
@@ -237,7 +239,7 @@ def started(command: Sequence[str], shape: Shape, folder: Path, settings: Mappin
     return JobRun(folder, command, environment(AGAINST_TORCHFT=given(shape, folder, settings)), LOOPS)
 
 
-def given(shape: Shape, folder: Path, settings: Mapping | None = None) -> str:
+def given(shape: TrainedShape, folder: Path, settings: Mapping | None = None) -> str:
     """What the loops are told."""
     return json.dumps({"folder": str(folder.resolve()), **asdict(shape), "settings": dict(settings or {})})
 
