@@ -94,7 +94,6 @@ class Pipeline(PlainJob):
         super().__init__(
             line,
             chosen_settings,
-            topology,
             place,
             module,
             made,

@@ -51,7 +51,6 @@ class Replicas(PlainJob):
                 "one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m "
                 "recycle_plugin.launch --workers 2"
             )
-        topology = Topology(workers, 1, micro_batches)
-        place = meet(line, topology)
-        super().__init__(line, chosen, topology, place, module, optimizer, scheduler, None, clip, compute=compute)
+        place = meet(line, Topology(workers, 1, micro_batches))
+        super().__init__(line, chosen, place, module, optimizer, scheduler, None, clip, compute=compute)
         self._trainer.feed.source = lambda step, micro_batch: None

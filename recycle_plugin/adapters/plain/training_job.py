@@ -12,7 +12,6 @@ from torch import nn
 
 from recycle_plugin.adapters.plain.checkpoint import PlainFiles, chosen
 from recycle_plugin.adapters.plain.ports import PlainOptimizer
-from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import HeldSeat, make_alike
@@ -84,7 +83,6 @@ class PlainJob:
         self,
         line: Session,
         settings: Settings,
-        topology: Topology,
         place: HeldSeat,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -96,6 +94,7 @@ class PlainJob:
         make: Callable[[int], nn.Module] | None = None,
     ) -> None:
         self.seat, self.module, self.optimizer, self.scheduler = place.seat, module, optimizer, scheduler
+        topology = place.topology
         check_layers(module)
         check_optimizer(module, optimizer)
         check_scheduler(scheduler)

@@ -17,10 +17,11 @@ from recycle_plugin.runtime.control.session import Session
 
 @dataclass(frozen=True)
 class HeldSeat:
-    """The place of a worker: ``shard`` of ``seat``, which so many ``shards`` hold together.  ``peers``: the group of
-    those with the same shard of the same stage.
+    """The place of a worker in a job of shape ``topology``: ``shard`` of ``seat``, which so many ``shards`` hold
+    together.  ``peers``: the group of those with the same shard of the same stage.
     """
 
+    topology: Topology
     seat: Seat
     peers: MemberGroup
     shards: int = 1
@@ -45,7 +46,7 @@ def meet(line: Session, topology: Topology, shards: int = 1) -> HeldSeat:
     if shards > 1:
         first = [dist.new_group(range(at, at + shards)) for at in range(0, topology.stages * of_stage, shards)]
         line.hooks.seat_group = first[line.rank // shards]
-    return HeldSeat(Seat(replica, stage), peers[stage, shard], shards, shard)
+    return HeldSeat(topology, Seat(replica, stage), peers[stage, shard], shards, shard)
 
 
 @torch.no_grad()

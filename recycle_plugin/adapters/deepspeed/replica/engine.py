@@ -126,7 +126,7 @@ class ReplicaEngine(DeepSpeedEngine):
         self.shards = shards_of(self)
         device = device_of(self.device)
         stage = PushedStage(self.shards.gradients, device, self.shards)
-        self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
+        self._trainer = Trainer(session, self._job.settings, self._framework(self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedCalls(self._trainer, stage)
         session.hooks.at_end = self._steps.end
@@ -326,8 +326,8 @@ class ReplicaEngine(DeepSpeedEngine):
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
                 count_micro_steps(self)
 
-    def _framework(self, topology: Topology, place: HeldSeat, stage: PushedStage) -> Framework:
-        device, scale = device_of(self.device), LossScale(self.shards.scaler)
+    def _framework(self, place: HeldSeat, stage: PushedStage) -> Framework:
+        device, scale, topology = device_of(self.device), LossScale(self.shards.scaler), place.topology
         model = StageModel(
             self.shards.module, None, topology.micro_batches, True, True, device, gradients=self.shards.gradients
         )
