@@ -163,9 +163,6 @@ instead(
     "_await_changes",
     seen=43,
 )(lambda self: iter(()))
-instead("whoever takes part waits for sources that have left", CatchingUp, "keep_only", seen=9895)(
-    lambda self, workers: None
-)
 around("a step is followed with what the script here has set, and not there", FilledStage, "follow", seen=43)(
     followed_with(settings=None)
 )
@@ -187,7 +184,7 @@ def nobody_there(self, taker):
     self._taker = taker
 
 
-instead("who leaves keeps its lines to newcomers", Servings, "close", seen=9110)(lambda self: None)
+instead("who leaves keeps its lines to newcomers", Servings, "close", seen=7449)(lambda self: None)
 around("a newcomer says anew what it has where it knew before that a source was gone", Joining, "caught_up", seen=4524)(
     lambda self, before, newcomer, sources, *more: before(self, newcomer, newcomer.came, *more)
 )

@@ -85,3 +85,19 @@ def test_what_was_asked_for_before_it_began_anew_does_not_stand_before_the_head(
     late.comes = [Head(6, b"", {"a": 1}), Unit(6, "a", 2)]
     catching_up.pump(9)
     assert catching_up.whole and catching_up.clock == 6 and written == [2]
+
+
+def test_nobody_waits_for_a_source_that_has_left_and_whose_line_stands():
+    settings: list[str] = []
+    state = SimpleNamespace(
+        begin=lambda step, head: None, write=lambda name, value: None, take_settings=settings.append
+    )
+    catching_up, line, left = CatchingUp(state), Line(), Line()
+    catching_up.add_source(ONE, line)
+    line.comes = [Marker(5, begins=True), Head(5, b"", {"a": 1}), Unit(5, "a", "")]
+    catching_up.pump(9)
+    catching_up.add_source(OTHER, left)
+    line.comes, left.comes = [Marker(5, ends=True, settings="rates")], [Marker(5, begins=True)]
+    assert catching_up.take_changes() is None and not settings
+    catching_up.keep_only({ONE})
+    assert catching_up.take_changes() is True and settings == ["rates"] and {*catching_up.sources} == {ONE}
