@@ -342,6 +342,24 @@ async def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
         await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
 
 
+async def test_it_outlives_a_worker_that_ends_as_who_has_asked_for_it_goes(imported):
+    """Both at one look of the server's, which stands still meanwhile."""
+    before = set(children())
+    server = await ServerProcess.start(["json"])
+    (own,) = set(children()) - before
+    with ask(
+        server.address, Request(imported("import signal; signal.pause()"), (), {**os.environ}, "/"), [1, 2]
+    ) as asked:
+        worker = psutil.Process(int(asked.recv(100)))
+        os.kill(own, signal.SIGSTOP)
+        worker.kill()
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.001)
+    os.kill(own, signal.SIGCONT)
+    another = await ForkedProcess.start(server.address, "keyword", [], dict(os.environ))
+    assert await another.wait() == 0 and await server.stop() == ""
+
+
 @pytest.mark.parametrize("ending, code, said", (("'what is wrong'", 1, "what is wrong\n"), ("", 0, ""), ("3", 3, "")))
 async def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, code, said):
     server = await ServerProcess.start(["json"])

@@ -155,9 +155,13 @@ class Server:
         connection.close()
 
     def _abandoned(self, pid: int) -> None:
-        """Who has asked for a worker never writes again: that its connection is readable means that it has gone."""
-        os.kill(pid, signal.SIGKILL)
-        self._selector.unregister(self._workers[pid][0])
+        """Who has asked for a worker never writes again: that its connection is readable means that it has gone.
+
+        The same look may have found the worker's end before: then its number may be another process's.
+        """
+        if pid in self._workers:
+            os.kill(pid, signal.SIGKILL)
+            self._selector.unregister(self._workers[pid][0])
 
 
 def _received(connection: socket.socket) -> tuple[Request, list[int]]:
