@@ -6,6 +6,7 @@ Everything that is reported is read from what the two runs left behind: event lo
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from recycle_plugin.commands import came_back
+from recycle_plugin.commands.parsers import command
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.observability.console import STYLES
@@ -120,6 +122,26 @@ SCENARIOS = {
         replays=True,
     ),
 }
+
+
+DESCRIPTION = """\
+Train twice on this machine, without and with a killed worker, and compare the losses.
+
+recycle demo --scenario rejoin
+
+Scenarios: worker, one is killed (default); rejoin, it also comes back; replica, its whole replica goes and comes with
+it; stage, a stage's only worker is killed, and replays it from the log.
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    about = "train on this machine, kill a worker, compare with the run without"
+    made = command(commands, "demo", about, DESCRIPTION, lambda found: run(found.out, found.scenario, found.steps))
+    made.add_argument("--out", metavar="DIR", help="run folder (default: runs/demo)")
+    made.add_argument("--scenario", metavar="NAME", default="worker", help="one of those above")
+    made.add_argument(
+        "--steps", metavar="N", type=int, help="optimizer steps of each of the two runs (default: 30; of rejoin 90)"
+    )
 
 
 # --- what a failure cost -----------------------------------------------------------------------------

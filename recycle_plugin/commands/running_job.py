@@ -1,4 +1,4 @@
-"""The job that a command is about, by its run folder, or by its coordinator's address."""
+"""What a command asks the coordinator of a running job."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ CONNECT_S = 5.0  # how long the coordinator may take to be reached
 ANSWER_S = 30.0  # how long it may take to answer
 
 
-def folder_of(job: str) -> Path:
-    """The run folder of ``job``, which is that, or the address of the coordinator, as in node1:29500.  Raises
-    ValueError where there is neither.
+def folder_at(host: str, port: int) -> Path:
+    """The run folder of the job whose coordinator is there.  Raises ValueError where there is none, or it is not seen
+    from here.
     """
-    host, _, port = job.rpartition(":")
-    if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
-        return Path(job)
+    job = f"{host}:{port}"
     try:
-        control, folder = _connected(ControlWay((host, int(port)), SecretFile.of(os.environ | {"MASTER_PORT": port})))
+        control, folder = _connected(ControlWay((host, port), SecretFile.of(os.environ | {"MASTER_PORT": str(port)})))
     except (OSError, NoCredentials) as error:
         raise ValueError(f"{job} is no run folder, and nobody answers there: {error}") from None
     control.close()

@@ -11,7 +11,7 @@ from math import isfinite, nan
 from pathlib import Path
 
 from recycle_plugin.commands.parsers import command
-from recycle_plugin.commands.running_job import folder_of
+from recycle_plugin.commands.run_folder import add_job, folder_of
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.comings import comings
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
@@ -32,7 +32,7 @@ MOST_NAMED = 24  # seats in a line
 
 def add(commands: argparse._SubParsersAction) -> None:
     made = command(commands, "status", "where a running job is: steps, live workers, throughput", DESCRIPTION, run)
-    made.add_argument("job", metavar="RUN_DIR|ADDRESS", help="the job's run folder, or its coordinator's host and port")
+    add_job(made)
     made.add_argument("--json", action="store_true", help="the same as data")
 
 

@@ -2,12 +2,5 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
-
-
-def modules() -> Sequence[ModuleType]:
-    """The modules of these subcommands, each with ``add``."""
-    from recycle_plugin.lab.commands import campaign, profile, simulate
-
-    return simulate, profile, campaign
+COMMANDS = {word: f"recycle_plugin.lab.commands.{word}" for word in ("simulate", "profile", "campaign")}
+"""The module of each."""

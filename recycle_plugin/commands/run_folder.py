@@ -1,0 +1,25 @@
+"""The job that a command is about, by its run folder, or by its coordinator's address."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the job, for :func:`folder_of`."""
+    parser.add_argument(
+        "job", metavar="RUN_DIR|ADDRESS", help="the job's run folder, or its coordinator's host and port"
+    )
+
+
+def folder_of(job: str) -> Path:
+    """The run folder of ``job``, which is that, or the address of the coordinator, as in node1:29500.  Raises
+    ValueError where there is neither.
+    """
+    host, _, port = job.rpartition(":")
+    if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
+        return Path(job)
+    from recycle_plugin.commands.running_job import folder_at  # a look at a folder takes a tenth of that
+
+    return folder_at(host, int(port))
