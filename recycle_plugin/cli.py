@@ -20,6 +20,7 @@ COMMANDS = {
         ("doctor", ("doctor",)),
         ("plan", ("plan",)),
         ("status", ("status",)),
+        ("top", ("top",)),
         ("operate", ("leave", "drain", "admit")),
         ("report", ("report",)),
         ("log", ("log",)),

@@ -14,18 +14,21 @@ from recycle_plugin.commands.parsers import command
 from recycle_plugin.commands.run_folder import add_job, folder_of
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.comings import comings
-from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
-from recycle_plugin.observability.run_summary import end, facts, sentence
+from recycle_plugin.observability.run_history import EVENTS, RunHistory, last_event
+from recycle_plugin.observability.run_summary import end, exit_code, facts, sentence
+from recycle_plugin.observability.training_time import goodput
 
 DESCRIPTION = """\
 Say where a job is: first in one sentence, then why it has ended, steps, live workers, who is lost and why, who is
 coming back and how far each has come, how many copies of its state each stage has, throughput now and before, what the
-planner predicts, model, batch, precision, hosts, times, checkpoints.  Reads events.jsonl of the run folder
+planner predicts, goodput, model, batch, precision, hosts, times, checkpoints.  Reads events.jsonl of the run folder
 (recycle.run_dir; the line "start" names it) and asks no process; on the coordinator's host it sees whether that is
 there.  The coordinator's address will do too, where the run folder can be read.
 
 recycle status runs/train
 recycle status node1:29500
+
+Exit code: 0 while the job runs and where it came to its planned end, 1 where it has ended otherwise; 2 for bad input.
 """
 MOST_NAMED = 24  # seats in a line
 
@@ -37,22 +40,25 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Print where the job that ``found.job`` names is, as text or as JSON; return the exit code."""
+    """Print where the job that ``found.job`` names is, as text or as JSON; return the exit code: 1 where it has ended
+    before its planned end.
+    """
     folder = folder_of(found.job)
     if early := ended_early(folder):
         print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
-        return 0
-    known = status(RunHistory.read(folder), time.time())
+        return 1
+    history = RunHistory.read(folder)
+    known = status(history, time.time())
     if found.json:
         print(json.dumps(known, indent=1))
     else:
         print("\n".join([known["sentence"], *(f"{name:<11}{text}" for name, text in lines(known))]))
-    return 0
+    return exit_code(history)
 
 
 def ended_early(folder: Path) -> str:
     """Why the last job in this folder ended before there was training to tell of; empty if there was."""
-    last = (read_events(folder / EVENTS) or [{}])[-1]
+    last = last_event(folder / EVENTS)
     return last["text"] if "killed" in last else ""
 
 
@@ -93,6 +99,7 @@ def status(history: RunHistory, now: float) -> dict:
             "before": _number(history.rate(before, history.last_before)),
         },
         "predicted_throughput": history.predicted,
+        "ettr": _number(goodput(history, now)),
         "unmanned_stages": list(history.unmanned),
         "checkpoint": history.checkpoint,
         "facts": dict(facts(history)),
@@ -115,7 +122,7 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
     for one in known["gone"]:
         yield "gone", f"{named(one['rank'], one['seat'])}, {one['before_s']:.0f} s ago: {one['why']}"
     for one in known["joining"]:
-        yield "joining", f"{named(one['rank'], one['seat'])}: {one['phase']}, for {one['for_s']:.0f} s" + _moved(one)
+        yield "joining", f"{named(one['rank'], one['seat'])}: {one['told']}"
     if speed["now"] is not None:
         yield "now", f"{rate['now']:.4g} samples/s, {speed['now']:.3f} s a step"
     if speed["before"] is not None and known["gone"]:
@@ -125,6 +132,8 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         _predicted(known["predicted_throughput"], known["unmanned_stages"])
         + _if(speed["predicted"], ", {:.3f} s a step"),
     )
+    if known["ettr"] is not None:
+        yield "goodput", f"{known['ettr']:.1%} of the time since the start, in steps that stand"
     yield from known["facts"].items()
     if known["metrics"] and known["state"] == "running":
         yield "metrics", known["metrics"]
@@ -133,22 +142,16 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
 
 
 def _joining(history: RunHistory, now: float) -> list[dict]:
-    at = {rank: seat for seat, rank in history.seats.items()}
     return [
-        {"seat": seat, "for_s": round(now - one.since, 1), **asdict(one)}
+        {
+            "seat": history.seat_of[one.rank],
+            "for_s": round(now - one.since, 1),
+            "told": one.told(now),
+            **asdict(one),
+        }
         for one in comings(history.events)
-        if (seat := at.get(one.rank)) is not None
+        if one.rank in history.seat_of
     ]
-
-
-def _moved(coming: dict) -> str:
-    """How much of the state has come, in words; empty where that is not known."""
-    if coming["bytes"] is None:
-        return ""
-    share, rate = coming["share"], coming["bytes_per_s"]
-    return f", with {share:.0%} of its stage's state, {coming['bytes'] / 1e6:.1f} MB" + (
-        "" if rate is None else f" at {rate / 1e6:.1f} MB/s"
-    )
 
 
 def _predicted(throughput: float | None, unmanned: list[int]) -> str:

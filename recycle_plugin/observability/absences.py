@@ -13,7 +13,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 
 @dataclass(frozen=True)
 class Absence:
-    """A worker was lost or has left, and perhaps another process has taken its seat since.
+    """A worker was lost or has left, as ``planned``, and perhaps another process has taken its seat since.
 
     ``how``: as it was first said; ``confirmed``: what its supervisor has seen.  Times are seconds since the epoch, None
     where it did not come to that: ``restarted_at``, its next process was ordered; ``came_at``, that one's script had
@@ -37,6 +37,7 @@ class Absence:
     helpers: int = 0
     back_at: float | None = None
     back_step: int = 0
+    planned: bool = False
 
     @property
     def why(self) -> str:
@@ -98,7 +99,7 @@ def absences(events: Sequence[Mapping[str, Any]]) -> dict[int, Absence]:
             leaving[rank] = event
         elif event["event"] == "left" and rank in leaving:
             said = leaving.pop(rank)
-            found[place] = Absence(Seat.parse(said["seat"]), rank, said["why"], event["time"])
+            found[place] = Absence(Seat.parse(said["seat"]), rank, said["why"], event["time"], planned=True)
             under_way[rank] = place
         elif rank in under_way:
             heard = found[under_way[rank]] = found[under_way[rank]].heard(event)

@@ -20,7 +20,7 @@ OVER = ("rejoined", "not_restarted", "held_back", "lost")  # kinds of events aft
 class Coming:
     """The way back to the seat of ``rank``: the last process of that rank, its ``phase`` in words, and since when, in
     seconds since the epoch.  ``share`` of its stage's state is there, ``bytes`` have come, lately ``bytes_per_s``; None
-    before it catches up.
+    before it catches up.  ``step``: where its script is, ``left`` steps behind the others; None if it has not said so.
     """
 
     rank: int
@@ -29,6 +29,18 @@ class Coming:
     share: float | None = None
     bytes: int | None = None
     bytes_per_s: float | None = None
+    step: int | None = None
+    left: int | None = None
+
+    def told(self, now: float) -> str:
+        """How far it is and since when, in words."""
+        text = f"{self.phase}, for {now - self.since:.0f} s"
+        if self.phase == RUNS and self.step is not None:
+            text += f", at step {self.step}, {self.left} behind the others"
+        if self.bytes is not None and self.share is not None:
+            text += f", with {self.share:.0%} of its stage's state, {self.bytes / 1e6:.1f} MB"
+            text += "" if self.bytes_per_s is None else f" at {self.bytes_per_s / 1e6:.1f} MB/s"
+        return text
 
 
 def comings(events: Iterable[dict]) -> list[Coming]:
@@ -44,6 +56,8 @@ def comings(events: Iterable[dict]) -> list[Coming]:
             found[rank] = Coming(rank, STARTED, event["time"])
         elif kind == "newcomer":
             found[rank] = Coming(rank, RUNS, event["time"])
+        elif kind == "behind" and rank in found:
+            found[rank] = replace(found[rank], step=event["step"], left=event["left"])
         elif kind == "catching_up":
             since = found[rank].since if rank in found and found[rank].phase == CATCHES_UP else event["time"]
             figures = event["share"], event["bytes"], event["bytes_per_s"]

@@ -58,6 +58,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "lost": {"seat": text, "rank": count, "how": text, "seen_at": moment},
     "confirmed": {"rank": count, "how": text},
     "resume": {"committed": count, "throughput": number},
+    "behind": {"rank": count, "step": count, "left": count},
     "catching_up": {"rank": count, "share": number, "bytes": count, "bytes_per_s": number},
     "restart": {"rank": count},
     "newcomer": {"rank": count},

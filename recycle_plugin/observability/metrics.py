@@ -19,11 +19,11 @@ from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.observability.run_history import Failure, RunHistory
+from recycle_plugin.observability.training_time import TrainingTime
 
 LIVE, LOST, LEFT = "live", "lost", "left"
 NOTICE, REGROUP, FINISH = "notice", "regroup", "finish"
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-TIMED = 1000  # undisturbed steps that the usual step is taken from, at most
 
 prometheus_client.disable_created_metrics()  # a series for each counter that says when this process began it
 
@@ -97,7 +97,7 @@ class Metrics:
         """Count an event that happened at ``now``, in seconds since the epoch."""
         for failure, began_at in self._recoveries.take(event, now):
             self._recovered(failure, began_at)
-        self._training.take(event, now)
+        self._training.take(event.kind, event.details, now)
         details = event.details
         match event.kind:
             case "start":
@@ -241,60 +241,3 @@ class Recoveries:
     def _forget(self, wanted: Callable[[dict], bool]) -> None:
         """Forget all but workers, faults, and what is ``wanted``."""
         self._known = [event for event in self._known if event["event"] in ("worker", "fault") or wanted(event)]
-
-
-class TrainingTime:
-    """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps
-    are worth.
-
-    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the
-    part of the time in which a job made progress that it kept.  Here a job also goes on with fewer workers, more
-    slowly, so what it has done is counted::
-
-        ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
-
-    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first
-    ones (RunHistory.before_s).  It is NaN until two steps are committed, for good where somebody was lost before; the
-    end of the job stops the clock.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._undisturbed: list[dict] = []  # as the log has them: the start, batch sizes, and the first commits
-        self._disturbed = False
-        self._began = self._ended = nan
-        self._step = self._batch = 0
-        self._samples = 0
-
-    def take(self, event: Event, now: float) -> None:
-        """Count an event that happened at ``now``, in seconds since the epoch."""
-        details = event.details
-        match event.kind:
-            case "start":
-                self._began, self._ended, self._batch = now, inf, max(1, details["job"]["batch"])
-            case "batch":
-                self._batch = details["batch"]
-            case "committed":
-                self._samples += self._batch
-                self._step = details["step"]
-            case "loaded":  # to an earlier step, if it costs something
-                self._samples = max(0, self._samples - max(0, self._step - details["step"]) * self._batch)
-                self._step = details["step"]
-            case "lost" | "leaving":
-                self._disturbed = True
-            case "end" | "finished":
-                self._ended = min(self._ended, now)
-        self._disturbed |= event.kind == "loaded" and self._samples > 0
-        if not self._disturbed and event.kind in ("start", "batch", "committed") and len(self._undisturbed) < TIMED:
-            self._undisturbed.append({"time": now, "event": event.kind, **details})
-
-    def ratio(self) -> float:
-        """The ratio now; NaN where it is not known."""
-        since_s = min(self._clock(), self._ended) - self._began
-        return self._samples * self._usual_s() / since_s if since_s > 0 else nan
-
-    def _usual_s(self) -> float:
-        if not self._undisturbed:
-            return nan
-        history = RunHistory(tuple(self._undisturbed))
-        return history.before_s / max(1, history.batch_from(history.last)[1])

@@ -103,30 +103,20 @@ class RunHistory:
 
     @classmethod
     def read(cls, folder: Path) -> RunHistory:
-        """Read the history of the last job that was started in the run folder ``folder``.
-
-        Raises ValueError, in one line that names the log, where there is none, and where one of the events that are
-        told of lacks a field.
+        """Read the history of the last job that was started in the run folder ``folder``; raises as
+        :meth:`EventLog.history` does.
         """
-        path = folder / EVENTS
-        if not path.is_file():
-            missing = "has no events.jsonl" if folder.is_dir() else "is no folder"
-            raise ValueError(f"{folder} {missing}: name a run folder (recycle.run_dir; by default one under runs/)")
-        events = list(read_events(path))
-        starts = [number for number, event in enumerate(events) if event["event"] == "start"]
-        if not starts:
-            raise ValueError(f"{path} tells of no job: it has no start event")
-        start = first = starts[-1]
-        while first and events[first - 1]["event"] == "worker":  # they are there before the start
-            first -= 1
-        try:
-            check(events[first:], events[start])
-        except ValueError as wrong:
-            raise ValueError(f"{path}: {wrong}") from None
-        return cls(tuple(events[first:]))
+        return EventLog(folder).history()
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[dict]]:
+        found: dict[str, list[dict]] = {}
+        for event in self.events:
+            found.setdefault(event["event"], []).append(event)
+        return found
 
     def of(self, kind: str) -> list[dict]:
-        return [event for event in self.events if event["event"] == kind]
+        return self._by_kind.get(kind, [])
 
     @property
     def job(self) -> dict[str, Any]:
@@ -137,6 +127,12 @@ class RunHistory:
     def seats(self) -> dict[str, int]:
         """The rank that started at each seat."""
         return self.of("start")[0]["seats"]
+
+    @cached_property
+    def seat_of(self) -> dict[int, str]:
+        """The seat of each rank, also of those that hold one with its first rank."""
+        others = self.of("start")[0].get("others", {})
+        return {rank: seat for seat, first in self.seats.items() for rank in (first, *others.get(seat, ()))}
 
     @property
     def began(self) -> float:
@@ -230,9 +226,6 @@ class RunHistory:
     def view(self) -> ClusterView:
         return self.shape.full().without(*map(Seat.parse, self.gone))
 
-    def _committed_after(self, time: float) -> list[int]:
-        return sorted(step for step, at in self.commits.items() if at > time)
-
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
         return tuple(self._failure(place) for place, event in enumerate(self.events) if event["event"] == "lost")
@@ -257,10 +250,13 @@ class RunHistory:
 
     def _process(self, rank: int, place: int) -> int | None:
         """The last process of ``rank`` before an event, as far as the log has it."""
-        pids = [
-            event["pid"] for event in self.events[:place] if (event["event"], event.get("rank")) == ("worker", rank)
-        ]
-        return pids[-1] if pids else None
+        known = (event["pid"] for at, event in reversed(self._workers) if at < place and event["rank"] == rank)
+        return next(known, None)
+
+    @cached_property
+    def _workers(self) -> list[tuple[int, dict]]:
+        """The processes that the log has, each with its place there."""
+        return [(place, event) for place, event in enumerate(self.events) if event["event"] == "worker"]
 
     def _fault(self, lost: dict) -> tuple[Fault | None, float]:
         """What was injected that explains this loss, if that was it, and when it struck; else when the loss was seen.
@@ -332,7 +328,11 @@ class RunHistory:
         """
         without: set[int] = set()
         for absence in self.returns:
-            without.update(step for step in self._committed_after(absence.gone_at)[1:] if step < absence.back_step)
+            step, after = absence.back_step - 1, []
+            while self.commits.get(step, 0.0) > absence.gone_at:
+                after.append(step)
+                step -= 1
+            without.update(after[:-1])
         taken = [self.took[step] for step in without & self.took.keys()]
         return median(taken) if taken else nan
 
@@ -350,7 +350,7 @@ class RunHistory:
         """The path of the last checkpoint, None if there is none."""
         return next((event["path"] for event in reversed(self.of("checkpoint"))), None)
 
-    @property
+    @cached_property
     def end(self) -> dict | None:
         return next((event for event in self.events if event["event"] in ("end", "finished")), None)
 
@@ -392,16 +392,76 @@ def place() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
+class EventLog:
+    """The event log of the run folder ``folder``, which is read on as it grows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bytes = self._lines = 0  # read so far
+        self._events: list[dict] = []  # of the last job; of all that the log has, before any has started
+        self._start: dict | None = None
+
+    def history(self) -> RunHistory:
+        """The history until now of the last job that was started there.
+
+        Raises ValueError, in one line that names the log, where there is none, and where one of the events that are
+        told of lacks a field.
+        """
+        path = self._folder / EVENTS
+        if not path.is_file():
+            missing = "has no events.jsonl" if self._folder.is_dir() else "is no folder"
+            raise ValueError(
+                f"{self._folder} {missing}: name a run folder (recycle.run_dir; by default one under runs/)"
+            )
+        new = self._read(path)
+        starts = [place for place, event in enumerate(self._events) if event["event"] == "start"]
+        if not starts:
+            raise ValueError(f"{path} tells of no job: it has no start event")
+        if self._events[starts[-1]] is not self._start:
+            self._start = self._events[starts[-1]]
+            first = starts[-1]
+            while first and self._events[first - 1]["event"] == "worker":  # they are there before the start
+                first -= 1
+            new = self._events = self._events[first:]
+        try:
+            check(new, self._start)
+        except ValueError as wrong:
+            raise ValueError(f"{path}: {wrong}") from None
+        return RunHistory(tuple(self._events))
+
+    def _read(self, path: Path) -> list[dict]:
+        """The events that have come since the last look."""
+        with path.open("rb") as file:
+            file.seek(self._bytes)
+            *lines, rest = file.read().split(b"\n")
+            self._bytes = file.tell() - len(rest)
+        new = _parsed(lines, path, self._lines)
+        self._lines += len(lines)
+        self._events += new
+        return new
+
+
+def last_event(path: Path) -> dict:
+    """The last whole event of a log; an empty dict where there is none.  Raises ValueError for what is no event."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return next(iter(_parsed(lines[-1:], path, len(lines) - 1)), {})
+
+
 def read_events(path: Path) -> list[dict]:
     """All whole lines of an event log so far; none where there is none.
 
     Raises ValueError for what is no event.
     """
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    return _parsed(lines, path)
+
+
+def _parsed(lines: list[bytes], path: Path, before: int = 0) -> list[dict]:
+    """The events of the lines behind the first ``before`` of a log.  Raises ValueError for what is no event."""
     events = []
-    for place, line in enumerate(lines, 1):
+    for place, line in enumerate(lines, before + 1):
         try:
-            event = json.loads(line)
+            event = json.loads(line.decode())
             _ = event["event"], event["time"]
         except (ValueError, TypeError, KeyError):
             shown = line.decode(errors="replace")[:60].strip()

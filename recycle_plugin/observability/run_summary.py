@@ -11,6 +11,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.observability.run_history import KILLED, NO_REASON, Failure, RunHistory
 
 UNKNOWN = "not in the log"
+THROUGH = " and came to its planned end"
 PLANNED = "all workers have left"  # how the text of a "finished" event begins where no other cause is known
 LONGEST = 200  # characters of a cause in the sentence
 
@@ -60,7 +61,7 @@ def _outcome(history: RunHistory) -> str:
     if history.of("terminate") and not crashed:
         return " and was stopped as asked"
     if last["text"].startswith(PLANNED) and not crashed:
-        return " and came to its planned end"
+        return THROUGH
     return (
         f" and ended: {_short(last['text'].partition(': ')[2] or last['text'])}" if last["text"] else f", {NO_REASON}"
     )
@@ -100,6 +101,11 @@ def end(history: RunHistory) -> str | None:
     if history.end:
         return history.end["text"] or NO_REASON
     return KILLED.format(**history.coordinator) if history.was_killed else None
+
+
+def exit_code(history: RunHistory) -> int:
+    """What a command about the run ends with: 0 while it goes on or where it came to its planned end, else 1."""
+    return int(end(history) is not None and _outcome(history) != THROUGH)
 
 
 def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
@@ -181,7 +187,7 @@ def checkpoints(history: RunHistory) -> str:
     return f"{len(written)} written, the last one {written[-1]['path']}" if written else "none"
 
 
-def these(seats: Iterable[Seat]) -> str:
+def these(seats: Iterable[Seat | str]) -> str:
     """The seats in a list, ``0.1, 1.1``; of more than three the first two and how many more."""
     named = list(map(str, seats))
     return ", ".join(named) if len(named) <= 3 else f"{named[0]}, {named[1]} and {len(named) - 2} more"

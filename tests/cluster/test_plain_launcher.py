@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_t
     assert_one_line(result, said)
     assert_gone([record["pid"] for record in records])
     with early_folder(result) as folder:
-        assert main(["status", str(folder)]) == 0
+        assert main(["status", str(folder)]) == 1
     assert capsys.readouterr().out.startswith(f"state      {said}")
 
 
@@ -189,7 +189,7 @@ def test_status_knows_of_a_launcher_that_was_killed_without_a_word(launch, capsy
     assert first.startswith("The job has so far trained ") and state.startswith("state      running; last event ")
     os.kill(run.launcher.pid, signal.SIGKILL)
     assert_gone(pids)
-    assert main(["status", str(run.folder)]) == 0
+    assert main(["status", str(run.folder)]) == 1
     assert re.match(
         "The job trained .* and was killed; no worker was lost.\n"
         f"state      killed: the coordinator's process on host .*, {pids[0]}, is gone, and has not said why",

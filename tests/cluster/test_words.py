@@ -135,7 +135,7 @@ def test_a_job_whose_launcher_was_killed_goes_on_and_can_be_stopped(launch, caps
         f"the supervisor of seat 0.0 (rank 0) on host {socket.gethostname()} got SIGTERM from process {os.getpid()} ("
     )
     assert finished["text"].startswith(f"the job has ended after step {finished['step']}: {sender}") and len(left) == 4
-    assert main(["status", str(run.folder)]) == 0 and sender in capsys.readouterr().out
+    assert main(["status", str(run.folder)]) == 1 and sender in capsys.readouterr().out
 
 
 STOPPED = """

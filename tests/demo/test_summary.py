@@ -101,7 +101,7 @@ def test_the_end_is_a_fact_of_the_report_and_of_status(folder, capsys):
     rewrite(folder, ended)
     found = Read(report.write(folder).read_text())
     assert found.texts["th"][0] == "end" and found.texts["td"][0] == "the job ends: the disk burns"
-    assert main(["status", str(folder)]) == 0
+    assert main(["status", str(folder)]) == 1
     assert capsys.readouterr().out.splitlines()[1] == "state      the job ends: the disk burns"
 
 

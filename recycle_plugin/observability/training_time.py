@@ -1,0 +1,75 @@
+"""Goodput: how much of a job's time its committed steps are worth, by its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf, nan
+from typing import Any
+
+from recycle_plugin.observability.run_history import RunHistory
+
+TIMED = 1000  # undisturbed steps that the usual step is taken from, at most
+
+
+class TrainingTime:
+    """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps
+    are worth.
+
+    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the
+    part of the time in which a job made progress that it kept.  Here a job also goes on with fewer workers, more
+    slowly, so what it has done is counted::
+
+        ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
+
+    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first
+    ones (RunHistory.before_s).  It is NaN until two steps are committed, for good where somebody was lost before; the
+    end of the job stops the clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._undisturbed: list[dict] = []  # as the log has them: the start, batch sizes, and the first commits
+        self._disturbed = False
+        self._began = self._ended = nan
+        self._step = self._batch = 0
+        self._samples = 0
+
+    def take(self, kind: str, details: Mapping[str, Any], now: float) -> None:
+        """Count an event that happened at ``now``, in seconds since the epoch."""
+        match kind:
+            case "start":
+                self._began, self._ended, self._batch = now, inf, max(1, details["job"]["batch"])
+            case "batch":
+                self._batch = details["batch"]
+            case "committed":
+                self._samples += self._batch
+                self._step = details["step"]
+            case "loaded":  # to an earlier step, if it costs something
+                self._samples = max(0, self._samples - max(0, self._step - details["step"]) * self._batch)
+                self._step = details["step"]
+            case "lost" | "leaving":
+                self._disturbed = True
+            case "end" | "finished":
+                self._ended = min(self._ended, now)
+        self._disturbed |= kind == "loaded" and self._samples > 0
+        if not self._disturbed and kind in ("start", "batch", "committed") and len(self._undisturbed) < TIMED:
+            self._undisturbed.append({"time": now, "event": kind, **details})
+
+    def ratio(self) -> float:
+        """The ratio now; NaN where it is not known."""
+        since_s = min(self._clock(), self._ended) - self._began
+        return self._samples * self._usual_s() / since_s if since_s > 0 else nan
+
+    def _usual_s(self) -> float:
+        if not self._undisturbed:
+            return nan
+        history = RunHistory(tuple(self._undisturbed))
+        return history.before_s / max(1, history.batch_from(history.last)[1])
+
+
+def goodput(history: RunHistory, now: float) -> float:
+    """The effective training time ratio of a run at ``now``, in seconds since the epoch; NaN where it is not known."""
+    time = TrainingTime(lambda: now)
+    for event in history.events:
+        time.take(event["event"], event, event["time"])
+    return time.ratio()
