@@ -172,6 +172,15 @@ class Settings(BaseModel):
         'they were admitted), "never", or that many in a row. A process started with `--join` takes a lost '
         "seat in any case.",
     )
+    leave_on: str | None = setting(
+        None,
+        "a shell command, or null",
+        "The notice that a host is about to be taken away: a command that each worker runs every five seconds. Once it "
+        "succeeds (exit code 0), the workers of its host leave at the next commit, and nobody is started there any "
+        "more. Where the job can't go on without that host, it ends at that commit, with a checkpoint. Null: nobody "
+        "asks.",
+        min_length=1,
+    )
     checkpoint_dir: Folder | None = setting(
         None,
         "a folder's path, or null",

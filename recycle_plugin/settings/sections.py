@@ -9,6 +9,7 @@ from recycle_plugin.settings.field_types import (
     STRICT,
     Boundaries,
     Bytes,
+    Count,
     Folder,
     Helpers,
     setting,
@@ -29,6 +30,11 @@ class CheckpointSettings(BaseModel):
         gt=0,
         lt=1,
         allow_inf_nan=False,
+    )
+    every: Count | None = setting(
+        None,
+        "a whole number of at least 1, or null",
+        "One behind each step that so many divide, whatever it costs. Null: as often as `overhead` allows.",
     )
     keep: int = setting(2, "a whole number of at least 1", "How many of a run's checkpoints stay.", ge=1)
 

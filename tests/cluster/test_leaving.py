@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -106,12 +107,20 @@ def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launc
 @pytest.mark.real_launcher
 @pytest.mark.parametrize("rank", (0, 3))
 def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
-    run = launch("steps=100000")
+    """At rank 3 in a job that makes checkpoints by itself, by number: it makes a last one."""
+    own = ("recycle.checkpoint={every: 3}",) if rank else ()
+    run = launch("steps=100000", *own)
     after_step(run, 4)
+    run.wait_for(lambda: len(run.of("checkpoint")) >= 2 * len(own), "two checkpoints")
     (supervisor,) = [p for p in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in p.cmdline()]
     supervisor.terminate()
     result = run.finish()
     assert result.code == 0
+    made, last = [Path(each["path"]).name for each in result.of("checkpoint")], result.of("committed")[-1]["step"]
+    assert bool(made) == bool(own)
+    if made:
+        assert made[0] == "automatic_step3" and all(int(name[14:]) % 3 == 0 for name in made[:-1])
+        assert made[-1] == f"global_step{last}"
     assert_ended_together(result)
     assert_same_losses(result, reference())
 

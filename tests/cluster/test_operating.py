@@ -15,10 +15,11 @@ import pytest
 
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.cli import main
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.runtime.control.operator_access import FILE, OperatorAccess
 from tests.support.cluster import Run
 from tests.support.hosts import HostsRun
-from tests.support.jobs import WRAPPED, after_step, assert_same_training, difference, held
+from tests.support.jobs import LOSS_TOLERANCE, WRAPPED, after_step, assert_same_training, difference, held
 from tests.support.launching import Launch, launching
 
 STEPS = 150
@@ -136,3 +137,29 @@ def test_a_host_is_drained_and_its_launcher_ends_alone(server, pair, reference, 
         result = run.finish()
     assert_same_training(result, reference(f"steps={STEPS}"), left={"1.0", "1.1"})
     assert not result.of("terminate") and not result.of("rejoined")
+
+
+def test_hosts_that_get_a_notice_go_and_the_coordinators_ends_the_job(server, pair, reference, tmp_path):
+    """beta's replica leaves at a commit, and the others go on; then alpha gets one, and the end has a checkpoint."""
+    wraps = [{"name": "a_replica_a_host"}, *(held(tmp_path, step, f"go{step}") for step in (10, 40))]
+    with launching(server, tmp_path, partial(HostsRun, pair)) as launch:
+        asks = f"recycle.leave_on='test -e {tmp_path}/notice.$(hostname)'"
+        run = launch("steps=100000", asks, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
+        after_step(run, 3)
+        (tmp_path / "notice.beta").touch()
+        assert heard(run, "notice")["host"] == "beta"
+        (tmp_path / "go10").touch()
+        run.hear("left", 2)
+        (tmp_path / "notice.alpha").touch()
+        heard(run, "notice", host="alpha")
+        (tmp_path / "go40").touch()
+        result = run.finish()
+        run.others["beta"].wait(60)
+    last = result.of("committed")[-1]["step"]
+    assert result.code == TRY_AGAIN and not result.of("lost") and not result.of("restart"), result.output[-6000:]
+    assert {event["seat"] for event in result.of("leaving")} == {"1.0", "1.1"}
+    assert "host alpha is to be taken away" in result.of("finished")[0]["text"]
+    assert result.of("checkpoint")[-1]["path"].endswith(f"global_step{last}") and 11 <= last < 100
+    said, whole = {event["step"]: event["loss"] for event in result.of("loss")}, reference(f"steps={STEPS}").losses
+    assert len(said) > 11
+    assert said == pytest.approx({step: whole[step - 1] for step in said}, abs=LOSS_TOLERANCE)

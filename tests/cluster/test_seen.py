@@ -20,7 +20,8 @@ from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape
 
 def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
-    wrap = json.dumps({"name": "with_config"} | monitor)
+    own = tmp_path / "own"
+    wrap = json.dumps([{"name": "with_config"} | monitor, {"name": "own_monitor", "path": str(own)}])
     run = launch(faults("kill 0.0 before 0F0.1@8"), "recycle.report=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 12)
     assert main(["status", str(run.folder), "--json"]) == 0
@@ -28,6 +29,7 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     result = run.finish()
     assert result.code == 0 and {event["seat"] for event in result.of("lost")} == {"0.0"}, result.output[-6000:]
 
+    assert {"Train/Samples/train_loss", "Train/Samples/lr", "Recycle/live_workers"} <= {*own.read_text().split()}
     losses = curve(tmp_path / "csv", "Train_Samples_train_loss")
     assert losses == pytest.approx(dict(enumerate(result.losses, 1)), abs=1e-6)
     assert set(curve(tmp_path / "csv", "Train_Samples_lr")) == set(range(1, STEPS + 1))

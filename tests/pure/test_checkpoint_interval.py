@@ -99,3 +99,18 @@ def test_without_a_usual_step_those_that_it_has_slowed_down_are_taken_for_usual(
     meter.begin()
     meter.tick(3.5)
     assert meter.end() == Cost(0.0, 2.0)
+
+
+@given(st.integers(1, 30), st.integers(0, 50), st.integers(0, 50))
+def test_a_fixed_number_of_steps_lies_between_two_whatever_they_cost(every, stepped, ahead):
+    """Each is of a step that the number divides, the next one that nobody has started; costs change nothing."""
+    interval = CheckpointInterval(0.1, stepped, fixed=every)
+    assert interval.due == stepped - stepped % every + every + 1
+    free = interval.due + ahead
+    interval.made(interval.due, [Cost(90.0, 0.1)], free)
+    of = interval.due - 1
+    assert of % every == 0 and free <= interval.due < free + 2 * every and of > stepped
+    interval.joined(of + 3)
+    assert interval.due == unstarted(of + 3)
+    interval.failed(interval.due, 0)
+    assert (interval.due - 1) % every == 0

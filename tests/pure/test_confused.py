@@ -47,6 +47,7 @@ from recycle_plugin.core.messages.from_workers import (
     Fatal,
     Heartbeat,
     Hello,
+    HostGoes,
     Leaving,
     Left,
     LogFolder,
@@ -149,7 +150,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"rejoin": "always", "unit": "replica", "policy": Policy(shrinks=True)},
     {},
 )
-BELIEVED = (Fatal, Left, Leaving, Terminate)  # they mean the job's end, or a planned leave
+BELIEVED = (Fatal, HostGoes, Left, Leaving, Terminate)  # they mean the job's end, or a planned leave
 ENTRIES = 1500  # of all collections of the coordinator's together; a job of this size has 400 mostly
 TURNS = 200  # of a job: some of the others', and more words of the confused one
 

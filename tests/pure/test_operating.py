@@ -8,9 +8,9 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner
-from recycle_plugin.core.messages.from_coordinator import Answer, Fence, Generation, Refused, Seated, Stay
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Answer, Fence, Generation, Refused, Seated, Stay
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskDrain, AskLeave
-from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate
+from recycle_plugin.core.messages.from_workers import Exited, HostGoes, Leaving, Left, Ready, SurvivorReport, Terminate
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.state_dump import dump, load
@@ -251,3 +251,59 @@ def test_it_leaves_and_comes_back_again_and_again():
     assert membership.receive(SurvivorReport(2, 9, 0, "p", incarnation=1), 0.0).messages == []
     assert leave(membership)[0].text == "seat 0.1 was coming back, and stays away"
     assert orders(admit(membership)[1]) == [(2, 2, 0.0)]
+
+
+# --- a host that goes --------------------------------------------------------------------------------
+
+
+def goes_away(membership: Membership, rank: int, coordinator: bool = False) -> CoordinatorOutput:
+    """Its worker says that its host is to be taken away."""
+    return membership.receive(HostGoes(rank, "a notice", coordinator), 5.0)
+
+
+def test_all_on_a_host_that_goes_leave_and_say_so_once():
+    membership = job_of()
+    out = goes_away(membership, 3)
+    (generation,) = said(out, Generation)
+    assert [each.rank for each in generation.members] == [0, 2]
+    assert [event.text for event in out.events if event.kind == "notice"] == ["host beta is to be taken away: a notice"]
+    again = goes_away(membership, 1)
+    assert not again.messages and not again.events
+    goes(membership, 1, 3)
+    assert refused(leave(membership, "0.1")) == "stage 1 would have nobody left", "the job has not ended"
+
+
+def test_a_host_that_goes_starts_nobody_and_whoever_comes_back_there_is_held_back():
+    membership = job_of()
+    assert orders(dies(membership, 3)) == [(3, 1, 1.0)]
+    agree(membership, membership.generation, {0: 1, 1: 1, 2: 1})
+    membership.identify(WorkerId(3, 1)), membership.greet(WorkerId(3, 1), "beta")
+    out = membership.receive(HostGoes(3, "a notice", incarnation=1), 5.0)
+    assert Fence(3, "host beta is to be taken away: a notice", incarnation=1) in said(out, Fence), "its own word counts"
+    (generation,) = said(out, Generation)
+    assert [each.rank for each in generation.members] == [0, 2]
+    assert orders(membership.receive(Exited(3, -9, 0.0, incarnation=1), 6.0)) == []
+
+
+def test_without_a_host_that_a_stage_needs_the_job_ends_with_a_checkpoint():
+    membership = job_of("never")
+    dies(membership, 3)
+    agree(membership, membership.generation, {0: 1, 1: 1, 2: 1})
+    goes_away(membership, 0)
+    assert membership.ended is not None and membership.ended.code == TRY_AGAIN and not membership.ended.failed
+    assert "stage 1 would have no worker left" in membership.ended.reason
+
+
+def test_without_the_coordinators_host_the_job_ends_with_a_checkpoint():
+    membership = job_of()
+    out = goes_away(membership, 0, coordinator=True)
+    assert membership.ended is not None and membership.ended.code == TRY_AGAIN and not membership.ended.failed
+    assert "host alpha is to be taken away" in membership.ended.reason
+    assert [event.kind for event in out.events][:1] == ["notice"]
+    assert not goes_away(membership, 2, coordinator=True).events
+
+
+def test_nothing_goes_before_training_has_started():
+    membership = Membership(4)
+    membership.receive(Ready(member(0, "alpha"), 0, job()), 0.0)
+    assert goes_away(membership, 0) == CoordinatorOutput()

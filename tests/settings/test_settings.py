@@ -166,7 +166,7 @@ def test_every_setting_says_what_it_does_and_refuses_auto(name):
     assert Settings.model_fields[name].description
     assert (
         message({name: "auto"}).startswith(f"recycle.{name}: ")
-        if name not in ("run_dir", "checkpoint_dir", "secret_file", "transfer_interface")
+        if name not in ("run_dir", "checkpoint_dir", "secret_file", "transfer_interface", "leave_on")
         else True
     )
 

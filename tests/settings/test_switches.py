@@ -46,6 +46,8 @@ SEEN = {
     "rejoin": "runtime/test_restarts.py::test_a_killed_worker_is_started_again_by_its_own_supervisor",
     "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "resume_iterators": "cluster/test_iterators.py::test_a_job_goes_on_at_each_iterators_place",
+    "leave_on": "cluster/test_operating.py::test_hosts_that_get_a_notice_go_and_the_coordinators_ends_the_job",
+    "checkpoint.every": "cluster/test_leaving.py::test_sigterm_at_a_supervisor_ends_the_job",
     "transfer_interface": "runtime/test_catch_up.py::test_newcomers_come_to_the_interface_of_the_setting",
     "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",
     "device_link": "cluster/test_nccl.py::test_a_kill",

@@ -97,7 +97,7 @@ class RecycleEngine(PipelineEngine):
         self.monitor: Any = FirstLive(self.monitor, lambda: session.view.is_first, session.note)
         self._reporting = Reporting(
             session,
-            self.monitor,
+            lambda: self.monitor,
             self.steps_per_print(),
             lambda: Progress(self.global_steps, self.global_samples, self.train_batch_size()),
             lambda: self.get_lr()[0],

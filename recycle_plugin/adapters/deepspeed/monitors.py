@@ -76,13 +76,13 @@ class Progress(NamedTuple):
 
 class Reporting:
     """Reports how far training is, as stock does, from whichever worker is first alive: a line ``every`` so many steps,
-    and entries of the ``monitor``.  ``scaler``: of losses in fp16.
+    and entries of ``monitor()``, which a script may have put in the stock one's place.  ``scaler``: of losses in fp16.
     """
 
     def __init__(
         self,
         session: Session,
-        monitor: FirstLive,
+        monitor: Callable[[], Any],
         every: int | None,
         progress: Callable[[], Progress],
         learning_rate: Callable[[], float],
@@ -111,19 +111,21 @@ class Reporting:
             )
             if self._session.view.is_first:
                 self._printing.attempt(lambda: print(line, flush=True))
-        if self._monitor.enabled:
+        monitor = self._monitor()
+        if monitor.enabled:
             told = {"train_loss": loss}
             if self._session.rank != 0:  # whose step has written the learning rate
                 told["lr"] = self._learning_rate()
             if self._scaler is not None:  # changed since that step of stock code's
                 told["loss_scale"] = self._scaler.loss_scale
-            self._monitor.write_events([(f"Train/Samples/{name}", value, now.samples) for name, value in told.items()])
+            monitor.write_events([(f"Train/Samples/{name}", value, now.samples) for name, value in told.items()])
         self.commits()
 
     def evaluated(self, loss: float) -> None:
         """Write stock's monitor entry of an evaluation."""
-        if self._session.view.is_first and self._monitor.enabled:
-            self._monitor.write_events([("Train/Samples/eval_loss", loss, self._progress().samples)])
+        monitor = self._monitor()
+        if self._session.view.is_first and monitor.enabled:
+            monitor.write_events([("Train/Samples/eval_loss", loss, self._progress().samples)])
 
     def commits(self) -> None:
         """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""
@@ -131,7 +133,7 @@ class Reporting:
         for generation, commit in self._session.view.take_news():
             if generation is not None and generation.roster.first.worker == self._session.view.worker:
                 samples = now.samples - (now.steps - commit.step) * now.batch
-                self._monitor.write_events(figures(commit.figures, generation.number, now.batch, samples))
+                self._monitor().write_events(figures(commit.figures, generation.number, now.batch, samples))
 
 
 def figures(known: dict[str, Any], generation: int, batch: int, samples: int) -> list[Entry]:

@@ -52,6 +52,7 @@ from recycle_plugin.core.messages.from_workers import (
     Fatal,
     Fingerprint,
     Heartbeat,
+    HostGoes,
     Leaving,
     Left,
     LogBroken,
@@ -215,6 +216,8 @@ class Membership:
                 self._give_up_confused(message.worker, why, now, out)
         elif isinstance(message, OF_BOARDS):
             self._board(message, out)
+        elif isinstance(message, HostGoes):  # whoever is there, a newcomer too
+            operating.host_goes(self.course, message, now, out)
         elif self.is_outside(message.worker) and not self._is_entering(message):
             self._hear_newcomer(message, now, out)
         else:

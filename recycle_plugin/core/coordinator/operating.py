@@ -1,6 +1,8 @@
 """An operator's requests: that a seat, or all seats of a host, leave as planned, and that somebody holds a seat again.
+And a host's own notice that it goes.
 
-* A leave that would leave a stage without a worker is refused, and of a host then all of it.
+* A leave that would leave a stage without a worker is refused, and of a host then all of it.  A host that goes does not
+  ask: then the job ends at the commit, with a checkpoint, as it does where it is the coordinator's.
 * Who has left as planned stays away until its seat is admitted.  Who was coming back there does not.
 * A seat that was given up, or has left, is admitted: a spare takes it, or its own supervisor starts the next process;
   where neither is there, it is free for whoever comes.
@@ -10,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from recycle_plugin.core.coordinator import departures
+from recycle_plugin.core.coordinator import departures, ends
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.messages.from_coordinator import Answer
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Answer
 from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain, AskLeave
-from recycle_plugin.core.messages.from_workers import Leaving
+from recycle_plugin.core.messages.from_workers import HostGoes, Leaving
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 
@@ -56,19 +58,44 @@ def _leave(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
 def _drain(host: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:
     if why := _not_now(course):
         return Answer(why, False)
-    ranks = course.vacancies.hosted(host)
-    if not ranks:
+    if not course.vacancies.hosted(host):
         return Answer(f"no seat is on host {host}: the job's are on {', '.join(course.vacancies.hosts)}", False)
-    there = course.roster.of_ranks(ranks)
-    members = tuple(dict.fromkeys(one for member in there for one in course.attendance.together(member)))
+    members = _there(host, course)
     if why := _cannot_go(members, course):
         return Answer(why, False)
-    course.vacancies.drain(host, out)
-    for rank in sorted(ranks):
-        course.vacancies.hold_back(rank, f"host {host} is drained", out)
+    _start_nobody(host, f"host {host} is drained", course, out)
     if not members:
         return Answer(f"nobody is left on host {host}, and nobody is started there", True)
     return _go(members, f"host {host} is drained", course, now, out)
+
+
+def host_goes(course: Course, message: HostGoes, now: float, out: CoordinatorOutput) -> None:
+    """Has all leave that are on the host of ``message``'s worker, and starts nobody there; ends the job where it can't
+    go on without.  Whoever is just being let in goes when this is said again.  Costs one look at each rank.
+    """
+    host = course.vacancies.host_of(message.rank)
+    if _not_now(course) or host is None:
+        return
+    why = f"host {host} is to be taken away: {message.reason}"
+    if not course.vacancies.is_drained(host):
+        out.say("notice", why, host=host)
+        _start_nobody(host, why, course, out)
+    if message.coordinator:
+        ends.end_planned(course, f"{why}. The coordinator is there", out, TRY_AGAIN)
+    elif members := [each for each in _there(host, course) if course.joining.get(each.worker) is None]:
+        departures.leave(course, [Leaving(each.rank, why, incarnation=each.incarnation) for each in members], now, out)
+
+
+def _there(host: str, course: Course) -> tuple[Member, ...]:
+    """The members on ``host``, and those that leave with them."""
+    there = course.roster.of_ranks(course.vacancies.hosted(host))
+    return tuple(dict.fromkeys(one for member in there for one in course.attendance.together(member)))
+
+
+def _start_nobody(host: str, why: str, course: Course, out: CoordinatorOutput) -> None:
+    course.vacancies.drain(host, out)
+    for rank in sorted(course.vacancies.hosted(host)):
+        course.vacancies.hold_back(rank, why, out)
 
 
 def _admit(name: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:

@@ -390,6 +390,14 @@ class Vacancies:
         """The ranks whose processes are started on ``host``.  Costs one look at each rank."""
         return frozenset(rank for rank, its in self._hosts.items() if its == host)
 
+    def host_of(self, rank: int) -> str | None:
+        """The host on which the processes of ``rank`` are started; None for a rank that the job does not have."""
+        return self._hosts.get(rank)
+
+    def is_drained(self, host: str) -> bool:
+        """Whether nobody is to be started on ``host``."""
+        return host in self._drained
+
     @property
     def hosts(self) -> list[str]:
         """The hosts on which processes are started, in order."""

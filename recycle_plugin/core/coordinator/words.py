@@ -11,8 +11,8 @@ A word of a worker may be wrong in three ways:
   its next word may be as wrong and look right.
 
 A worker's word on what it alone knows is believed: its losses and hashes, that it has applied the step that is next,
-whom it does not hear in the generation in force; and the words whose meaning is the end of the job are what they say
-(Fatal, Terminate, Leaving of all, Left and, in a job that logs, Through).
+whom it does not hear in the generation in force; and the words whose meaning is the end of the job, or of its host's
+part in it, are what they say (Fatal, Terminate, Leaving of all, HostGoes, Left and, in a job that logs, Through).
 """
 
 from __future__ import annotations

@@ -317,6 +317,16 @@ class Leaving(OfWorker):
 
 
 @dataclass(frozen=True)
+class HostGoes(OfWorker, running=True):
+    """The host of a worker is to be taken away, for ``reason``: all workers there are to go at a commit line.
+    ``coordinator``: it is the coordinator's host, so the job is to end there.
+    """
+
+    reason: str
+    coordinator: bool = False
+
+
+@dataclass(frozen=True)
 class Post(OfWorker, most=1 << 24):
     """A worker posts ``value`` on the board named ``board``, in membership ``generation``; ALWAYS: for newcomers of its
     rank (core/coordinator/boards.py).

@@ -37,15 +37,21 @@ class CheckpointInterval:
     """The interval between automatic checkpoints, in steps (``every``), and the step before which the next one is made
     (``due``).
 
-    ``overhead``: what checkpoints may cost, as a share of the steps between them; ``at_once``: the first one is due
-    before the first step.
+    ``overhead``: what checkpoints may cost, as a share of the steps between them; ``fixed``: one behind each step that
+    so many divide, in place of that; ``at_once``: the first one is due before the first step.
     """
 
-    def __init__(self, overhead: float, stepped: int, at_once: bool = False) -> None:
-        self._overhead = overhead
+    def __init__(self, overhead: float, stepped: int, at_once: bool = False, fixed: int | None = None) -> None:
+        self._overhead, self._fixed = overhead, fixed
         self._costs: deque[Cost] = deque(maxlen=COSTS)
-        self.every = FIRST
-        self.due = stepped + 1 if at_once else stepped + FIRST + 1
+        self.every = fixed or FIRST
+        self.due = stepped + 1 if at_once else self._next(stepped + 1, 0)
+
+    def _next(self, begun: int, free: int) -> int:
+        """The step before which one is due, where the last one was before step ``begun``; not before ``free``."""
+        if self._fixed is None:
+            return max(begun + self.every, free)
+        return max((begun - 1) // self._fixed + 1, ceil((free - 1) / self._fixed)) * self._fixed + 1
 
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
         """Sets the interval anew once the checkpoint before step ``begun`` is written, at the ``costs`` of each worker.
@@ -54,10 +60,11 @@ class CheckpointInterval:
         """
         self._costs.append(Cost(max(cost.seconds for cost in costs), median(cost.step_s for cost in costs)))
         step_s = median(cost.step_s for cost in self._costs)
-        self.every = max(1, ceil(self._expected() / (self._overhead * step_s)))
-        if len(self._costs) == 1:
-            self.every = min(self.every, DOUBTED * FIRST)
-        self.due = max(begun + self.every, free)
+        if self._fixed is None:
+            self.every = max(1, ceil(self._expected() / (self._overhead * step_s)))
+            if len(self._costs) == 1:
+                self.every = min(self.every, DOUBTED * FIRST)
+        self.due = self._next(begun, free)
 
     def _expected(self) -> float:
         """The seconds that the next one costs, with what the measurements may be wrong by."""
@@ -72,7 +79,7 @@ class CheckpointInterval:
 
         ``free``: a step that nobody has started.
         """
-        self.due = max(begun + self.every, free)
+        self.due = self._next(begun, free)
 
     def dropped(self, committed: int) -> None:
         """Makes the next checkpoint due at once: the membership has changed while one was written, and everybody goes
@@ -85,11 +92,11 @@ class CheckpointInterval:
         find the same step.  The next one is due at once.
         """
         self._costs.clear()
-        self.every, self.due = FIRST, unstarted(committed)
+        self.every, self.due = self._fixed or FIRST, unstarted(committed)
 
     def loaded(self, step: int) -> None:
         """Goes on from the checkpoint of ``step``, which everybody has loaded."""
-        self.due = step + self.every + 1
+        self.due = self._next(step + 1, 0)
 
 
 @dataclass

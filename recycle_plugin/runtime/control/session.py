@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from ipaddress import ip_address
 
 from recycle_plugin.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
@@ -116,6 +117,12 @@ class Session:
     def own_address(self) -> str:
         """This worker's address on the interface that reaches the coordinator."""
         return self._control.here
+
+    @property
+    def beside_coordinator(self) -> bool:
+        """Whether the coordinator is on this worker's host."""
+        there = self._control.there
+        return there is None or there[0] == self._control.here or ip_address(there[0]).is_loopback
 
     # --- talking -----------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ so that ``settle()`` has to come first, are
 * other threads: modes are a thread's own.  (A process that is forked is seen, before the fork.)
 
 A call costs 2 µs more until the touch, and 1 µs from there to the next call into the engine, since a mode can't leave
-its own call; meanwhile torch does without its fused kernels for whole transformer layers,
-which round differently.  After ``settle()`` there is no mode.
+its own call; meanwhile torch does without its fused kernels for whole transformer layers, which round differently.
+After ``settle()`` there is no mode.
 
 A newcomer's script goes through steps that are over, and its parameters are filled meanwhile, as they come.  What it
 writes to them is dropped: they come with what the others' scripts have written.

@@ -48,7 +48,8 @@ class JobCheckpoints:
         if settings.checkpoint is not None:
             logs = choice is not None
             first = logs and not parts.session.view.newcomer
-            interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
+            chosen = settings.checkpoint
+            interval = CheckpointInterval(chosen.overhead, loop.machine.stepped, first, chosen.every)
             if parts.session.view.newcomer:
                 interval.joined(parts.session.view.changed_behind)
             made, keep = partial(self._checkpoint, self._format, self.folder), settings.checkpoint.keep

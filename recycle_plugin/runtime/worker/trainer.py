@@ -26,6 +26,7 @@ from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.loop_ports import DataEnded, StepProgram
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control import notice
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.ports import CheckpointFormat, Framework, described, trained
@@ -89,6 +90,8 @@ class Trainer:
             assert self._scripted is not None, "a newcomer's steps may be replayed"
             self._entry = Entry(parts, self._scripted, self._ask, lambda: self._made.loop, self._let_in)
         self.state.check()
+        if settings.leave_on is not None:
+            notice.watch(settings.leave_on, session)
 
     @property
     def topology(self) -> Topology:
@@ -156,11 +159,19 @@ class Trainer:
                 self._checkpoints.make_if_due(self.step + 1)
                 self.losses = self._running.train(self.step + 1)
             except JobEnded as end:
-                if end.code == TRY_AGAIN and self._framework.saves_last:
+                if self._framework.saves_last and self._saves_at(end):
                     self.save(self.folder)
                 raise
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return mean(self.losses)
+
+    def _saves_at(self, end: JobEnded) -> bool:
+        """Whether a checkpoint is made before the script is left: if ``end`` asks for one, and in a job that makes
+        checkpoints by itself at each end that all come to.
+        """
+        planned = self._session.view.end
+        of_all = planned is not None and bool(planned.step) and not planned.failed
+        return end.code == TRY_AGAIN or (of_all and self._settings.checkpoint is not None)
 
     def skip_to_present(self) -> None:
         """Have a newcomer's script, which goes by the number of the last step, leave out steps that are over."""
