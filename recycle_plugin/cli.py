@@ -23,6 +23,7 @@ COMMANDS = {
         ("top", ("top",)),
         ("operate", ("leave", "drain", "admit")),
         ("report", ("report",)),
+        ("clean", ("clean",)),
         ("log", ("log",)),
         ("docs", ("docs",)),
         ("settings", ("settings",)),

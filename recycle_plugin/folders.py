@@ -22,6 +22,9 @@ from recycle_plugin.errors import NotSaved, RecycleError
 T = TypeVar("T")
 READ = 1 << 20  # bytes at a time
 SHOWN = 300  # characters of what does not fit
+UNFINISHED = ".incomplete-"  # in the name of a checkpoint that is being written
+# after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
+STALE_S = 3600.0
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -41,11 +44,11 @@ def put_in_place(made: Path, final: Path) -> None:
     sync(final.parent)
 
 
-def prepared(path: Path, text: str) -> Path:
-    """Write ``text`` to a file beside ``path``, on the disk, to be put in its place by :func:`replace`.  Raises
-    NotSaved.
+def prepared(path: Path, text: str, by: str = "") -> Path:
+    """Write ``text`` to a file beside ``path``, on the disk, to be put in its place by :func:`replace`.  ``by``: who
+    writes, where several may at once.  Raises NotSaved.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(f".{path.name}{by}.unfinished")
     try:
         write(unfinished, lambda file: file.write(text.encode()), path)
     except NotSaved:
@@ -177,10 +180,11 @@ def _room(path: Path) -> str:
         found = shutil.disk_usage(next(each for each in (there, *there.parents) if each.exists()))
     except OSError:
         return ""
-    return f", {_size(found.free)} of {_size(found.total)} are free"
+    return f", {size(found.free)} of {size(found.total)} are free"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """So many bytes, as people read them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"
@@ -194,6 +198,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def taken(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder, of which some may be going."""
+    total = 0
+    for each in (path, *path.rglob("*")):
+        with suppress(OSError):
+            total += each.stat().st_size if each.is_file() else 0
+    return total
 
 
 def written_last(folder: Path) -> float:

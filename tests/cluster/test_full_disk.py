@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from recycle_plugin.folders import STALE_S
 from recycle_plugin.observability.trace import read_traces
-from recycle_plugin.runtime.worker.checkpoint_files import STALE_S
 from tests.support.jobs import CHECKPOINT, assert_one_line
 
 PLAIN_TOO, PLAIN = pytest.mark.plain_too, pytest.mark.plain_too(deepspeed=False)

@@ -22,17 +22,19 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EB
 
 
 class Claims:
-    """The folders that a job has claimed.  ``warn`` gets a line for each that can't be locked."""
+    """The folders that a job has claimed.  ``warn`` gets a line for each that can't be locked; ``owner``: who claims,
+    for others to read.
+    """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+    def __init__(self, warn: Callable[[str], None], owner: str = "") -> None:
+        self._warn, self._owner = warn, owner
         self._held: dict[Path, int] = {}  # by lock file: its descriptor
 
     def take(self, job: JobSpec, job_id: str) -> str:
         """Claim all folders of ``job``, and make them; return why the job can't have one, or ""."""
         self._owner = f"job {job_id}, process {os.getpid()} on host {socket.gethostname()}"
         for setting, folder in (("run_dir", job.run_dir), *job.folders):
-            if why := self._take(setting, Path(folder)):
+            if why := self.claim(setting, Path(folder)):
                 return why
         return ""
 
@@ -43,7 +45,8 @@ class Claims:
             os.close(descriptor)
         self._held.clear()
 
-    def _take(self, setting: str, folder: Path) -> str:
+    def claim(self, setting: str, folder: Path) -> str:
+        """Claim ``folder``, which ``setting`` names, and make it; return why that can't be, or ""."""
         path = Path(os.path.realpath(folder), LOCK)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,10 @@ from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.errors import NotSaved
+from recycle_plugin.folders import STALE_S, UNFINISHED
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.stage.ports import CheckpointFormat, Reach
-
-UNFINISHED = ".incomplete-"
-# after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
-STALE_S = 3600.0
 
 
 class WrittenShare:

@@ -1,0 +1,119 @@
+"""``recycle clean``: what jobs that are over have left, and nobody will read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from recycle_plugin import folders
+from recycle_plugin.commands.parsers import command
+from recycle_plugin.observability.run_history import RunHistory
+from recycle_plugin.observability.run_summary import end
+from recycle_plugin.runtime.control.claims import Claims
+
+DESCRIPTION = """\
+Say what may go of jobs that are over, and how many bytes that is: logs, which only the job itself could replay, and
+checkpoints that were never completed.  With --yes it goes.  Whole checkpoints, events and reports stay.  Of a job that
+runs, or may run, nothing goes: one whose folder is locked, or whose event log has no end and is not an hour old.
+
+recycle clean runs/*
+recycle clean runs/train --yes
+
+Exit code: 0; 1 where something was kept since its job may run, or could not be removed; 2 for bad input.
+"""
+LOGS = re.compile(r"\d+\.\d+-\d+\.log|\d+\.mirror")  # as runtime/log/ calls what is in a folder of logs
+
+
+class Leftover(NamedTuple):
+    """Something that may go: what it is, its files and folders, and their bytes."""
+
+    what: str
+    paths: tuple[Path, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(map(folders.taken, self.paths))
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    made = command(commands, "clean", "remove what jobs that are over have left", DESCRIPTION, run)
+    made.add_argument("folders", nargs="+", metavar="RUN_DIR", type=Path, help="the jobs' run folders")
+    made.add_argument("--yes", action="store_true", help="remove it; without this it is only shown")
+
+
+def run(found: argparse.Namespace) -> int:
+    """Show what may go, or remove it; returns the exit code.  Raises ValueError where a folder is no run's."""
+    histories = {folder: RunHistory.read(folder) for folder in found.folders}  # all of them, before anything goes
+    kept, total, unlocked = False, 0, list[str]()
+    for folder, history in histories.items():
+        claims = Claims(unlocked.append, "recycle clean")  # no job begins in it meanwhile
+        try:
+            if why := _runs(folder, history, claims, unlocked):
+                print(f"{folder}: kept: {why}")
+                kept = True
+                continue
+            for left in leftovers(folder, history):
+                size = left.bytes
+                print(f"{folder}: {folders.size(size)}: {left.what}")
+                total += size
+                kept |= found.yes and not _removed(left)
+        finally:
+            claims.release()
+    said = "nothing may go" if not total else "is gone" if found.yes else "may go: --yes removes it"
+    print(f"{folders.size(total)} in all {said}" if total else said)
+    return int(kept)
+
+
+def _runs(folder: Path, history: RunHistory, claims: Claims, unlocked: list[str]) -> str:
+    """The reason why the job in ``folder`` runs, or may run; else "", and its folders are claimed.  ``unlocked`` gets
+    those that can't be.
+    """
+    for setting, place in {"run_dir": folder, **_told(folder, history)}.items():
+        if place.is_dir() and (why := claims.claim(setting, place)):
+            return why.partition(": write ")[0]
+    silent_s = time.time() - history.events[-1]["time"]
+    if end(history) is not None or (silent_s > folders.STALE_S and not unlocked):
+        return ""
+    return "; ".join([f"its event log has no end, and the last event is {silent_s:.0f} s old", *unlocked])
+
+
+def _told(folder: Path, history: RunHistory) -> dict[str, Path]:
+    """The folders that the job's settings name, as far as that can be told from here: a relative path counts only
+    where the job's own leads to ``folder``.
+    """
+    run_dir = Path(history.job["run_dir"])
+    here = not run_dir.is_absolute() and run_dir.resolve() == folder.resolve()
+    places = {setting: Path(place) for setting, place in history.job.get("folders", ())}
+    return {setting: place for setting, place in places.items() if here or place.is_absolute()}
+
+
+def leftovers(folder: Path, history: RunHistory) -> Iterator[Leftover]:
+    """What may go of the job of ``history``, which is over."""
+    told = _told(folder, history)
+    logs = told.get("log.folder", folder / "log")
+    kept = tuple(path for path in sorted(logs.glob("*")) if LOGS.fullmatch(path.name))
+    if kept:
+        yield Leftover(f"logs for replays, {len(kept)} files in {logs}", kept)
+    saved = {Path(event["path"]).parent for event in history.of("checkpoint")}
+    found = {path.resolve() for place in {*told.values(), *saved} for path in place.glob(f"*{folders.UNFINISHED}*")}
+    found |= {path.resolve() for path in folder.rglob(f"*{folders.UNFINISHED}*")}
+    for path in sorted(found):
+        own = path.is_relative_to(folder.resolve())
+        if own or time.time() - folders.written_last(path) > folders.STALE_S:  # another job may write elsewhere
+            yield Leftover(f"an unfinished checkpoint, {path}", (path,))
+
+
+def _removed(left: Leftover) -> bool:
+    """Whether it could be removed, which is said where not."""
+    for path in left.paths:
+        with suppress(OSError):
+            folders.remove(path)
+    there = [path for path in left.paths if path.exists()]
+    if there:
+        print(f"{there[0]} could not be removed")
+    return not there
