@@ -110,6 +110,11 @@ def _planned(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[int, 
     return made.period_us, made.bound_us
 
 
+def made() -> int:
+    """How many plans have been made in this process."""
+    return _planned.cache_info().misses
+
+
 def job_of(found: argparse.Namespace) -> ConfiguredJob:
     """The job that the command line's arguments describe.  Raises ValueError with one line."""
     for name in ("pp", "dp", "micro_batches"):

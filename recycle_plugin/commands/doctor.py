@@ -7,7 +7,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 
-from recycle_plugin.commands.config_job import COUNT, ConfiguredJob, job_of
+from recycle_plugin.commands.config_job import COUNT, ConfiguredJob, job_of, made
 from recycle_plugin.commands.doctor_losses import slowdown, survival
 from recycle_plugin.commands.doctor_memory import memory
 from recycle_plugin.commands.doctor_recovery import recovery
@@ -15,6 +15,7 @@ from recycle_plugin.commands.doctor_section import WIDTH
 from recycle_plugin.commands.doctor_settings import device_link, refused, versions
 from recycle_plugin.commands.megatron_flags import megatron
 from recycle_plugin.commands.parsers import command
+from recycle_plugin.commands.progress import told
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what is refused, and whether it fits into memory.
@@ -80,9 +81,10 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError(f"{', '.join(missing)} missing: write CONFIG --pp P --dp D, or --megatron FLAGS")
     job = job_of(found)
     try:
-        logs = [recovery(job)] if job.settings.log is not None else []
-        links = [device_link(job)] if job.settings.device_link != "host" else []
-        sections = [survival(job), slowdown(job), *logs, *links, refused(job), versions(), memory(job)]
+        with told(lambda: f"{made()} plans are made for {len(job.shape.seats)} workers"):
+            logs = [recovery(job)] if job.settings.log is not None else []
+            links = [device_link(job)] if job.settings.device_link != "host" else []
+            sections = [survival(job), slowdown(job), *logs, *links, refused(job), versions(), memory(job)]
     except PlanError as error:
         raise ValueError(str(error)) from None
     wrong = [line for section in sections for line in section.wrong]

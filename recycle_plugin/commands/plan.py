@@ -10,6 +10,7 @@ from pathlib import Path
 from recycle_plugin.commands.given import SHAPE, JobArguments, add_job, job
 from recycle_plugin.commands.megatron_flags import shape
 from recycle_plugin.commands.parsers import command
+from recycle_plugin.commands.progress import told
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.span import Span
@@ -54,11 +55,14 @@ def run(found: argparse.Namespace) -> int:
     elif missing := [name for name, *_ in SHAPE if getattr(found, name[2:].replace("-", "_")) is None]:
         raise ValueError(f"{', '.join(missing)} missing: write --pp P --dp D --micro-batches M, or --megatron FLAGS")
     given = job(found)
-    planned, plan_ms = timed(given)
-    spans = timeline(planned, given.costs)
-    figures = summary(given, planned, spans, plan_ms)
-    if found.png is not None:
-        draw_png(given, planned, spans, found.png)
+    asked = given.view.topology
+    what = f"{asked.stages} stages, {asked.replicas} replicas, {asked.micro_batches} micro-batches of each are planned"
+    with told(lambda: what):
+        planned, plan_ms = timed(given)
+        spans = timeline(planned, given.costs)
+        figures = summary(given, planned, spans, plan_ms)
+        if found.png is not None:
+            draw_png(given, planned, spans, found.png)
     print(json.dumps(figures, indent=1) if found.json else report(given, planned, figures, spans))
     return 0
 

@@ -1,0 +1,32 @@
+"""Lines on stderr while a command takes long, for whoever sits before it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+EVERY_S = 4.0
+
+
+@contextmanager
+def told(what: Callable[[], str]) -> Iterator[None]:
+    """Inside of this context stderr gets a line every few seconds, if it is a terminal: what goes on, for how long."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(EVERY_S):
+            print(f"{what()}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    telling = threading.Thread(target=tell, name="recycle: progress", daemon=True)
+    telling.start()
+    try:
+        yield
+    finally:
+        over.set()
+        telling.join()
