@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from recycle_plugin.core.coordinator.output import Event
@@ -43,6 +44,21 @@ QUIET = {
     "stage",
     "worker",
 }  # in the log, but no line of their own
+
+LOUD = {
+    *STYLES,
+    "start",
+    "recovery",
+    "checkpoint",
+    "log_gone",
+    "rebalance",
+    "turned_down",
+    "terminate",
+    "metrics",
+    "report",
+}
+"""What is shown on a quiet console."""
+QUIET_STEP_S = 60.0  # between two steps that a quiet console shows
 
 
 def event_line(event: Event, now: float) -> str:
@@ -83,6 +99,7 @@ class Announcer:
         self.wants_report = False
         self._early: list[str] = []
         self._losses: dict[int, float] = {}
+        self._quiet, self._shown_step = False, -inf
         self._last_commit = 0.0
 
     def say(self, event: Event, now: float, run_dir: str = "") -> None:
@@ -100,7 +117,7 @@ class Announcer:
             self._progress(event, now)
         elif event.kind in (UNWRITTEN, WRITTEN):
             self._of_a_file(event, now)
-        elif event.kind not in QUIET:
+        elif event.kind not in QUIET and (not self._quiet or event.kind in LOUD):
             self._line(event.kind, event.text, now)
             if event.kind == "error" and (trace := event.details.get("traceback")):
                 self._console.print(self._text(_printable(trace.rstrip())))
@@ -139,6 +156,7 @@ class Announcer:
         if event.kind == "start":
             job = event.details["job"]
             self.wants_report = job["report"]
+            self._quiet = job.get("console") == "quiet"
             self._open(Path(job["run_dir"]))
         if self._log is not None:
             lines, self._early = self._early, []
@@ -171,7 +189,8 @@ class Announcer:
         text = f"{step}: {shown}{event.details['workers']} workers{took}"
         if self._live is not None:
             self._live.update(f"step {text}")
-        else:
+        elif not self._quiet or now - self._shown_step >= QUIET_STEP_S:
+            self._shown_step = now
             self._line("step", text, now)
 
     def _line(self, kind: str, text: str, now: float) -> None:

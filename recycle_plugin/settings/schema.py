@@ -250,6 +250,12 @@ class Settings(BaseModel):
     report: bool = setting(
         True, BOOL, "Write `report.html` to the run folder when the job ends. `recycle report` writes it at any time."
     )
+    console: Literal["all", "quiet"] = setting(
+        "all",
+        '"all" or "quiet"',
+        'Which events the console shows; the run folder has all. "quiet", for jobs of many workers: losses and '
+        "returns, what goes wrong, checkpoints, the end, and where it is no terminal a step a minute.",
+    )
     trace: bool = setting(False, BOOL, "Write every executed instruction with its times to the run folder.")
     faults: Faults = setting(
         (),

@@ -27,6 +27,21 @@ def test_plain_lines_and_a_complete_log(tmp_path, capsys):
     assert logged[0]["pid"] == 7 and logged[2]["loss"] == 2.5
 
 
+def test_a_quiet_console_shows_what_matters_and_a_step_a_minute(tmp_path, capsys):
+    announcer = Announcer(os.getpid())
+    job = {"run_dir": str(tmp_path), "report": False, "console": "quiet"}
+    announcer.say(Event("start", "2 replicas", {"job": job}), 10.0)
+    for step in range(1, 122):
+        announcer.say(Event("committed", f"step {step} committed", {"step": step, "workers": 4}), 10.0 + step)
+    for kind in ("suspected", "lost", "served", "rejoined", "warning", "left", "finished"):
+        announcer.say(Event(kind, "x", {"rank": 1}), 140.0)
+    announcer.close()
+    lines = [line.split("] ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    steps = ["step: 1: 4 workers", "step: 61: 4 workers, 1.000 s", "step: 121: 4 workers, 1.000 s"]
+    assert lines == ["start: 2 replicas", *steps, "lost: x", "rejoined: x", "warning: x", "finished: x"]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1 + 121 + 7
+
+
 def test_nobody_reads_the_lines_any_more(tmp_path, monkeypatch):
     """The log goes on."""
     reading, writing = os.pipe()

@@ -56,6 +56,7 @@ SEEN = {
     "run_dir": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
     "secret_file": "cluster/test_hosts.py::test_the_secret_is_where_the_config_says",
     "report": "cluster/test_seen.py::test_monitors_status_and_report_when_rank_0_dies",
+    "console": "runtime/test_console.py::test_a_quiet_console_shows_what_matters_and_a_step_a_minute",
     "trace": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
     "faults": "cluster/test_kills.py::test_each_rank_at_named_instructions",
     "progress_timeout_s": "cluster/test_hung.py::test_a_stopped_worker_is_given_up",

@@ -68,7 +68,7 @@ class Enrolment:
 
 CHANGES = frozenset({"micro_batches", "batch"})  # while a job goes on
 HOSTS = frozenset({"folders"})  # may be each host's own
-WHERE = HOSTS | {"run_dir", "metrics"}  # the job's own counts
+WHERE = HOSTS | {"run_dir", "metrics", "console"}  # the job's own counts
 
 
 def unlike(job: JobSpec, newcomers: JobSpec) -> str:

@@ -54,6 +54,7 @@ class JobSpec:
     boundaries: str | tuple[int, ...] = "all"
     log_budget: int | None = None
     folders: tuple[tuple[str, str], ...] = ()
+    console: str = "all"
 
     @property
     def shape(self) -> Topology:

@@ -26,6 +26,7 @@ ALIKE = (
     "rejoin",
     "unit",
     "metrics",
+    "console",
 )  # settings that all workers have to have alike
 
 
