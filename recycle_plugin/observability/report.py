@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import time
@@ -19,19 +20,22 @@ from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
 from recycle_plugin.observability.run_history import EVENTS, Failure, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
+from recycle_plugin.observability.screen import printed, screen
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
-from recycle_plugin.render.page import Chart, Content, Table, page
+from recycle_plugin.render.page import Chart, Content, Screen, Table, page
 
 NAME = "report.html"
 LONGEST_S = 600  # that a process which nobody waits for may take
 DRAWN_SEATS = 64  # a picture of more would not be read
 DRAWN_FAILURES = 3
+SCREEN = os.terminal_size((140, 60))  # columns and lines of what each seat does
 LISTED = 2000  # events, half of them the first and half the last ones
 
 
-def write(folder: Path) -> Path:
-    """Write the report of the last job in the run folder ``folder``, and return its path.
+def write(folder: Path, again_s: int | None = None) -> Path:
+    """Write the report of the last job in the run folder ``folder``, and return its path.  ``again_s``: a browser loads
+    it anew every so many seconds.
 
     Raises ValueError, in one line, where there is no job.
     """
@@ -40,13 +44,16 @@ def write(folder: Path) -> Path:
     # traces of an earlier job in the folder stay there
     spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]
     path = folder / NAME
-    text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans))
-    folders.replace(folders.prepared(path, text), path)
+    text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans), again_s)
+    folders.replace(folders.prepared(path, text, f".{os.getpid()}"), path)
     return path
 
 
 def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list[Content]]]:
     """Heading and contents of each part of the report on ``history``, whose traces are ``spans``."""
+    if end(history) is None:
+        lines = screen(history, time.time(), SCREEN)
+        yield "Now", [Screen("\n".join(printed(line, SCREEN.columns) for line in lines))]
     yield "Job", [Table((), [*summary(history)])]
     yield "Steps", [*charts(history)]
     if history.failures:

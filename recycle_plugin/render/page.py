@@ -50,6 +50,7 @@ figure { margin: 0; max-width: 560px; }
 figcaption { font-weight: 600; }
 figure img { display: block; width: 100%; height: auto; }
 .picture { overflow-x: auto; }
+pre { font-size: 13px; line-height: 1.3; overflow-wrap: normal; }
 .picture img { display: block; width: 100%; min-width: 760px; height: auto; }
 @media (max-width: 640px) {
 table, tbody { display: block; }
@@ -88,12 +89,18 @@ class Table(NamedTuple):
     styles: Mapping[int, str] = {}
 
 
-Content = Chart | Table | bytes | str
-"""A chart, a table, a picture as PNG, or a paragraph."""
+class Screen(NamedTuple):
+    """Lines as a terminal has them, in letters of one width."""
+
+    text: str
 
 
-def page(title: str, lead: str, sections: Iterable[tuple[str, Sequence[Content]]]) -> str:
-    """The whole HTML file.
+Content = Chart | Table | Screen | bytes | str
+"""A chart, a table, a screen, a picture as PNG, or a paragraph."""
+
+
+def page(title: str, lead: str, sections: Iterable[tuple[str, Sequence[Content]]], again_s: int | None = None) -> str:
+    """The whole HTML file.  ``again_s``: a browser loads it anew every so many seconds; None: it does not.
 
     ``lead``: the paragraph at the top; ``sections``: heading and contents of each, of which neighbouring charts share a
     row where there is room.
@@ -102,7 +109,8 @@ def page(title: str, lead: str, sections: Iterable[tuple[str, Sequence[Content]]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        + (f'<meta http-equiv="refresh" content="{again_s}">\n' if again_s else "")
+        + f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
         f'<body>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n{body}\n</body>\n</html>\n'
     )
 
@@ -121,6 +129,8 @@ def _shown(content: Content) -> str:
             return f"<figure><figcaption>{escape(content.title)}</figcaption>{_line(content)}</figure>"
         case Table():
             return _table(content)
+        case Screen():
+            return f'<div class="picture" tabindex="0"><pre>{escape(content.text)}</pre></div>'
         case bytes():
             return f'<div class="picture" tabindex="0">{_image(content, "schedule")}</div>'
         case str():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from html import escape
 from html.parser import HTMLParser
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.commands.report import EVERY_S
 from recycle_plugin.observability import report
 from recycle_plugin.render.page import Chart, Table, page
 from tests.support.run_folder import WHY, Read, rewrite, trace, two_at_once
@@ -240,3 +243,26 @@ def test_tables_and_paragraphs_are_escaped():
     read = Read(page("a < b", "lead <", [("x & y", [Table(("<",), [(">",)], {0: "bad"}), "c < d"])]))
     assert read.texts["h1"] == ["a < b"] and read.texts["th"] == ["<"] and read.texts["td"] == [">"]
     assert read.texts["p"] == ["lead <", "c < d"]
+
+
+def test_a_report_that_follows_a_job_is_loaded_anew_until_its_end(folder, capsys, monkeypatch):
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines(True)
+    path.write_text("".join(line for line in lines if '"finished"' not in line))
+    pages = []
+
+    def half_a_minute(seconds: float) -> None:
+        pages.append((folder / "report.html").read_text())
+        if len(pages) == 2:
+            path.write_text("".join(lines))
+
+    monkeypatch.setattr(time, "sleep", half_a_minute)
+    assert main(["report", str(folder), "--follow"]) == 0
+    for text in pages:
+        assert f'<meta http-equiv="refresh" content="{EVERY_S}">' in text
+        (seats,) = Read(text).texts["pre"]
+        assert "goodput" in seats and re.search("^0.1 +2 +x its process was killed by signal 9", seats, re.MULTILINE)
+    last = (folder / "report.html").read_text()
+    assert len(pages) == 2 and "refresh" not in last and "<pre>" not in last
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
+    assert not [*folder.glob(".report*")]
