@@ -11,9 +11,10 @@ from recycle_plugin.commands.given import SHAPE, JobArguments, add_job, job
 from recycle_plugin.commands.megatron_flags import shape
 from recycle_plugin.commands.parsers import command
 from recycle_plugin.commands.progress import told
+from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
-from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.program import OP_SHIFT, OPS
 
 DESCRIPTION = """\
 Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.
@@ -46,8 +47,6 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(found: argparse.Namespace) -> int:
     """Plan, write what is asked for, and print the rest; returns the exit code.  Raises ValueError for bad input."""
-    from recycle_plugin.planner.assemble import timeline
-
     if found.megatron is not None:
         if twice := [name for name in ("pp", "micro_batches", "tied") if getattr(found, name)]:
             raise ValueError(f"--{twice[0].replace('_', '-')} follows from Megatron-LM's flags: leave it out")
@@ -59,11 +58,10 @@ def run(found: argparse.Namespace) -> int:
     what = f"{asked.stages} stages, {asked.replicas} replicas, {asked.micro_batches} micro-batches of each are planned"
     with told(lambda: what):
         planned, plan_ms = timed(given)
-        spans = timeline(planned, given.costs)
-        figures = summary(given, planned, spans, plan_ms)
+        figures = summary(given, planned, plan_ms)
         if found.png is not None:
-            draw_png(given, planned, spans, found.png)
-    print(json.dumps(figures, indent=1) if found.json else report(given, planned, figures, spans))
+            draw_png(given, planned, found.png)
+    print(json.dumps(figures, indent=1) if found.json else report(given, planned, figures))
     return 0
 
 
@@ -78,13 +76,13 @@ def timed(given: JobArguments) -> tuple[Plan, float]:
     return planned, 1000 * (time.perf_counter() - start)
 
 
-def summary(given: JobArguments, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
+def summary(given: JobArguments, planned: Plan, plan_ms: float) -> dict:
     """The plan's figures as data, times in ``unit``.
 
     ``span``: with a staggered optimizer the longest of the stages' own windows, first forward to last weight gradient;
     else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound.
     """
-    span = planned.span_us if planned.policy.together else max(windows(spans))
+    span = planned.span_us if planned.policy.together else max(windows(planned, given.costs))
     return {
         "unit": given.unit,
         "costs": given.origin,
@@ -113,32 +111,36 @@ def cap_text(policy: Policy) -> str:
     return "/".join(f"{size / (1 << 30):.3g}" for size in (room if isinstance(room, tuple) else (room,))) + " GiB"
 
 
-def windows(spans: list[Span]) -> list[int]:
+def windows(planned: Plan, costs: CostModel) -> list[int]:
     """Per stage, the microseconds from its first computation's start to its last one's end."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for span in spans:
-        if span.instruction.op in COMPUTE:
-            stage = span.seat.stage
-            first[stage] = min(first.get(stage, span.start_us), span.start_us)
-            last[stage] = max(last.get(stage, span.end_us), span.end_us)
-    return [last[stage] - first[stage] for stage in sorted(first)]
+    import numpy as np
+
+    first, last = [1 << 62] * planned.stages, [0] * planned.stages
+    compute = np.array([op in COMPUTE for op in OPS])
+    for seat, program in planned.programs.items():
+        places = np.flatnonzero(compute[np.frombuffer(program.codes, np.int64) >> OP_SHIFT])
+        if len(places):  # they are in the order of their starts
+            starts, stage, end = planned.starts[seat], seat.stage, program[places[-1]].op
+            first[stage] = min(first[stage], starts[places[0]])
+            last[stage] = max(last[stage], starts[places[-1]] + costs.of(end, stage, seat))
+    return [end - start for start, end in zip(first, last)]
 
 
 def peaks(planned: Plan) -> list[int]:
     """Per stage, the most micro-batches whose activation or pending weight gradient one worker holds at once."""
-    change = {Op.F: 1, Op.W: -1, Op.B: -1}
+    import numpy as np
+
+    change = np.array([{Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0) for op in OPS])
     most = [0] * planned.stages
     for seat, program in planned.programs.items():
-        held = 0
-        for instruction in program:
-            held += change.get(instruction.op, 0)
-            most[seat.stage] = max(most[seat.stage], held)
+        held = np.cumsum(change[np.frombuffer(program.codes, np.int64) >> OP_SHIFT])
+        most[seat.stage] = max(most[seat.stage], int(held.max(initial=0)))
     return most
 
 
-def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span]) -> str:
+def report(given: JobArguments, planned: Plan, figures: dict) -> str:
     """What is printed: the grid, where it is not too large, and the plan's figures."""
+    from recycle_plugin.planner.assemble import timeline
     from recycle_plugin.render import grid
 
     lines = [
@@ -152,12 +154,13 @@ def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span])
         lines.insert(0, f"costs: {given.origin}")
     tick = given.scale if given.unit == "ticks" else max(1, planned.span_us // COARSE)
     if len(planned.programs) <= DRAWN_SEATS and planned.span_us <= 2 * DRAWN_COLUMNS * tick:
-        return "\n".join([grid.draw(spans, tick), *lines])
+        return "\n".join([grid.draw(timeline(planned, given.costs), tick), *lines])
     return "\n".join([*lines, "too large to draw here: --png FILE draws it"])
 
 
-def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) -> None:
+def draw_png(given: JobArguments, planned: Plan, path: Path) -> None:
     """Draw the plan as a picture, to ``path``."""
+    from recycle_plugin.planner.assemble import timeline
     from recycle_plugin.render import gantt
 
     unit = (given.scale, "ticks") if given.unit == "ticks" else None
@@ -168,4 +171,4 @@ def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) 
         f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches{ties}{lost}: "
         f"period {given.shown(planned.period_us)} {given.unit}"
     )
-    gantt.draw(path, gantt.Panel(title, spans, unit=unit))
+    gantt.draw(path, gantt.Panel(title, timeline(planned, given.costs), unit=unit))
