@@ -45,18 +45,7 @@ QUIET = {
     "worker",
 }  # in the log, but no line of their own
 
-LOUD = {
-    *STYLES,
-    "start",
-    "recovery",
-    "checkpoint",
-    "log_gone",
-    "rebalance",
-    "turned_down",
-    "terminate",
-    "metrics",
-    "report",
-}
+LOUD = {*STYLES, "checkpoint", "log_gone", "metrics", "notice", "rebalance", "recovery", "report", "start", "terminate"}
 """What is shown on a quiet console."""
 QUIET_STEP_S = 60.0  # between two steps that a quiet console shows
 
