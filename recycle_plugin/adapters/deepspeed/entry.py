@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from traceback import walk_stack
 from types import ModuleType
 from typing import Any
 
+from recycle_plugin.adapters.hugging_face import entry as hugging_face
 from recycle_plugin.adapters.unlaunched import AfterImport
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
@@ -85,17 +86,19 @@ class Plugin:
         def initialize(*arguments: Any, **named: Any) -> Any:
             config = find_config(arguments, named)
             self._check_section(config)
-            settings = Settings.from_section(config.get(SECTION))
+            driver = hugging_face.driver(
+                frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(sys._getframe(1))
+            )
+            settings = Settings.from_section(hugging_face.section(driver, config.get(SECTION)))
             if not settings.enabled:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            packages = [
-                frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(sys._getframe(1))
-            ]
-            ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, packages)
+            ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, driver)
             with ours(module, config, settings, given):
                 built = stock(*arguments, **named)
             self._made = True
+            if driver is not None and settings.replicas is not None:
+                hugging_face.follow(driver, self.session, built[0])
             return built
 
         module.initialize = initialize
@@ -149,10 +152,10 @@ class Plugin:
 
     @contextmanager
     def _replica_engine(
-        self, packages: Collection[str], module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
+        self, driver: str | None, module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """Inside of this context ``deepspeed.initialize``, which modules of ``packages`` call, builds our engine of one
-        rank of a replica.
+        """Inside of this context ``deepspeed.initialize``, which ``driver`` calls or the script, builds our engine of
+        one rank of a replica.
         """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine_checks import backend
@@ -162,8 +165,9 @@ class Plugin:
 
         self._check_once()
         assert settings.replicas is not None, "or it would be the other engine"
-        drawn = settings.batch == "shrink" and settings.rejoin == "never"
-        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), packages, drawn)
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
+        if driver is not None:
+            hugging_face.check(driver, settings, self.session)
         module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.deadlines, settings.group_sums)

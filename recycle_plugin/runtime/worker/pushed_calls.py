@@ -38,6 +38,11 @@ class PushedCalls:
         return self._steps.need is Need.PASS
 
     @property
+    def wants_more(self) -> bool:
+        """Whether the step waits for another micro-batch."""
+        return self._steps.need is Need.MICRO_BATCH
+
+    @property
     def between(self) -> bool:
         """Whether the script is between two steps, and not in the middle of one."""
         return self._steps.need is Need.NOTHING

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.constants import TRAIN_BATCH_SIZE, TRAIN_MICRO_BATCH_SIZE_PER_GPU
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import log_dist
@@ -132,6 +133,8 @@ class ReplicaEngine(DeepSpeedEngine):
         session.hooks.at_end = self._steps.end
         self.monitor = FirstLive(self.monitor, lambda: session.view.is_first, session.note)
         self._loaded = 0  # checkpoints, before the first step
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of this step so far
+        self._ends_early = False  # the step, without further micro-batches of this rank
         self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
         if session.view.newcomer:
             self._recalled = [*_recalled(session)]
@@ -153,13 +156,22 @@ class ReplicaEngine(DeepSpeedEngine):
             raise RecycleError("engine.backward(loss) without a forward: call engine(…) for each micro-batch before it")
         with self._told(True), self._job.session.thread.in_backward(), self.shards.backward() as made:
             scaled = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        self._steps.run((made, loss.detach()))
+        # where the script has divided by the number of micro-batches, this loss is a part of the step's
+        own = loss.detach() * (1 if scale_wrt_gas else self.gradient_accumulation_steps())
+        self._losses.append(own)
+        self._steps.run((made, own))
+        while self._ends_early and self._steps.wants_more:
+            self._steps.begin()
+            fill = torch.stack(self._losses).mean() if scale_wrt_gas else torch.zeros_like(own)
+            self._steps.run(([None] * len(made), fill))
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Stock's step; at the boundary after the exchange with the other replicas."""
         self._lr_arguments = lr_kwargs
-        if not self._steps.close():
+        if self._steps.close():
+            self._losses, self._ends_early = [], False
+        else:
             with self._told(False):
                 super().step(lr_kwargs)
 
@@ -173,6 +185,11 @@ class ReplicaEngine(DeepSpeedEngine):
         back: as many of the rank's data are behind it, after a loss more than ``global_steps`` would say.
         """
         return self._steps.given
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the script is between two steps, and not in the middle of one."""
+        return self._steps.between
 
     def settle(self) -> None:
         """Nothing: each call returns with all steps committed."""
@@ -229,14 +246,17 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> Any:
         """DeepSpeed's ``load_checkpoint``, before the first step; a rank that comes back is told what its predecessor
-        was, and keeps the state that it has.
+        was, and keeps the state that it has.  Behind it only where no rank comes back.
         """
         if self._recalled:
             return self._recalled.pop(0)
         if self._steps.begun:
-            raise RecycleError(
-                "load_checkpoint() after the first step is not supported with recycle.replicas yet: call it before that"
-            )
+            if self._job.settings.rejoin != "never":
+                raise RecycleError(
+                    "load_checkpoint() after the first step with recycle.replicas, which a replica that comes back "
+                    'would not have seen: call it before that, or set recycle.rejoin to "never"'
+                )
+            self._trainer.begin_loading(f"load_checkpoint({load_dir!r})")
         with self._trainer.lifted(), self.shards.as_stock(), in_words(Path(load_dir)):
             found = super().load_checkpoint(load_dir, *arguments, **named)
         if found[0] is not None:
@@ -259,10 +279,12 @@ class ReplicaEngine(DeepSpeedEngine):
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Take what is so where batches shrink; else refuse: a loss moves the boundary, and the program says where it
-        is.
+        """Take what is so where batches shrink, or have a step end early, as all ranks do at the end of their data;
+        else refuse: a loss moves the boundary, and the program says where it is.
         """
-        if not (self._job.settings.batch == "shrink" and is_boundary == self._steps.at_boundary):
+        shrinks, at_boundary = self._job.settings.batch == "shrink", self._steps.at_boundary
+        self._ends_early = shrinks and is_boundary and not at_boundary
+        if not (shrinks and (is_boundary or not at_boundary)):
             raise RecycleError(
                 f"engine.set_gradient_accumulation_boundary({is_boundary}) with recycle.replicas: a loss moves the "
                 "boundary; ask engine.is_gradient_accumulation_boundary()"
@@ -282,6 +304,12 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def _broadcast_model(self) -> None:
         make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)  # type: ignore[arg-type]
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Stock's, for which stage 3 reads the config once more, in which the job's batch is not the replica's."""
+        sizes = {TRAIN_BATCH_SIZE: None, TRAIN_MICRO_BATCH_SIZE_PER_GPU: self.train_micro_batch_size_per_gpu()}
+        with replaced(self, config=self.config | sizes):
+            return super()._configure_zero_optimizer(optimizer)
 
     def _report_progress(self, step: int) -> None:
         said = f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"

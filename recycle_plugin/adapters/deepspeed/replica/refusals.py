@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.moe.utils import has_moe_layers
@@ -50,36 +50,14 @@ def check(
     given: dict[str, Any],
     replicas: int,
     world: int,
-    packages: Collection[str] = (),
-    fixed: bool = False,
 ) -> None:
     """Raise RecycleError for a job that is not supported, before its engine is built.
 
-    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name; ``packages``:
-    whose modules call it; ``fixed``: each rank draws as much for each step, and none comes back.
+    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name.
     """
     lines = _of_config(config), sizes(config), _of_ranks(replicas, world), _of_arguments(config, given)
-    for line in (*_of_drivers(packages, fixed), *(line for each in lines for line in each)):
+    for line in (line for each in lines for line in each):
         raise RecycleError(line)
-
-
-def _of_drivers(packages: Collection[str], fixed: bool) -> Iterator[str]:
-    """Who drives the engine by itself.  Both draw as many micro-batches for a step as the config says, tell the engine
-    which of them is the last, and count steps by themselves, from the first one also where the engine is at another.
-    """
-    loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
-    if "transformers" in packages:
-        yield (
-            f"Hugging Face's Trainer with {REPLICA} gathers from every rank where it logs and ends, and draws a fixed "
-            f"number of micro-batches for each step: {loop}, or set recycle.enabled to false"
-        )
-    elif "accelerate" in packages and not fixed:
-        yield (
-            f"Hugging Face's Accelerator.prepare() with {REPLICA} says itself which micro-batch is a step's last, "
-            "which a lost replica's work moves, and counts steps: "
-            'set recycle.batch to "shrink" and recycle.rejoin to '
-            f'"never", or {loop}'
-        )
 
 
 def _of_config(config: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,72 @@
+"""Where Accelerate and the Trainer begin to follow the live ranks: once DeepSpeed's engine is built for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import shown
+
+DRIVERS = {"transformers": "Hugging Face's Trainer", "accelerate": "Hugging Face's Accelerate"}
+IMPLIED = {"batch": "shrink", "rejoin": "never"}
+
+
+def driver(packages: Iterable[str]) -> str | None:
+    """Who drives the engine by itself, by the packages whose modules build it; None: the script."""
+    found = {*packages}
+    return next((said for name, said in DRIVERS.items() if name in found), None)
+
+
+def section(driver: str | None, given: Any) -> Any:
+    """The section ``given``, with what it implies for replicas that ``driver`` trains: its loop draws as much for each
+    step, and counts steps from the first one on.
+    """
+    if driver is None or not isinstance(given, dict) or given.get("replicas") is None:
+        return given
+    return IMPLIED | given
+
+
+def check(driver: str, settings: Settings, session: Session) -> None:
+    """Raise RecycleError for what is not supported of replicas that ``driver`` trains, before their engine is built."""
+    loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
+    if settings.batch != "shrink":
+        raise RecycleError(
+            f'recycle.batch "{settings.batch}" with {driver}, which draws a fixed number of micro-batches for each '
+            f"step: leave it out, and batches shrink while a replica is out; or {loop}"
+        )
+    if settings.rejoin != "never":
+        raise RecycleError(
+            f"recycle.rejoin {shown(settings.rejoin)} with {driver}, which begins at step 1 in a process that comes "
+            f"back: leave it out, and a lost replica stays away; or {loop}"
+        )
+    if settings.group_sums == "scale":
+        raise RecycleError(
+            f'recycle.group_sums "scale" with {driver}, whose num_processes counts live ranks: leave it out'
+        )
+    if session.view.newcomer:
+        raise RecycleError(f"{driver} begins at step 1, and the job trains already: a lost replica stays away")
+
+
+def follow(driver: str, session: Session, engine: Any) -> None:
+    """Have the packages, which are imported, follow the live ranks from now on; ``engine``: a ReplicaEngine."""
+    import torch.distributed as dist
+
+    from recycle_plugin.adapters.hugging_face import operations
+    from recycle_plugin.adapters.hugging_face.team import Team
+    from recycle_plugin.runtime.collectives.group import MemberGroup
+
+    group = dist.group.WORLD
+    assert isinstance(group, MemberGroup), "or its engine had been refused"
+    team = Team(session, group, lambda: engine.between_steps)
+    operations.install(team)
+    if driver == DRIVERS["transformers"]:
+        from recycle_plugin.adapters.hugging_face import trainer
+
+        trainer.install(team)
+    else:
+        from recycle_plugin.adapters.hugging_face import loop
+
+        loop.install(team, lambda: engine.module.training)

@@ -1,0 +1,72 @@
+"""A script's own loop with Accelerate: its evaluations are dealt to the live ranks.
+
+An evaluation in which a replica is lost goes on: a script that has gathered half of it can't begin anew.  A warning
+says what is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import accelerator, data_loader
+from accelerate.utils import operations
+
+from recycle_plugin.adapters.hugging_face.operations import wrap_method
+from recycle_plugin.adapters.hugging_face.team import Team
+
+
+def install(team: Team, trains: Callable[[], bool]) -> None:
+    """Have loops of this process follow ``team``; ``trains()``: whether the model is in the mode for training."""
+    made = Evaluations(team, trains)
+    wrap_method(data_loader.DataLoaderShard, "__iter__", made.iterate)
+    wrap_method(accelerator.Accelerator, "gather_for_metrics", made.gather_for_metrics)
+
+
+class Evaluations:
+    """What stands in the place of Accelerate's methods, and hands on to ``stock``."""
+
+    def __init__(self, team: Team, trains: Callable[[], bool]) -> None:
+        self._team, self._trains = team, trains
+        self._lacks: set[int] = set()  # ranks that the present evaluation was dealt to
+
+    def iterate(self, stock: Callable[..., Iterator[Any]], of: Any) -> Iterator[Any]:
+        """The batches of a loader, of which an evaluation's are dealt to the live ranks."""
+        if self._trains():
+            yield from stock(of)
+            return
+        self._team.deal(of)
+        try:
+            with self._team.told_of_losses(self._note):
+                yield from stock(of)
+        finally:
+            self._lacks = set()
+
+    def _note(self) -> None:
+        lost = {*self._team.dealt} - {*self._team.live}
+        if lost != self._lacks:
+            self._lacks = lost
+            self._team.warn(
+                f"rank {', '.join(map(str, sorted(lost)))} was lost in an evaluation, whose further samples of it are "
+                "in no metric: the next evaluation has all samples again"
+            )
+
+    def gather_for_metrics(
+        self, stock: Callable[..., Any], of: Any, input_data: Any, use_gather_object: bool = False
+    ) -> Any:
+        """Accelerate's gather, which leaves out what was added to fill the last batches."""
+        state = of.gradient_state
+        if not (self._lacks and state.end_of_dataloader and state.remainder > 0):
+            return stock(of, input_data, use_gather_object)
+        if use_gather_object:
+            found = self._team.objects(input_data).items()
+            return [one for rank, rows in found for one in rows[: self._real(rank, len(rows), state.remainder)]]
+        return operations.recursively_apply(
+            lambda tensor: self._team.joined(tensor, lambda rank, size: self._real(rank, size, state.remainder)),
+            input_data,
+            error_on_other_type=True,
+        )
+
+    def _real(self, rank: int, size: int, remainder: int) -> int:
+        """How many of the last ``size`` samples of ``rank`` are of the data, which has ``remainder`` for all."""
+        return min(size, max(0, remainder - size * self._team.dealt.index(rank)))

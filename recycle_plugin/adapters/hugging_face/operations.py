@@ -1,0 +1,135 @@
+"""Accelerate's functions between processes, as they are over the live ranks (team.py)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import operations, random
+
+from recycle_plugin.adapters.hugging_face.team import Team
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.average import mean
+
+
+def install(team: Team) -> None:
+    """Have Accelerate gather from, and broadcast among, the ranks of ``team`` that live."""
+    made = Operations(team)
+    replace(operations, "_gpu_gather", made.gather)
+    replace(operations, "_gpu_gather_object", made.gather_object)
+    wrap(operations, "reduce", made.reduce)
+    wrap(operations, "_gpu_broadcast", made.broadcast)
+    wrap(operations, "broadcast_object_list", made.broadcast_object_list)
+    wrap(random, "synchronize_rng_state", made.synchronize)
+    wrap_method(data_loader.DataLoaderDispatcher, "__iter__", _refuse_dispatch)
+    wrap_method(AcceleratedScheduler, "step", made.step_scheduler)
+
+
+def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``wrapper(stock, …)`` take the place of a module's function."""
+    stock = getattr(module, name)
+    replace(module, name, functools.wraps(stock)(functools.partial(wrapper, stock)))
+
+
+def wrap_method(of: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``wrapper(stock, self, …)`` take the place of a method."""
+    stock = getattr(of, name)
+
+    @functools.wraps(stock)
+    def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
+        return wrapper(stock, self, *arguments, **named)
+
+    setattr(of, name, wrapped)
+
+
+def replace(module: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Let ``name`` stand for ``instead`` wherever it stands for the function of ``module`` now."""
+    stock = getattr(module, name, None)
+    if stock is None:
+        raise RecycleError(
+            f"{module.__name__}.{name} is not there in this release, and recycle.replicas needs it: install the "
+            "releases that recycle docs supported names, or set recycle.enabled to false"
+        )
+    for each in [one for one in sys.modules.values() if getattr(one, "__dict__", {}).get(name) is stock]:
+        setattr(each, name, instead)
+
+
+class Operations:
+    """What stands in the place of Accelerate's functions; those that get ``stock`` hand on to it."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def gather(self, tensor: Any) -> Any:
+        """Accelerate's gather of tensors, alone or nested: the rows of the same live ranks, one behind the other."""
+        while True:
+            before = self._team.live
+            found = operations.recursively_apply(self._team.joined, tensor, error_on_other_type=True)
+            if self._team.live == before:
+                return found
+
+    def gather_object(self, given: Any) -> list[Any]:
+        """Accelerate's gather of lists: those of the live ranks, in one."""
+        return [*itertools.chain.from_iterable(self._team.objects(given).values())]
+
+    def reduce(self, stock: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        """Accelerate's reduction; a mean is over the live ranks."""
+        if reduction != "mean" or not self._team.lacks_any:
+            return stock(tensor, reduction, scale)
+        return operations.recursively_apply(lambda each: mean(each, None), tensor, error_on_other_type=True)
+
+    def broadcast(self, stock: Callable[..., Any], data: Any, src: int = 0) -> Any:
+        """Accelerate's broadcast of tensors; processes are counted among the live ranks."""
+        return self._from(src, lambda rank: stock(data, src=rank))
+
+    def broadcast_object_list(self, stock: Callable[..., Any], object_list: list[Any], from_process: int = 0) -> Any:
+        """Accelerate's broadcast of objects; processes are counted among the live ranks."""
+        return self._from(from_process, lambda rank: stock(object_list, from_process=rank))
+
+    def synchronize(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Accelerate's synchronisation of random numbers, which are those of its process 0."""
+
+        def synchronize(rank: int) -> None:
+            torch.distributed.broadcast = functools.partial(_broadcast, broadcast, rank)
+            try:
+                stock(*arguments, **named)
+            finally:
+                torch.distributed.broadcast = broadcast
+
+        broadcast = torch.distributed.broadcast
+        self._from(0, synchronize)
+
+    def step_scheduler(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
+        """Accelerate's step of a scheduler, which counts samples of all processes: as many as for a whole batch, since
+        a job has as many steps as it would have without a loss.
+        """
+        with self._team.as_at_start():
+            stock(of, *arguments, **named)
+
+    def _from(self, process: int, send: Callable[[int], Any]) -> Any:
+        """What ``send(rank)`` gives from the rank of ``process``, or of the next one there if that is lost in it."""
+        while True:
+            rank = self._team.live[process]
+            try:
+                return send(rank)
+            except RecycleError:
+                if rank in self._team.agree():
+                    raise
+
+
+def _broadcast(stock: Callable[..., Any], rank: int, tensor: torch.Tensor, src: int) -> Any:
+    return stock(tensor, rank)
+
+
+def _refuse_dispatch(stock: Callable[..., Any], of: Any) -> Any:
+    raise RecycleError(
+        "Accelerate reads these batches on process 0 alone, whose loss would take the data along (dispatch_batches, "
+        "which an IterableDataset has by default): set dispatch_batches=False, for Hugging Face's Trainer by "
+        'accelerator_config={"dispatch_batches": False}'
+    )

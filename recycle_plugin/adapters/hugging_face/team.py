@@ -1,0 +1,156 @@
+"""The live ranks as Accelerate counts processes, and gathers over them.
+
+Accelerate and transformers gather a row from every process, multiply by ``num_processes``, deal data out by
+``process_index``, and let process 0 write.  After a loss all four mean the live ranks, in the order of their ranks.
+Members may hear of a loss at different places of the script, and would then differ in all four.  So the count changes
+in gathers only, whose rows are the same on every live rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.state import AcceleratorState, PartialState
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.group import MemberGroup
+from recycle_plugin.runtime.collectives.outcomes import LARGEST
+from recycle_plugin.runtime.control.session import Session
+
+SHARDS = (BatchSamplerShard, IterableDatasetShard)
+
+
+class Team:
+    """The live ranks of the job, as far as all of them agree.
+
+    ``between()`` says whether the script is between two steps; the count does not change inside one, whose losses are
+    multiplied by it.
+    """
+
+    def __init__(self, session: Session, group: MemberGroup, between: Callable[[], bool]) -> None:
+        self._session, self._group, self._between = session, group, between
+        self.size = group.size()
+        self.live = tuple(range(self.size))
+        self.dealt: tuple[int, ...] = self.live  # whom the last evaluation was dealt to
+        self._tell: Callable[[], None] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one process does for all."""
+        return self.live[0] == self._session.rank
+
+    @property
+    def lacks_any(self) -> bool:
+        """Whether a rank is lost."""
+        return len(self.live) < self.size
+
+    def agree(self) -> tuple[int, ...]:
+        """The live ranks, the same on each of them.  All of them call it."""
+        self.rows(torch.zeros(1))
+        return self.live
+
+    def rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+        """What each live rank gives as ``tensor``, of one shape and dtype on all, by rank, in order.
+
+        It goes in pieces whose result is kept for members that a loss has cut off: so all get the same rows.
+        """
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        there, pieces = set(range(self.size)), []
+        for piece in flat.split(LARGEST // self.size - 1):
+            own = torch.cat([piece.new_ones(1), piece])  # a one before what has come
+            found = own.new_zeros(self.size, own.numel())
+            self._group.gather_rows("all_gather", found, own).wait()
+            there &= set(found[:, 0].nonzero().flatten().tolist())
+            pieces.append(found[:, 1:])
+        live = tuple(sorted(there))
+        self._take(live)
+        whole = torch.cat(pieces, dim=1)
+        return {rank: whole[rank].clone().view(tensor.dtype).view(tensor.shape) for rank in live}
+
+    def joined(self, tensor: torch.Tensor, kept: Callable[[int, int], int] = lambda rank, size: size) -> torch.Tensor:
+        """The live ranks' ``tensor``, one behind the other in the first dimension, of which a rank that has ``size`` in
+        it gives the first ``kept(rank, size)``.
+        """
+        found = self.rows(tensor[None] if tensor.ndim == 0 else tensor)
+        return torch.cat([row[: kept(rank, len(row))] for rank, row in found.items()])
+
+    def objects(self, given: Any) -> dict[int, Any]:
+        """What each live rank gives as ``given``, which can be pickled, by rank, in order."""
+        text = torch.frombuffer(bytearray(pickle.dumps(given)), dtype=torch.uint8)
+        sizes = {rank: int(size) for rank, size in self.rows(torch.tensor([text.numel()])).items()}
+        filled = text.new_zeros(max(sizes.values()))
+        filled[: text.numel()] = text
+        rows = self.rows(filled).items()
+        return {rank: pickle.loads(row[: sizes[rank]].numpy().tobytes()) for rank, row in rows}
+
+    def deal(self, dataloader: Any) -> None:
+        """Deal the samples of an evaluation by ``dataloader``, which Accelerate has prepared, to the live ranks."""
+        self.dealt = self.agree()
+        for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
+            if isinstance(part, SHARDS):
+                self._check_split(part)
+                part.num_processes, part.process_index = len(self.live), self.live.index(self._session.rank)
+
+    def _check_split(self, shard: BatchSamplerShard | IterableDatasetShard) -> None:
+        if shard.split_batches and shard.batch_size % len(self.live):
+            raise RecycleError(
+                f"split_batches with batches of {shard.batch_size}, which {len(self.live)} ranks that are left can't "
+                "share: leave it out"
+            )
+
+    @contextmanager
+    def told_of_losses(self, tell: Callable[[], None]) -> Iterator[None]:
+        """A context of an evaluation: ``tell()`` is called, on all alike, behind a gather that lacks a rank it was
+        dealt to.
+        """
+        before, self._tell = self._tell, tell
+        try:
+            yield
+        finally:
+            self._tell = before
+
+    @contextmanager
+    def as_seen(self) -> Iterator[None]:
+        """A context in which process 0 is the first rank that this one sees alive, whether or not others have agreed:
+        scripts may call what is in it on one rank only.
+        """
+        agreed = self.live
+        self._count(tuple(sorted(set(self._session.view.roster.ranks) & set(agreed))))
+        try:
+            yield
+        finally:
+            self._count(agreed)
+
+    @contextmanager
+    def as_at_start(self) -> Iterator[None]:
+        """A context in which ``num_processes`` is what it was at the start of the job."""
+        _set(num_processes=self.size)
+        try:
+            yield
+        finally:
+            _set(num_processes=len(self.live))
+
+    def warn(self, text: str) -> None:
+        """Tell the user, once for all ranks."""
+        if self.is_first:
+            self._session.note("warning", text)
+
+    def _take(self, there: tuple[int, ...]) -> None:
+        if there != self.live and self._between():
+            self._count(there)
+        if self._tell is not None and there != self.dealt:
+            self._tell()
+
+    def _count(self, live: tuple[int, ...]) -> None:
+        self.live = live
+        _set(num_processes=len(live), process_index=live.index(self._session.rank))
+
+
+def _set(**numbers: int) -> None:
+    for state in (PartialState, AcceleratorState):
+        state._shared_state.update(numbers)

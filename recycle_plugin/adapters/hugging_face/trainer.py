@@ -1,0 +1,119 @@
+"""Hugging Face's Trainer over the live ranks: an evaluation that a loss interrupts is repeated, and a checkpoint that
+a lost process was writing is written by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import trainer, trainer_callback, trainer_pt_utils
+
+from recycle_plugin.adapters.hugging_face.operations import replace, wrap_method
+from recycle_plugin.adapters.hugging_face.team import Team
+from recycle_plugin.errors import RecycleError
+
+REFUSED = {
+    "batch_eval_metrics": "keeps parts of an evaluation that a loss has interrupted",
+    "torch_compile": "is not tried yet",
+    "auto_find_batch_size": "builds a second engine",
+}
+
+
+def install(team: Team) -> None:
+    """Have Trainers of this process follow ``team``."""
+    made = Seams(team)
+    replace(trainer_pt_utils, "distributed_concat", made.concat)
+    replace(trainer_pt_utils, "distributed_broadcast_scalars", made.scalars)
+    for name in ("evaluation_loop", "_save_checkpoint", "save_model"):
+        wrap_method(trainer.Trainer, name, getattr(made, name.lstrip("_")))
+    wrap_method(trainer_callback.CallbackHandler, "call_event", made.call_event)
+
+
+def check(args: Any) -> None:
+    """Raise RecycleError for what a Trainer is asked for that is not supported, before its first step."""
+    for name, why in REFUSED.items():
+        if getattr(args, name, False):
+            raise RecycleError(f"TrainingArguments({name}=True) with recycle.replicas {why}; leave it out")
+    if args.accelerator_config.split_batches:
+        raise RecycleError(
+            "accelerator_config split_batches with recycle.replicas: after a loss the ranks that are left may not be "
+            "able to share a batch; leave it out"
+        )
+
+
+class MemberLost(Exception):
+    """A rank was lost that has samples of an evaluation."""
+
+
+def _give_up() -> None:
+    raise MemberLost
+
+
+class Seams:
+    """What stands in the place of functions and methods of transformers; those that get ``stock`` hand on to it."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def concat(self, tensor: Any, num_total_examples: int | None = None) -> Any:
+        """transformers' gather of tensors, alone or nested: the live ranks' rows, one behind the other."""
+        if isinstance(tensor, (tuple, list)):
+            return type(tensor)(self.concat(each, num_total_examples) for each in tensor)
+        if isinstance(tensor, Mapping):
+            made: Any = type(tensor)
+            return made({name: self.concat(each, num_total_examples) for name, each in tensor.items()})
+        return self._team.joined(tensor)[:num_total_examples]
+
+    def scalars(
+        self, scalars: list[int | float], num_total_examples: int | None = None, device: Any = None
+    ) -> torch.Tensor:
+        """transformers' gather of numbers, the live ranks'."""
+        return self._team.joined(torch.tensor(scalars, device=device))[:num_total_examples]
+
+    def evaluation_loop(
+        self, stock: Callable[..., Any], of: Any, dataloader: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        """Evaluate once over all samples: where a rank is lost in it, from the start, dealt to those who are left."""
+        while True:
+            self._team.deal(dataloader)
+            try:
+                with self._team.told_of_losses(_give_up):
+                    return stock(of, dataloader, *arguments, **named)
+            except MemberLost:
+                dataloader.end()
+
+    def save_checkpoint(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
+        """Save, again if the rank is lost in it that writes for all."""
+        first = None
+        while first != self._team.agree()[0]:
+            first = self._team.live[0]
+            stock(of, *arguments, **named)
+
+    def save_model(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
+        """Save the model, by the first live rank: scripts may call it on one rank only."""
+        with self._team.as_seen():
+            stock(of, *arguments, **named)
+
+    def call_event(
+        self, stock: Callable[..., Any], of: Any, event: str, args: Any, state: Any, control: Any, **named: Any
+    ) -> Any:
+        """Tell callbacks who is the first process now."""
+        if event == "on_train_begin":
+            check(args)
+        first, before = self._team.is_first, state.is_world_process_zero
+        state.is_world_process_zero, state.is_local_process_zero = first, first or args.local_process_index == 0
+        if first and not before:
+            self._show_progress(of, event, state)
+        return stock(of, event, args, state, control, **named)
+
+    def _show_progress(self, of: Any, event: str, state: Any) -> None:
+        """Open the bar that process 0 has opened when training began."""
+        if event in ("on_init_end", "on_train_begin"):
+            return
+        for each in of.callbacks:
+            if isinstance(each, trainer_callback.ProgressCallback) and each.training_bar is None:
+                each.training_bar = trainer_callback.tqdm(
+                    total=state.max_steps, initial=each.current_step, dynamic_ncols=True
+                )

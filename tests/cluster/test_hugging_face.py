@@ -1,0 +1,126 @@
+"""Hugging Face's Trainer over sharded replicas: an unmodified script trains as with stock DeepSpeed, and survives the
+loss of a replica wherever it is.
+
+What a job trains is compared with stock, and after a loss with what one process makes of the same samples by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import GPT2LMHeadModel
+
+from tests.support.cluster import ForkServer, Result
+from tests.support.hugging_face import PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
+BEST = SAVING | EVALUATING | {"load_best_model_at_end": True}
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    with starting(server, tmp_path) as start:
+        yield start
+
+
+def ended_well(result: Result) -> None:
+    """Nothing was said that should not be, and all who are left have the same weights, to the bit."""
+    assert result.code == 0, result.output[-6000:]
+    assert not result.of("error") and not result.of("warning"), result.output[-6000:]
+    first, *others = [record["weights"] for record in result.records.values()]
+    assert all(other == first for other in others)
+
+
+def same(ours: dict, stock: dict, rounding: float) -> None:
+    for name in ("loss", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "train_loss"):
+        assert history(ours, name) == pytest.approx(history(stock, name), rel=rounding), name
+    for name, values in stock["weights"].items():
+        assert ours["weights"][name] == pytest.approx(values, abs=rounding)
+
+
+HALF = {"bf16": True, "gradient_checkpointing": True, "label_smoothing_factor": 0.1, "max_steps": 4}
+ODD = BEST | {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2}  # 7 batches an epoch
+
+
+@pytest.mark.parametrize(
+    "stage, more, rounding",
+    [
+        (1, {"arguments": ODD, "samples": 53}, 1e-4),
+        (2, {"arguments": HALF, "uneven": True}, 2e-2),
+        (3, {"arguments": SAVING | {"dataloader_num_workers": 2}, "uneven": True, "metrics": False}, 1e-4),
+    ],
+)
+def test_as_stock(start, stage, more, rounding):
+    ours, stock = start(stage=stage, **more), start(stage=stage, replicas=0, **more)
+    ended_well(ours)
+    assert stock.code == 0, stock.output[-6000:]
+    for rank, record in stock.records.items():
+        same(ours.records[rank], record, rounding)
+        assert ours.records[rank]["written"] == [
+            path.replace(str(stock.folder), str(ours.folder)) for path in record["written"]
+        ]
+        assert ours.records[rank]["evaluated"] == record["evaluated"]
+
+
+@pytest.mark.parametrize("stage, kill", [(1, [3, "step", 3]), (3, [0, "step", 3]), (2, [2, "log", 2])])
+def test_a_lost_replicas_samples_are_in_no_loss(start, stage, kill):
+    """The others train the means over their own words, also where each sample has another number of them."""
+    logged = kill[2] if kill[1] == "log" else 0
+    result = start(stage=stage, kills=[kill], uneven=bool(logged), arguments=PLAIN)
+    ended_well(result)
+    left = range(2, 4) if kill[0] < 2 else range(2)
+    wanted = by_hand([range(RANKS)] * 2 + [left] * 6, uneven=bool(logged), logged=logged)
+    assert len(result.records) == RANKS // 2
+    for record in result.records.values():
+        assert history(record) == pytest.approx(wanted.losses, rel=1e-4)
+        for name, values in wanted.weights.items():
+            assert record["weights"][name] == pytest.approx(values, abs=1e-5)
+        evaluated_once(record)
+        assert history(record, "eval_accuracy") == [
+            pytest.approx(accuracy(wanted.model, uneven=bool(logged)), abs=1e-6)
+        ]
+
+
+@pytest.mark.parametrize("stage, kill", [(1, [0, "evaluating", 2]), (3, [3, "evaluating", 5])])
+def test_an_evaluation_covers_each_sample_once_whoever_dies_in_it(start, stage, kill):
+    result = start(stage=stage, kills=[kill], arguments=EVALUATING)
+    ended_well(result)
+    assert len(result.records) == RANKS // 2
+    for record in result.records.values():
+        evaluated_once(record)
+        assert record["steps"] == 8 and len(history(record, "eval_loss")) == 5
+    written = GPT2LMHeadModel.from_pretrained(result.folder / "model")
+    assert history(record, "eval_accuracy")[-1] == pytest.approx(accuracy(written), abs=1e-6)
+
+
+def test_the_next_process_writes_a_checkpoint_that_the_first_one_dies_in_and_fewer_replicas_go_on_from_it(start):
+    """Three replicas of one rank; stock's files of the first replica are those of any."""
+    more = {"arguments": SAVING | {"save_steps": 4}, "metrics": False}
+    result = start(3, replicas=3, kills=[[0, "writing", 4]], **more)
+    ended_well(result)
+    checkpoint = result.folder / "out" / "checkpoint-4"
+    assert GPT2LMHeadModel.from_pretrained(checkpoint).num_parameters() > 0
+    assert [record["first"] for _, record in sorted(result.records.items())] == [True, False]
+    again = start(2, replicas=2, resume=str(checkpoint), **more)
+    ended_well(again)
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert state["global_step"] == 4 and len(state["log_history"]) == 4
+    for record in again.records.values():
+        assert history(record)[:4] == [line["loss"] for line in state["log_history"]]
+        assert record["steps"] == 8 and len(history(record)) == 8
+
+
+def test_the_best_model_is_loaded_and_a_run_stops_early_whoever_has_died(start):
+    """The rate is so high that the first evaluation is the best."""
+    more = {"learning_rate": 3.0, "dataloader_num_workers": 2, "train_sampling_strategy": "group_by_length"}
+    result = start(stage=2, kills=[[0, "step", 3]], patience=1, arguments=BEST | more)
+    ended_well(result)
+    (record, _) = result.records.values()
+    losses = history(record, "eval_loss")
+    assert record["steps"] < 8 and record["best"].endswith("checkpoint-2")
+    assert losses[-1] == record["after"]["eval_loss"] == pytest.approx(min(losses))
+    evaluated_once(record)

@@ -1,0 +1,145 @@
+"""A small GPT-2 under Hugging Face's Trainer, with sharded replicas or stock DeepSpeed.
+
+RECYCLE_TEST_HUGGING_FACE holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of
+ZeRO; ``samples``, ``evaluated``: how many there are of each; ``uneven``: whether samples have labels on some of their
+tokens only; ``arguments``: more of TrainingArguments'; ``metrics``: whether predictions are gathered; ``kills``: [rank,
+where, number] of each process that kills itself: in the "step" of that number, in its forward; in the "log" behind it,
+before others have its loss; "evaluating", behind so many batches of all evaluations; "writing", in the middle of the
+model's file of the checkpoint of that step; or "predicting"; ``resume``: a checkpoint that is gone on from, or null;
+``patience``: of EarlyStoppingCallback, or 0; ``recycle``: more settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import endings
+from hugging_face_model import FIRST_EVALUATED, Samples, model
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+from transformers import (  # noqa: E402
+    EarlyStoppingCallback,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+job = json.loads(os.environ["RECYCLE_TEST_HUGGING_FACE"])
+FOLDER, RANK = Path(job["folder"]), int(os.environ["RANK"])
+
+
+def die(where: str, number: int) -> None:
+    if [RANK, where, number] in job["kills"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Watched:
+    """The model of a job, as far as it was trained; it dies where its process is to."""
+
+    def __init__(self, gpt: GPT2LMHeadModel) -> None:
+        self.steps, self._save = 0, gpt.save_pretrained
+        gpt.register_forward_pre_hook(self._before)
+        gpt.save_pretrained = self._write
+
+    def _before(self, gpt: GPT2LMHeadModel, _: object) -> None:
+        if gpt.training:
+            die("step", self.steps + 1)
+
+    def _write(self, folder: str, *arguments: Any, **named: Any) -> None:
+        self._save(folder, *arguments, **named)
+        written.append(folder)
+        if [RANK, "writing", self.steps] in job["kills"]:
+            os.truncate(Path(folder) / "model.safetensors", 1000)
+            die("writing", self.steps)
+
+
+class Watching(TrainerCallback):
+    def __init__(self, watched: Watched) -> None:
+        self.watched, self.batches = watched, 0
+
+    def on_step_end(self, args, state, control, **more):
+        self.watched.steps = state.global_step
+        if control.should_log:
+            die("log", state.global_step)
+
+    def on_prediction_step(self, args, state, control, **more):
+        self.batches += 1
+        die("evaluating", self.batches)
+
+
+def seen(found) -> dict[str, float]:
+    """The metrics: which samples there were, and how many words were right."""
+    words, labels = found.predictions.argmax(-1)[:, :-1], found.label_ids
+    evaluated.append(sorted(labels[:, 0].tolist()))
+    counted = labels[:, 1:] != -100
+    return {"accuracy": float((words == labels[:, 1:])[counted].mean())}
+
+
+evaluated: list[list[int]] = []
+written: list[str] = []
+
+
+def config() -> dict[str, Any]:
+    recycle = {"enabled": False}
+    if job["replicas"]:
+        recycle = {"enabled": True, "unit": "replica", "replicas": job["replicas"], "run_dir": job["folder"]}
+        recycle |= {"report": False, "check_replicas": 1} | job["recycle"]
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": job["stage"], "stage3_gather_16bit_weights_on_model_save": True},
+        "recycle": recycle,
+    }
+
+
+def main() -> None:
+    gpt = model()
+    arguments = {
+        "output_dir": str(FOLDER / "out"),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "max_steps": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "seed": 7,
+    } | job["arguments"]
+    evaluated_on = Samples(job["evaluated"], first=FIRST_EVALUATED, uneven=job["uneven"])
+    trainer = Trainer(
+        model=gpt,
+        args=TrainingArguments(deepspeed=config(), **arguments),
+        train_dataset=Samples(job["samples"], uneven=job["uneven"]),
+        eval_dataset=evaluated_on,
+        compute_metrics=seen if job["metrics"] else None,
+        callbacks=[Watching(Watched(gpt)), *([EarlyStoppingCallback(job["patience"])] if job["patience"] else [])],
+    )
+    trainer.train(resume_from_checkpoint=job["resume"])
+    record: dict[str, Any] = {"history": trainer.state.log_history, "steps": trainer.state.global_step}
+    record["after"] = trainer.evaluate()
+    found = trainer.predict(evaluated_on)
+    record["predicted"] = found.label_ids[:, 0].tolist()
+    trainer.save_model(str(FOLDER / "model"))
+    engine = trainer.model_wrapped
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
+            weights[name] = parameter.detach().float().flatten().tolist()
+    record |= {"evaluated": evaluated, "written": written, "weights": weights, "losses": []}
+    record |= {"first": trainer.is_world_process_zero(), "best": trainer.state.best_model_checkpoint}
+    endings.leave(FOLDER, record)
+
+
+if __name__ == "__main__":
+    main()
