@@ -17,6 +17,8 @@ EXTRAS = {"deepspeed": "deepspeed", "megatron": "megatron", "matplotlib": "repor
 """The extra of setup.cfg by which each module that not all users need is installed."""
 
 RANGES = {"torch": ">=2.6", "deepspeed": ">=0.19.3,<0.20", "megatron-core": ">=0.16,<0.17"}
+HUGGING_FACE = {"transformers": ">=5.24,<6", "accelerate": ">=1.15,<2"}
+"""Those whose loops train sharded replicas; other jobs may have any."""
 
 
 class Release(NamedTuple):
@@ -37,7 +39,7 @@ class Release(NamedTuple):
 
 def releases(names: Iterable[str] = RANGES) -> list[Release]:
     """What is installed of these, against the plugin's ranges."""
-    return [Release(name, _installed(name), RANGES[name]) for name in names]
+    return [Release(name, _installed(name), (RANGES | HUGGING_FACE)[name]) for name in names]
 
 
 def how_to_install(missing: ModuleNotFoundError) -> str:

@@ -33,9 +33,8 @@ CASES = {
     "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
     "placement unknown at the start": 'recycle.placement "spread" is about ranks, which were given out before this '
     "config was there: put it into a file",
-    "Hugging Face": "Hugging Face's Accelerator.prepare() with recycle.replicas says itself "
-    "which micro-batch is a step's last, which a lost replica's work moves, and counts steps: set recycle.batch to "
-    '"shrink" and recycle.rejoin to "never", or write the loop with engine(…)',
+    "Hugging Face": 'recycle.batch "constant" with Hugging Face\'s Accelerate, which draws a fixed number of '
+    "micro-batches for each step: leave it out",
     "two engines": "deepspeed.initialize was called twice with recycle.enabled: one engine per process",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }

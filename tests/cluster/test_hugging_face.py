@@ -14,7 +14,7 @@ import pytest
 from transformers import GPT2LMHeadModel
 
 from tests.support.cluster import ForkServer, Result
-from tests.support.hugging_face import PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
+from tests.support.hugging_face import LOOP, PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
@@ -123,4 +123,49 @@ def test_the_best_model_is_loaded_and_a_run_stops_early_whoever_has_died(start):
     losses = history(record, "eval_loss")
     assert record["steps"] < 8 and record["best"].endswith("checkpoint-2")
     assert losses[-1] == record["after"]["eval_loss"] == pytest.approx(min(losses))
-    evaluated_once(record)
+    evaluated_once(record, in_order=False)
+
+
+EACH = [*range(20, 49)]  # the numbers of the samples that are evaluated
+ODD_LOOP = {"script": LOOP, "samples": 53}  # 7 batches an epoch for each rank, in steps of two
+
+
+def test_a_loop_with_accelerate_as_stock(start):
+    ours, stock = start(stage=2, **ODD_LOOP), start(stage=2, replicas=0, **ODD_LOOP)
+    ended_well(ours)
+    assert stock.code == 0, stock.output[-6000:]
+    for rank, record in stock.records.items():
+        found = ours.records[rank]
+        for name in ("steps", "trained", "rates", "evaluated", "mains"):
+            assert found[name] == record[name], name
+        assert found["losses"] == pytest.approx(record["losses"], rel=1e-4)
+        for name, values in record["weights"].items():
+            assert found["weights"][name] == pytest.approx(values, abs=1e-5)
+
+
+def test_a_loop_with_accelerate_goes_on_without_a_replica_and_from_its_checkpoint(start):
+    """The others train their own shards, by the schedule of the whole job."""
+    result, calm = start(kills=[[0, "step", 3]], **ODD_LOOP), start(**ODD_LOOP)
+    ended_well(result)
+    assert sorted(result.records) == [2, 3]
+    for rank, record in result.records.items():
+        for name in ("steps", "trained", "rates"):
+            assert record[name] == calm.records[rank][name], name
+        assert record["evaluated"] == [EACH, EACH] and record["mains"] == [rank == 2] * 2
+    again = start(resume=str(result.folder / "out" / "epoch1"), **ODD_LOOP)
+    ended_well(again)
+    assert again.records[0]["losses"][0] < calm.records[0]["losses"][0]
+
+
+@pytest.mark.parametrize("rank, batch", [(0, 3), (3, 2)])
+def test_an_evaluation_of_accelerates_says_what_a_lost_replica_leaves_out(start, rank, batch):
+    """The next one has each sample once."""
+    result = start(kills=[[rank, "evaluating", batch]], **ODD_LOOP)
+    assert result.code == 0 and not result.of("error"), result.output[-6000:]
+    (warning,) = result.of("warning")
+    lost = "0, 1" if rank == 0 else "2, 3"
+    assert warning["text"].startswith(f"rank {lost} was lost in an evaluation, whose further samples of it are in no")
+    for record in result.records.values():
+        first, second = record["evaluated"]
+        assert len(first) < len(EACH) and len(set(first)) == len(first) and {*first} < {*EACH}
+        assert second == EACH

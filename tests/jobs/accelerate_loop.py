@@ -16,11 +16,9 @@ from typing import Any
 import deepspeed
 import endings
 import torch
+from accelerate import Accelerator, DeepSpeedPlugin
 from hugging_face_model import FIRST_EVALUATED, Samples, model
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-from accelerate import Accelerator, DeepSpeedPlugin  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader
 
 job = json.loads(os.environ["RECYCLE_TEST_HUGGING_FACE"])
 FOLDER, RANK = Path(job["folder"]), int(os.environ["RANK"])

@@ -20,9 +20,7 @@ from typing import Any
 import deepspeed
 import endings
 from hugging_face_model import FIRST_EVALUATED, Samples, model
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-from transformers import (  # noqa: E402
+from transformers import (
     EarlyStoppingCallback,
     GPT2LMHeadModel,
     Trainer,

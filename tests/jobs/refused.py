@@ -73,7 +73,7 @@ match case:
     case "no pipeline":
         pass
     case "Hugging Face":
-        config["recycle"] |= {"unit": "replica", "replicas": 2}
+        config["recycle"] |= {"unit": "replica", "replicas": 2, "batch": "constant"}
     case "no batch size":
         del config["train_micro_batch_size_per_gpu"]
     case "misspelt section":

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from recycle_plugin import __version__, cli
 from recycle_plugin.cli import main
-from recycle_plugin.versions import EXTRAS, RANGES
+from recycle_plugin.versions import EXTRAS, HUGGING_FACE, RANGES
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -33,9 +33,11 @@ def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
     extras = parser["options.extras_require"]
-    lines = "\n".join((parser["options"]["install_requires"], *(extras[name] for name in sorted(set(EXTRAS.values())))))
+    named = sorted({*EXTRAS.values(), "hugging_face"})
+    lines = "\n".join((parser["options"]["install_requires"], *(extras[name] for name in named)))
     declared = {one.name: one.specifier for one in map(Requirement, filter(None, lines.split("\n")))}
-    assert {name: declared[name] for name in RANGES} == {name: SpecifierSet(needs) for name, needs in RANGES.items()}
+    wanted = RANGES | HUGGING_FACE
+    assert {name: declared[name] for name in wanted} == {name: SpecifierSet(needs) for name, needs in wanted.items()}
 
 
 def test_a_command_that_needs_what_is_not_installed_says_how_to_install_it(tmp_path):

@@ -80,20 +80,6 @@ def test_what_is_given_to_initialize():
     assert "recycle.replicas is 3, and the job has 4 ranks" in refusal({}, {}, replicas=3)
 
 
-def test_who_drives_the_engine_by_itself():
-    from recycle_plugin.adapters.deepspeed.replica.refusals import check
-
-    job = BASE, {"model": nn.Linear(2, 2)}, 2, 4
-    with pytest.raises(RecycleError, match="Trainer with recycle.replicas gathers from every rank .*: write the loop"):
-        check(*job, ["deepspeed", "accelerate", "transformers", "__main__"], fixed=True)
-    with pytest.raises(
-        RecycleError, match='prepare.* says itself .*: set recycle.batch to "shrink" and recycle.rejoin'
-    ):
-        check(*job, ["accelerate", "__main__"])
-    check(*job, ["accelerate", "__main__"], fixed=True)
-    check(*job, ["accelerated", "__main__"])
-
-
 @pytest.mark.parametrize("more, line", SETTINGS)
 def test_settings(more, line):
     with pytest.raises(SettingsError) as caught:

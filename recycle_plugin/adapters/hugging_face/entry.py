@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,8 +10,10 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import shown
+from recycle_plugin.versions import HUGGING_FACE, releases
 
 DRIVERS = {"transformers": "Hugging Face's Trainer", "accelerate": "Hugging Face's Accelerate"}
+MODELS = "transformers.modeling_utils"
 IMPLIED = {"batch": "shrink", "rejoin": "never"}
 
 
@@ -31,6 +34,9 @@ def section(driver: str | None, given: Any) -> Any:
 
 def check(driver: str, settings: Settings, session: Session) -> None:
     """Raise RecycleError for what is not supported of replicas that ``driver`` trains, before their engine is built."""
+    for release in releases(HUGGING_FACE if driver == DRIVERS["transformers"] else ["accelerate"]):
+        if not release.fits:
+            raise RecycleError(f"{release.wrong}, or set recycle.enabled to false")
     loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
     if settings.batch != "shrink":
         raise RecycleError(
@@ -62,6 +68,9 @@ def follow(driver: str, session: Session, engine: Any) -> None:
     assert isinstance(group, MemberGroup), "or its engine had been refused"
     team = Team(session, group, lambda: engine.between_steps)
     operations.install(team)
+    if MODELS in sys.modules:  # in stock global rank 0 alone writes files of save_pretrained
+        first = lambda stock, model, is_main_process: is_main_process and team.is_first
+        operations.wrap_method(sys.modules[MODELS].PreTrainedModel, "should_save_on_this_rank", first)
     if driver == DRIVERS["transformers"]:
         from recycle_plugin.adapters.hugging_face import trainer
 

@@ -50,12 +50,7 @@ def wrap_method(of: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 def replace(module: Any, name: str, instead: Callable[..., Any]) -> None:
     """Let ``name`` stand for ``instead`` wherever it stands for the function of ``module`` now."""
-    stock = getattr(module, name, None)
-    if stock is None:
-        raise RecycleError(
-            f"{module.__name__}.{name} is not there in this release, and recycle.replicas needs it: install the "
-            "releases that recycle docs supported names, or set recycle.enabled to false"
-        )
+    stock = getattr(module, name)
     for each in [one for one in sys.modules.values() if getattr(one, "__dict__", {}).get(name) is stock]:
         setattr(each, name, instead)
 
