@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed
 import endings
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from hugging_face_model import FIRST_EVALUATED, Samples, model
 from torch.utils.data import DataLoader
 
@@ -44,8 +44,9 @@ def config() -> dict[str, Any]:
 
 
 def main() -> None:
+    PartialState(cpu=True)  # else Accelerate counts one process on a machine without accelerators
     plugin = DeepSpeedPlugin(hf_ds_config=config())
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
     gpt = model()
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))

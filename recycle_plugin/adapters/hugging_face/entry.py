@@ -59,6 +59,7 @@ def check(driver: str, settings: Settings, session: Session) -> None:
 def follow(driver: str, session: Session, engine: Any) -> None:
     """Have the packages, which are imported, follow the live ranks from now on; ``engine``: a ReplicaEngine."""
     import torch.distributed as dist
+    from accelerate import PartialState
 
     from recycle_plugin.adapters.hugging_face import operations
     from recycle_plugin.adapters.hugging_face.team import Team
@@ -66,6 +67,11 @@ def follow(driver: str, session: Session, engine: Any) -> None:
 
     group = dist.group.WORLD
     assert isinstance(group, MemberGroup), "or its engine had been refused"
+    if (counted := PartialState().num_processes) != group.size():
+        raise RecycleError(
+            f"Accelerate counts {counted} process{'es' * (counted > 1)} of {group.size()}, and each would have all "
+            "samples: on a machine without accelerators call accelerate.PartialState(cpu=True) first"
+        )
     team = Team(session, group, lambda: engine.between_steps)
     operations.install(team)
     if MODELS in sys.modules:  # in stock global rank 0 alone writes files of save_pretrained

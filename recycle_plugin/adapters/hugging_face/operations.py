@@ -74,8 +74,8 @@ class Operations:
         return [*itertools.chain.from_iterable(self._team.objects(given).values())]
 
     def reduce(self, stock: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """Accelerate's reduction; a mean is over the live ranks."""
-        if reduction != "mean" or not self._team.lacks_any:
+        """Accelerate's reduction; a mean is over the live ranks, whether or not their count is known yet."""
+        if reduction != "mean":
             return stock(tensor, reduction, scale)
         return operations.recursively_apply(lambda each: mean(each, None), tensor, error_on_other_type=True)
 

@@ -44,11 +44,6 @@ class Team:
         """Whether this rank does what one process does for all."""
         return self.live[0] == self._session.rank
 
-    @property
-    def lacks_any(self) -> bool:
-        """Whether a rank is lost."""
-        return len(self.live) < self.size
-
     def agree(self) -> tuple[int, ...]:
         """The live ranks, the same on each of them.  All of them call it."""
         self.rows(torch.zeros(1))

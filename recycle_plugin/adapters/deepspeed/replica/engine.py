@@ -15,7 +15,7 @@ It is stock's own, with the ranks of one replica as its data parallel group, in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,11 @@ class ReplicaEngine(DeepSpeedEngine):
         return found
 
     def no_sync(self) -> Any:
-        """Refuse: what a rank has summed for itself is lost with it, and nobody could take its micro-batches over."""
+        """Nothing where batches shrink, as Accelerate's loop has it, since a micro-batch is reduced at once all the same;
+        else refuse: what a rank has summed for itself is lost with it, and nobody could take its micro-batches over.
+        """
+        if self._job.settings.batch == "shrink":
+            return nullcontext()
         raise RecycleError("engine.no_sync() with recycle.replicas: a micro-batch is reduced at once; leave it out")
 
     def coalesce_grad_reduction(self) -> Any:
