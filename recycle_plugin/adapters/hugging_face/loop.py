@@ -28,7 +28,8 @@ class Evaluations:
 
     def __init__(self, team: Team, trains: Callable[[], bool]) -> None:
         self._team, self._trains = team, trains
-        self._lacks: set[int] = set()  # ranks that the present evaluation was dealt to
+        self._evaluates = False
+        self._lacks: set[int] = set()  # ranks that the last evaluation was dealt to
 
     def iterate(self, stock: Callable[..., Iterator[Any]], of: Any) -> Iterator[Any]:
         """The batches of a loader, of which an evaluation's are dealt to the live ranks."""
@@ -36,11 +37,12 @@ class Evaluations:
             yield from stock(of)
             return
         self._team.deal(of)
+        self._evaluates, self._lacks = True, set()
         try:
             with self._team.told_of_losses(self._note):
                 yield from stock(of)
         finally:
-            self._lacks = set()
+            self._evaluates = False
 
     def _note(self) -> None:
         lost = {*self._team.dealt} - {*self._team.live}
@@ -56,17 +58,24 @@ class Evaluations:
     ) -> Any:
         """Accelerate's gather, which leaves out what was added to fill the last batches."""
         state = of.gradient_state
-        if not (self._lacks and state.end_of_dataloader and state.remainder > 0):
+        if not (self._evaluates and state.end_of_dataloader and state.remainder > 0):
             return stock(of, input_data, use_gather_object)
-        if use_gather_object:
+        if use_gather_object or not _of_tensors(input_data):
             found = self._team.objects(input_data).items()
             return [one for rank, rows in found for one in rows[: self._real(rank, len(rows), state.remainder)]]
-        return operations.recursively_apply(
-            lambda tensor: self._team.joined(tensor, lambda rank, size: self._real(rank, size, state.remainder)),
-            input_data,
-            error_on_other_type=True,
+        kept = lambda rank, size: self._real(rank, size, state.remainder)
+        return self._team.steadily(
+            lambda: operations.recursively_apply(lambda each: self._team.joined(each, kept), input_data)
         )
 
     def _real(self, rank: int, size: int, remainder: int) -> int:
         """How many of the last ``size`` samples of ``rank`` are of the data, which has ``remainder`` for all."""
         return min(size, max(0, remainder - size * self._team.dealt.index(rank)))
+
+
+def _of_tensors(data: Any) -> bool:
+    try:
+        operations.recursively_apply(lambda each: each, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import data_loader
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
 from accelerate.utils import operations, random
 
 from recycle_plugin.adapters.hugging_face.team import Team
@@ -29,6 +30,7 @@ def install(team: Team) -> None:
     wrap(random, "synchronize_rng_state", made.synchronize)
     wrap_method(data_loader.DataLoaderDispatcher, "__iter__", _refuse_dispatch)
     wrap_method(AcceleratedScheduler, "step", made.step_scheduler)
+    wrap_method(PartialState, "wait_for_everyone", made.wait_for_everyone)
 
 
 def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -63,11 +65,9 @@ class Operations:
 
     def gather(self, tensor: Any) -> Any:
         """Accelerate's gather of tensors, alone or nested: the rows of the same live ranks, one behind the other."""
-        while True:
-            before = self._team.live
-            found = operations.recursively_apply(self._team.joined, tensor, error_on_other_type=True)
-            if self._team.live == before:
-                return found
+        return self._team.steadily(
+            lambda: operations.recursively_apply(self._team.joined, tensor, error_on_other_type=True)
+        )
 
     def gather_object(self, given: Any) -> list[Any]:
         """Accelerate's gather of lists: those of the live ranks, in one."""
@@ -99,6 +99,10 @@ class Operations:
 
         broadcast = torch.distributed.broadcast
         self._from(0, synchronize)
+
+    def wait_for_everyone(self, stock: Callable[..., Any], of: Any) -> None:
+        """Accelerate's barrier; behind it all know the first process, which often writes something then."""
+        self._team.agree()
 
     def step_scheduler(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
         """Accelerate's step of a scheduler, which counts samples of all processes: as many as for a whole batch, since

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
@@ -22,6 +22,7 @@ from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.collectives.outcomes import LARGEST
 from recycle_plugin.runtime.control.session import Session
 
+T = TypeVar("T")
 SHARDS = (BatchSamplerShard, IterableDatasetShard)
 
 
@@ -82,6 +83,15 @@ class Team:
         filled[: text.numel()] = text
         rows = self.rows(filled).items()
         return {rank: pickle.loads(row[: sizes[rank]].numpy().tobytes()) for rank, row in rows}
+
+    def steadily(self, gather: Callable[[], T]) -> T:
+        """What ``gather()`` gives, in whose gathers, all alike, no rank was lost: of several tensors all have the same
+        ranks' rows.
+        """
+        while True:
+            before, found = self.live, gather()
+            if self.live == before:
+                return found
 
     def deal(self, dataloader: Any) -> None:
         """Deal the samples of an evaluation by ``dataloader``, which Accelerate has prepared, to the live ranks."""

@@ -269,8 +269,8 @@ class ReplicaEngine(DeepSpeedEngine):
         return found
 
     def no_sync(self) -> Any:
-        """Nothing where batches shrink, as Accelerate's loop has it, since a micro-batch is reduced at once all the same;
-        else refuse: what a rank has summed for itself is lost with it, and nobody could take its micro-batches over.
+        """Nothing where batches shrink, as in Accelerate's loop: a micro-batch is reduced at once anyway.  Else refuse:
+        what a rank has summed for itself is lost with it, and nobody could take its micro-batches over.
         """
         if self._job.settings.batch == "shrink":
             return nullcontext()
