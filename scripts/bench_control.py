@@ -6,7 +6,8 @@ scripts/bench_control.py --shapes 64x64 --micro-batches 128 --out runs/control
 
 Nothing runs: the coordinator's state machine gets what such a job's workers say, in an order that is drawn; in the
 middle of a step one of them is lost, with what the plan has each of them hold by then.  Reading and writing the
-messages of a step is counted beside it.  Sockets, and what it takes to write to so many, are not in it.
+messages of a step is counted beside it.  Then all of them connect to the coordinator's server over loopback
+(lab/experiments/control_sockets.py), which is idle but for heartbeats, and hears the messages of steps.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import unfinished
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.collector import no_collections
+from recycle_plugin.lab.experiments import control_sockets
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.planner.recovery import recover
 from recycle_plugin.settings.schema import Settings
@@ -55,12 +57,14 @@ HEARTBEATS, TICKS = 2, 20  # of a worker, and of the coordinator's clock, in a s
 AT_ONCE = 100  # messages that are read before they are handled, so that the clock is not looked at for each
 DEADLINES = Settings().deadlines
 HOST = 8  # workers of one
+IDLE_S = 10.0  # for so long the coordinator's server is watched where only heartbeats come
 
 
 class Measured(NamedTuple):
     """CPU seconds and bytes; ``step``: of the coordinator, the median of some; ``codec``: of it, to read and write the
     messages of that step; ``loss``: of it, until all may go on; ``left``: of a worker that works out what is left;
-    ``told``: bytes of what each is told by that.
+    ``told``: bytes of what each is told by that.  Of the coordinator's server, over connections: ``idle``, the share of
+    a core that heartbeats take, and ``served``, the seconds of a step.
     """
 
     workers: int
@@ -69,6 +73,8 @@ class Measured(NamedTuple):
     loss: float
     left: float
     told: int
+    idle: float
+    served: float
 
 
 def main(arguments: list[str]) -> int:
@@ -83,7 +89,8 @@ def main(arguments: list[str]) -> int:
         print(
             f"{row.workers:5} workers: {1e3 * row.step:7.1f} ms a step and {1e3 * row.codec:7.1f} ms to read and write "
             f"its messages, {1e3 * row.loss:7.1f} ms a loss, "
-            f"{row.told / 1024:7.1f} KiB told to each, which takes {1e3 * row.left:7.1f} ms to work out what is left",
+            f"{row.told / 1024:7.1f} KiB told to each, which takes {1e3 * row.left:7.1f} ms to work out what is left; "
+            f"over connections {row.idle:6.1%} of a core if idle, {1e3 * row.served:7.1f} ms a step",
             flush=True,
         )
         rows.append(row._asdict())
@@ -113,7 +120,10 @@ def measured(shape: Topology) -> Measured:
     loss = spent(lambda: told.extend(one_loss(membership, ranks[lost], {ranks[seat]: held[seat] for seat in held})))
     (resume,) = (each for each in told if isinstance(each, Resume))
     left = spent(lambda: worked_out(after, costs, resume, Seat(0, 0)))
-    return Measured(len(ranks), step, codec, loss, left, sum(len(encode(each)) for each in told))
+    said = ([each for each in of_step(job, ranks, step) if not isinstance(each, Heartbeat)] for step in (1, 2, 3))
+    served = control_sockets.measured(job, ranks, IDLE_S, said)
+    told_bytes = sum(len(encode(each)) for each in told)
+    return Measured(len(ranks), step, codec, loss, left, told_bytes, served.idle, served.step)
 
 
 def spent(work: Callable[[], object]) -> float:

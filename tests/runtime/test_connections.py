@@ -19,7 +19,7 @@ from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Post
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
-from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.in_loop import AT_ONCE, InLoop
 from tests.support.certificates import tls_secret
 from tests.support.secret import SECRET, answered, way
 
@@ -397,6 +397,22 @@ async def test_in_a_loop_what_is_not_taken_at_once_goes_on_its_way(ends):
     assert [await far.receive(PATIENCE_S) for _ in range(4)] == [LARGE, Over(1), LARGE, Over(2)]
     near.close()
     far.close()
+
+
+async def test_in_a_loop_what_was_said_before_the_end_is_heard_and_then_that(ends):
+    """Also more than is taken in before anybody asks."""
+    near, far = InLoop(ends.near), InLoop(ends.far)
+    waiting = asyncio.create_task(near.receive(PATIENCE_S))
+    await asyncio.sleep(0)
+    said = [Lease(number, 2.0) for number in range(3 * AT_ONCE + 1)]
+    for message in said:
+        far.send(message)
+    far.close()
+    heard = [await waiting]
+    while near.broken is None and (message := await near.receive(PATIENCE_S)) is not None:
+        heard.append(message)
+    assert heard == said and near.broken is not None
+    near.close()
 
 
 async def test_in_a_loop_it_is_made_again_while_others_go_on(ends):

@@ -74,7 +74,7 @@ async def supervised(monkeypatch, place: str = "1"):
         return worker
 
     monkeypatch.setattr(worker_keeper, "spawn", spawn)
-    monkeypatch.setattr(supervisor, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(supervisor, "SUPERVISOR_BEAT_S", 0.01)
     monkeypatch.setattr(supervisor, "END_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         host, port = listener.getsockname()

@@ -34,9 +34,9 @@ from recycle_plugin.core.coordinator import (
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf, Whom
 from recycle_plugin.core.coordinator.words import objection
-from recycle_plugin.core.messages.from_coordinator import Answer, BarrierPassed, End, Lease
+from recycle_plugin.core.messages.from_coordinator import Answer, BarrierPassed, End, Lease, Pace
 from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import (
     Accompanied,
@@ -83,7 +83,7 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.deadlines import shown
+from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S, paced_s, shown
 from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
@@ -96,7 +96,7 @@ class Membership:
 
     def __init__(self, ranks: int) -> None:
         self.course = Course()
-        self._enrolment = Enrolment(ranks)
+        self._ranks, self._enrolment = ranks, Enrolment(ranks)
         self._complaints = Complaints()
 
     # --- what is known ---------------------------------------------------------------------------
@@ -272,12 +272,20 @@ class Membership:
         """Handles that the supervisor of ``rank`` has come, or has gone where it is not ``there``."""
         out = CoordinatorOutput()
         if there:
+            self._pace(SupervisorOf(rank), out)
             self.course.vacancies.supervised(rank, now, out)
             self.course.recovery_times.supervised(rank, now)
             self.course.log_places.supervised(rank, out)
         else:
             self.course.vacancies.unsupervised(rank, now)
         return out
+
+    def _pace(self, whom: Whom, out: CoordinatorOutput) -> None:
+        """Has supervisors speak less often in a large job."""
+        if (job := self.course.job) is not None:
+            every_s = paced_s(SUPERVISOR_BEAT_S, self._ranks, job.deadlines)
+            if every_s > SUPERVISOR_BEAT_S:
+                out.tell(whom, Pace(every_s))
 
     def join(self, number: int, host: str, waits: bool, now: float) -> CoordinatorOutput:
         """Handles that a supervisor on ``host``, the ``number``-th that does, asks for the seat of a lost worker; if it
@@ -453,6 +461,7 @@ class Membership:
         )
         for kind, text, details, refused in weak_points(job, roster, shape):
             ends.end(self.course, text, out) if refused else out.say(kind, text, **details)
+        self._pace(SUPERVISORS, out)
         if self.ended is None:
             if self.course.logs.some:
                 out.tell(WORKERS, self.course.logs.told)

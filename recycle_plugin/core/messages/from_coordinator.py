@@ -87,6 +87,13 @@ class Stay(OfWorker):
 
 
 @dataclass(frozen=True)
+class Pace:
+    """To supervisors of a large job: send a heartbeat every so many seconds."""
+
+    every_s: float
+
+
+@dataclass(frozen=True)
 class Generation:
     """A version of the membership.  ``from_step`` 0: it holds at once, leave what you do; otherwise from that step on.
 

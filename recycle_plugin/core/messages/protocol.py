@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     LogOnly,
     MayGo,
     Over,
+    Pace,
     Placed,
     Posted,
     Recorded,
@@ -147,6 +148,7 @@ MESSAGES = (
     Over,
     Recorded,
     Stay,
+    Pace,
     # from an operator, and to one
     AskLeave,
     AskDrain,

@@ -16,6 +16,8 @@ SUSPECTED = 1 / 3  # of a deadline: then it is said
 STEPS = 3  # median steps: what an instruction may take in slow jobs, whatever the settings say
 TICK_S = 0.25  # how often the failure detector is told the time
 LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
+HEARD_A_SECOND = 512  # heartbeats of each sort, in large jobs
+WORKER_BEAT_S, SUPERVISOR_BEAT_S = 1.0, 0.5  # between two heartbeats of one, in small ones
 STALL = 2  # times an instruction's deadline: whoever is to blame for a standstill must have had the time to be found
 APART = 8  # times heartbeat_timeout_s, within which the others have long given up a worker that hears nobody
 
@@ -144,6 +146,13 @@ def lease_s(deadlines: Deadlines) -> float:
     ``progress_timeout_s`` and of what ``heartbeat_timeout_s`` leaves where the failure detector is told the time late.
     """
     return min(deadlines.progress_timeout_s, deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
+
+
+def paced_s(every_s: float, ranks: int, deadlines: Deadlines) -> float:
+    """The seconds between two heartbeats of one process in a job of ``ranks``: ``every_s`` in small ones.  One process
+    hears them all, so that in large jobs each speaks less often, yet five times within ``heartbeat_timeout_s``.
+    """
+    return max(every_s, min(ranks / HEARD_A_SECOND, deadlines.heartbeat_timeout_s / 5))
 
 
 def shown(table: list[Deadline]) -> str:

@@ -19,7 +19,6 @@ from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.control_view import ControlView
 
 SCRIPT = "the training script"
-SLOWEST_S = 1.0  # between two heartbeats
 
 
 class Heartbeats:
@@ -38,11 +37,13 @@ class Heartbeats:
         self.lease_until = float("inf")
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
-    def start(self, lease_s: float) -> None:
-        """Send heartbeats from now on.  ``lease_s``: the shortest lease that the coordinator gives, in seconds."""
+    def start(self, lease_s: float, every_s: float) -> None:
+        """Send heartbeats from now on, ``every_s`` seconds.  ``lease_s``: the shortest lease that the coordinator
+        gives, in seconds.
+        """
         self.lease_until = time.monotonic() + lease_s
         threading.Thread(
-            target=self._beat_on, args=(min(SLOWEST_S, lease_s / 4),), name="recycle: heart", daemon=True
+            target=self._beat_on, args=(min(every_s, lease_s / 4),), name="recycle: heart", daemon=True
         ).start()
 
     # --- what the worker is at ---------------------------------------------------------------------

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import Any
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.runtime.control.connections import ATTEMPT_S, Control, ControlWay, Disconnected, connect
+
+AT_ONCE = 100  # messages that are taken in before they are asked for
 
 
 class InLoop:
@@ -33,6 +36,9 @@ class InLoop:
     def __init__(self, control: Control) -> None:
         self._control, self._loop = control, asyncio.get_running_loop()
         self._waiting: asyncio.Future[Any] | None = None
+        self._come: deque[object] = deque()  # messages that nobody has asked for yet
+        self._more = True  # there may be some that were not taken in
+        self._looked_at = -1  # the descriptor that the loop looks at
         self.there = control.there
 
     @property
@@ -43,19 +49,21 @@ class InLoop:
     @property
     def broken(self) -> Disconnected | None:
         """Why the connection is broken, None as long as something may come."""
-        return self._control.broken
+        return None if self._come else self._control.broken
 
     def send(self, message: object) -> None:
         """Send a message; what the other end does not take now goes out once it does."""
-        if not self._control.send(message) and self.broken is None:
+        if not self._control.send(message) and self._control.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
 
     async def receive(self, timeout_s: float) -> object | None:
         """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
         deadline = self._loop.time() + timeout_s
-        while (message := self._control.receive()) is None and self.broken is None and self._loop.time() < deadline:
+        if self._more and not self._come:
+            self._read()
+        while not self._come and self.broken is None and self._loop.time() < deadline:
             await self._readable(deadline)
-        return message
+        return self._come.popleft() if self._come else None
 
     async def resume(self, hello: object, timeout_s: float) -> bool:
         """Make the connection again, and say whether it stands; see Control.resume."""
@@ -65,27 +73,45 @@ class InLoop:
     def close(self) -> None:
         """Close the connection, and wake the task that waits in it."""
         self._leave()
+        self._come.clear()
         self._control.close()
 
     def _push(self) -> None:
-        if self._control.push() or self.broken is not None:
+        if self._control.push() or self._control.broken is not None:
             self._loop.remove_writer(self._control.fileno())
 
     async def _readable(self, deadline: float) -> None:
-        self._waiting = waiting = self._loop.create_future()
-        number, late = self._control.fileno(), self._loop.call_at(deadline, _wake, waiting)
-        self._loop.add_reader(number, _wake, waiting)
+        """Return once something has come, or the ``deadline`` has, by the loop's time.
+
+        The loop looks at the descriptor from then on, which costs less than telling it before each wait.
+        """
+        if self._looked_at < 0:
+            self._looked_at = self._control.fileno()
+            self._loop.add_reader(self._looked_at, self._read)
+        self._waiting = self._loop.create_future()
+        late = self._loop.call_at(deadline, _wake, self._waiting)
         try:
-            await waiting
+            await self._waiting
         finally:
             late.cancel()
-            if self._waiting is waiting:  # else the number may be another's by now
-                self._loop.remove_reader(number)
+
+    def _read(self) -> None:
+        """Take in what has come, but not all of what never ends, and wake who waits for it."""
+        while len(self._come) < AT_ONCE and (message := self._control.receive()) is not None:
+            self._come.append(message)
+        self._more = len(self._come) >= AT_ONCE
+        if self._control.broken is not None and self._looked_at >= 0:
+            self._loop.remove_reader(self._looked_at)  # it stays readable
+            self._looked_at = -1
+        if self._waiting is not None:
+            _wake(self._waiting)
 
     def _leave(self) -> None:
         """Take the descriptor out of the loop, which must not look at a number that is given back."""
+        if self._looked_at >= 0:
+            self._loop.remove_reader(self._looked_at)
+            self._looked_at = -1
         if self._control.fileno() >= 0:
-            self._loop.remove_reader(self._control.fileno())
             self._loop.remove_writer(self._control.fileno())
         if self._waiting is not None:
             _wake(self._waiting)

@@ -84,6 +84,7 @@ class Session:
                 f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: "
                 f"{control.broken or welcome or 'it says nothing'}"
             )
+        self.ranks = welcome.ranks
         self.job_id, self.view = welcome.job_id, ControlView(rank, welcome.incarnation)
         self.view.adopting = self._adopting
         self.hooks, self.thread = ScriptHooks(), TrainingThread()

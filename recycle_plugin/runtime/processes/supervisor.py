@@ -24,6 +24,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     Fence,
     Lease,
     Over,
+    Pace,
     Placed,
     Refused,
     Restart,
@@ -39,6 +40,7 @@ from recycle_plugin.core.messages.from_workers import (
     Terminate,
     Unguarded,
 )
+from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S
 from recycle_plugin.errors import CutOff, NoCredentials
 from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -56,7 +58,6 @@ WORKER = "recycle_plugin.worker_process"  # what it runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
-HEARTBEAT_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
 NOBODY = -1  # the rank of one that has none yet
@@ -117,6 +118,7 @@ class Supervisor:
         self._secret = SecretFile.of(environment)
         self._way = ControlWay(self._address, self._secret)
         self._heartbeats: HeartbeatSender | None = None
+        self._every_s = SUPERVISOR_BEAT_S  # between two heartbeats
         self._datagrams: SealedDatagrams | None = None  # of the last connection that the coordinator has answered on
         self._hosted = hosted
         self._over: asyncio.Future[int]  # the code that the job ends with, once there is a connection
@@ -394,12 +396,12 @@ class Supervisor:
             self._heartbeats = await HeartbeatSender.to(self._control.there)
         while not self._over.done():
             state, cpu_s = life_of(worker.pid)
-            on_disk_s += HEARTBEAT_S * (state == "D")
+            on_disk_s += self._every_s * (state == "D")
             used_s = None if cpu_s is None else cpu_s + on_disk_s
             self._tell(message := SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation))
             if self._heartbeats is not None and self._datagrams is not None:
                 self._heartbeats.send(message, self._datagrams)
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._every_s)
 
     def _fence(self) -> None:
         """Kill the worker: whoever goes on does so without it, and it must not wake up."""
@@ -417,6 +419,8 @@ class Supervisor:
                     self._orders.put_nowait(message)
                 case ServeLogs(rank=rank) if rank == self._rank:
                     self._logs.serve(message.folder)
+                case Pace(every_s=every_s):
+                    self._every_s = every_s
                 case Stay():
                     self._leaving = max(self._leaving, message.incarnation)
                 case Lease(number=number) if number == self._incarnation:

@@ -1,0 +1,186 @@
+"""What thousands of workers cost the process that coordinates them over real connections, in CPU time.
+
+The coordinator's server runs in a process of its own.  This one plays all workers and supervisors over loopback: they
+say what theirs would, at the same intervals, and read what they are told.  Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import psutil
+
+from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Resume
+from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Ready, SupervisorHeartbeat, SurvivorReport
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S, WORKER_BEAT_S, paced_s
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
+from recycle_plugin.runtime.control.coordinator import Coordinator
+
+DEADLINE_S = 300.0  # of all that is waited for
+AT_ONCE = 32  # connections that are made at once
+SECRET = "only for a benchmark, where nobody else listens"
+HOST = 8  # workers of one
+
+
+class OverSockets(NamedTuple):
+    """The coordinator's CPU time: ``idle`` as a share of a core, ``step`` in seconds of one step."""
+
+    workers: int
+    idle: float
+    step: float
+
+
+def measured(job: JobSpec, ranks: dict[Seat, int], idle_s: float, steps: Iterable[Iterable[OfWorker]]) -> OverSockets:
+    """The cost of a job of these ``ranks``: idle for ``idle_s`` seconds, and of each of ``steps``, all that is said in
+    it.  Raises TimeoutError where the coordinator does not answer.
+    """
+    with _served(len(ranks)) as (process, address), _Workers(job, ranks, address) as workers:
+        workers.start()
+        began = _cpu_s(process)
+        workers.idle(idle_s)
+        idle = (_cpu_s(process) - began) / idle_s
+        each = []
+        for number, said in enumerate(steps, 1):
+            began = _cpu_s(process)
+            workers.step(number, said)
+            each.append(_cpu_s(process) - began)
+        return OverSockets(len(ranks), idle, sorted(each)[len(each) // 2])
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@contextmanager
+def _served(ranks: int) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
+    """A coordinator's server of ``ranks`` workers in a process of its own, and where it listens."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    server = context.Process(target=_serve, args=(ranks, there), daemon=True)
+    server.start()
+    try:
+        if not here.poll(DEADLINE_S):
+            raise TimeoutError("the coordinator's process has not begun to listen")
+        yield psutil.Process(server.pid), here.recv()
+    finally:
+        server.kill()
+        server.join()
+
+
+def _serve(ranks: int, line: Connection) -> None:
+    async def serve() -> None:
+        coordinator = Coordinator(ranks, 1, lambda event, now: None, Secret(SECRET))
+        await coordinator.start("127.0.0.1", 0)
+        line.send(coordinator.address)
+        await asyncio.sleep(DEADLINE_S)
+
+    asyncio.run(serve())
+
+
+class _Workers:
+    """All workers and supervisors of a job, played over connections to its coordinator."""
+
+    def __init__(self, job: JobSpec, ranks: dict[Seat, int], address: tuple[str, int]) -> None:
+        self._job, self._seats = job, {rank: seat for seat, rank in ranks.items()}
+        self._way = ControlWay(address, Secret(SECRET))
+        self._selector = selectors.DefaultSelector()
+        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._number = self._committed = 0
+
+    def __enter__(self) -> _Workers:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            self._supervisors = dict(zip(self._seats, pool.map(partial(self._come, "supervisor"), self._seats)))
+            self._workers = dict(zip(self._seats, pool.map(partial(self._come, "worker"), self._seats)))
+        for each in (*self._supervisors.values(), *self._workers.values()):
+            self._selector.register(each.fileno(), selectors.EVENT_READ, each)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (*self._supervisors.values(), *self._workers.values()):
+            each.close()
+        self._selector.close()
+        self._datagrams.close()
+
+    def _come(self, role: str, rank: int) -> SocketControl:
+        control = connect(self._way, DEADLINE_S)
+        control.send(Hello(rank, role, rank, f"host{rank // HOST}"), DEADLINE_S)
+        return control
+
+    def start(self) -> None:
+        """Come to the point where training begins."""
+        for rank, seat in self._seats.items():
+            host = f"host{rank // HOST}"
+            self._say(Ready(Member(rank, seat, f"tcp://{host}:{rank}", host), 0, self._job))
+        self._hear(Generation)
+        for rank in self._seats:
+            self._say(SurvivorReport(rank, 0, 0, "plan"))
+        self._hear(Resume)
+
+    def idle(self, seconds: float) -> None:
+        """Say nothing but heartbeats, each worker's and supervisor's spread evenly over their interval."""
+        due = []
+        for every_s, say in ((WORKER_BEAT_S, self._beat), (SUPERVISOR_BEAT_S, self._watch)):
+            every_s = paced_s(every_s, len(self._seats), self._job.deadlines)
+            due += [(every_s * rank / len(self._seats), every_s, say, rank) for rank in self._seats]
+        began = time.monotonic()
+        while due:
+            due.sort(key=lambda one: one[0])
+            now = time.monotonic() - began
+            while due and due[0][0] <= now:
+                at, every_s, say, rank = due.pop(0)
+                say(rank)
+                due += [(at + every_s, every_s, say, rank)] if at + every_s < seconds else []
+            self._drain(0.01)
+
+    def _beat(self, rank: int) -> None:
+        self._number += 1
+        self._say(Heartbeat(rank, self._number, 1, "computes", f"{rank}F0.0@1", 1))
+
+    def _watch(self, rank: int) -> None:
+        control, message = self._supervisors[rank], SupervisorHeartbeat(rank, False, time.monotonic())
+        control.send(message, DEADLINE_S)
+        assert control.datagrams is not None
+        self._datagrams.sendto(control.datagrams.sealed(encode(message)), self._way.address)
+
+    def step(self, number: int, said: Iterable[OfWorker]) -> None:
+        """Say what is said in step ``number``, and wait until all have heard that it is committed."""
+        for message in said:
+            self._say(message)
+            self._drain(0.0)
+        self._hear(Committed)
+
+    def _say(self, message: OfWorker | Ready) -> None:
+        rank = message.worker.rank
+        self._workers[rank].send(message, DEADLINE_S)
+
+    def _hear(self, kind: type) -> None:
+        """Return once each worker has been told a message of this kind."""
+        wanted, deadline = len(self._seats), time.monotonic() + DEADLINE_S
+        while wanted > 0:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{wanted} workers have heard no {kind.__name__}")
+            wanted -= sum(isinstance(message, kind) for message in self._drain(0.01))
+
+    def _drain(self, timeout_s: float) -> list[object]:
+        heard = []
+        for key, _ in self._selector.select(timeout_s):
+            while (message := key.data.receive()) is not None:
+                heard.append(message)
+        return heard

@@ -1,0 +1,38 @@
+"""How often the processes of a large job speak to the one that hears them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, SupervisorOf
+from recycle_plugin.core.messages.from_coordinator import Pace
+from recycle_plugin.core.messages.from_workers import Ready
+from recycle_plugin.core.vocabulary.deadlines import HEARD_A_SECOND, SUPERVISOR_BEAT_S, Deadlines, paced_s
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member
+from tests.support.membership import job
+
+
+@given(st.integers(1, 100_000), st.floats(2.0, 600.0))
+def test_a_silent_host_is_told_from_a_rare_heartbeat(ranks, timeout_s):
+    every_s = paced_s(SUPERVISOR_BEAT_S, ranks, replace(Deadlines(), heartbeat_timeout_s=timeout_s))
+    assert every_s == SUPERVISOR_BEAT_S or every_s <= timeout_s / 5
+    assert every_s >= SUPERVISOR_BEAT_S and (every_s >= timeout_s / 5 or ranks / every_s <= HEARD_A_SECOND + 1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "paces"), [(128, []), (512, [Pace(2.0)])])
+def test_supervisors_of_a_large_job_are_told_to_speak_less_often(replicas, paces):
+    """One that comes later, or again, too."""
+    membership = Membership(2 * replicas)
+    seats = [Seat(replica, stage) for replica in range(replicas) for stage in (0, 1)]
+    assert membership.supervisor(0, True, 0.0).messages == []
+    of_all = job(replicas=replicas, heartbeat_timeout_s=15.0)
+    for rank, seat in enumerate(seats):
+        last = membership.receive(Ready(Member(rank, seat, "a", "h"), 0, of_all), 0.0)
+    assert [one for whom, one in last.messages if whom == SUPERVISORS and isinstance(one, Pace)] == paces
+    assert membership.supervisor(3, True, 1.0).messages == [(SupervisorOf(3), pace) for pace in paces]
