@@ -131,7 +131,7 @@ class Settings(BaseModel):
         'What becomes of a lost replica\'s micro-batches, with `unit` "replica". "constant": the other '
         'replicas compute them. "shrink": nobody does; sums are divided by what was contributed, each such '
         "step is applied with sqrt(live / all) of its learning rate, and no stage applies a step before all "
-        "have their gradients.",
+        'have their gradients. Under Hugging Face\'s loops "shrink" is implied.',
     )
     zero: Literal["replicate"] | None = setting(
         None,
@@ -170,7 +170,7 @@ class Settings(BaseModel):
         'a whole number, not negative, "always" or "never"',
         'Whether the process of a lost worker is started again: "always" (until 5 in a row have died before '
         'they were admitted), "never", or that many in a row. A process started with `--join` takes a lost '
-        "seat in any case.",
+        'seat in any case. Under Hugging Face\'s loops "never" is implied.',
     )
     leave_on: str | None = setting(
         None,

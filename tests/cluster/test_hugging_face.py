@@ -126,6 +126,30 @@ def test_the_best_model_is_loaded_and_a_run_stops_early_whoever_has_died(start):
     evaluated_once(record, in_order=False)
 
 
+def test_a_stream_that_each_rank_reads_goes_on_without_a_replica(start):
+    """As a replica's loss in a step, where samples are dealt by their number."""
+    apart = {"accelerator_config": {"dispatch_batches": False}}
+    result = start(iterable=True, kills=[[1, "step", 3]], arguments=PLAIN | apart)
+    ended_well(result)
+    wanted = by_hand([range(RANKS)] * 2 + [range(2, 4)] * 6)
+    for record in result.records.values():
+        assert history(record) == pytest.approx(wanted.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ({"iterable": True}, "Accelerate reads these batches on process 0 alone"),
+        ({"recycle": {"batch": "constant"}}, 'recycle.batch "constant" with Hugging Face\'s Trainer, which draws'),
+        ({"arguments": {"torch_compile": True}}, "TrainingArguments(torch_compile=True) with recycle.replicas is not"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line_before_the_first_step(start, more, line):
+    result = start(2, replicas=2, **more)
+    assert result.code != 0 and line in result.of("end")[0]["text"], result.output[-6000:]
+    assert not result.of("committed")
+
+
 EACH = [*range(20, 49)]  # the numbers of the samples that are evaluated
 ODD_LOOP = {"script": LOOP, "samples": 53}  # 7 batches an epoch for each rank, in steps of two
 

@@ -2,11 +2,12 @@
 
 RECYCLE_TEST_HUGGING_FACE holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of
 ZeRO; ``samples``, ``evaluated``: how many there are of each; ``uneven``: whether samples have labels on some of their
-tokens only; ``arguments``: more of TrainingArguments'; ``metrics``: whether predictions are gathered; ``kills``: [rank,
-where, number] of each process that kills itself: in the "step" of that number, in its forward; in the "log" behind it,
-before others have its loss; "evaluating", behind so many batches of all evaluations; "writing", in the middle of the
-model's file of the checkpoint of that step; or "predicting"; ``resume``: a checkpoint that is gone on from, or null;
-``patience``: of EarlyStoppingCallback, or 0; ``recycle``: more settings.
+tokens only; ``iterable``: whether those to train come as a stream; ``arguments``: more of TrainingArguments';
+``metrics``: whether predictions are gathered; ``kills``: [rank, where, number] of each process that kills itself: in
+the "step" of that number, in its forward; in the "log" behind it, before others have its loss; "evaluating", behind so
+many batches of all evaluations; or "writing", in the middle of the model's file of the checkpoint of that step;
+``resume``: a checkpoint that is gone on from, or null; ``patience``: of EarlyStoppingCallback, or 0; ``recycle``: more
+settings.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import deepspeed
 import endings
+import torch
 from hugging_face_model import FIRST_EVALUATED, Samples, model
 from transformers import (
     EarlyStoppingCallback,
@@ -35,6 +37,16 @@ FOLDER, RANK = Path(job["folder"]), int(os.environ["RANK"])
 def die(where: str, number: int) -> None:
     if [RANK, where, number] in job["kills"]:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The same samples, one after the other."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return (self.samples[place] for place in range(len(self.samples)))
 
 
 class Watched:
@@ -115,10 +127,11 @@ def main() -> None:
         "seed": 7,
     } | job["arguments"]
     evaluated_on = Samples(job["evaluated"], first=FIRST_EVALUATED, uneven=job["uneven"])
+    trained_on = Samples(job["samples"], uneven=job["uneven"])
     trainer = Trainer(
         model=gpt,
         args=TrainingArguments(deepspeed=config(), **arguments),
-        train_dataset=Samples(job["samples"], uneven=job["uneven"]),
+        train_dataset=Stream(trained_on) if job["iterable"] else trained_on,
         eval_dataset=evaluated_on,
         compute_metrics=seen if job["metrics"] else None,
         callbacks=[Watching(Watched(gpt)), *([EarlyStoppingCallback(job["patience"])] if job["patience"] else [])],

@@ -25,6 +25,7 @@ JOB = {
     "arguments": {},
     "metrics": True,
     "kills": [],
+    "iterable": False,
     "resume": None,
     "patience": 0,
     "recycle": {},
