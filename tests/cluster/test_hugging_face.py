@@ -146,7 +146,8 @@ def test_a_stream_that_each_rank_reads_goes_on_without_a_replica(start):
 )
 def test_what_is_not_supported_is_refused_in_one_line_before_the_first_step(start, more, line):
     result = start(2, replicas=2, **more)
-    assert result.code != 0 and line in result.of("end")[0]["text"], result.output[-6000:]
+    (end,) = [said for said in result.output.splitlines() if "end: the job ends: " in said]
+    assert result.code != 0 and line in end, result.output[-6000:]
     assert not result.of("committed")
 
 
