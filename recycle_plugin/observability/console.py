@@ -45,7 +45,19 @@ QUIET = {
     "worker",
 }  # in the log, but no line of their own
 
-LOUD = {*STYLES, "checkpoint", "log_gone", "metrics", "notice", "rebalance", "recovery", "report", "start", "terminate"}
+LOUD = {
+    *STYLES,
+    "checkpoint",
+    "log_gone",
+    "metrics",
+    "notice",
+    "rebalance",
+    "recovery",
+    "report",
+    "start",
+    "terminate",
+    "turned_down",
+}
 """What is shown on a quiet console."""
 QUIET_STEP_S = 60.0  # between two steps that a quiet console shows
 

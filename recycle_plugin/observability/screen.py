@@ -10,7 +10,7 @@ from math import isfinite
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import end, seconds
-from recycle_plugin.observability.seats import WORDS, Mark, SeatState, seat_states
+from recycle_plugin.observability.seats import STAYED, WORDS, Mark, SeatState, seat_states
 from recycle_plugin.observability.training_time import goodput
 
 FEW = 16  # seats that are listed, whatever they do
@@ -86,9 +86,10 @@ def head(history: RunHistory, now: float) -> Iterator[str]:
 
 def legend(states: Sequence[SeatState], columns: int) -> Iterator[Line]:
     """How many seats do what, with their marks, in lines of at most ``columns``."""
+    stayed = {Mark.TRAINS: STAYED} if any(state.text == STAYED for state in states) else {}
     count, line, left = Counter(state.mark for state in states), list[tuple[str, Mark]](), columns
     for mark in filter(count.__getitem__, Mark):
-        piece = f"{mark} {count[mark]} {WORDS[mark]}   "
+        piece = f"{mark} {count[mark]} {(WORDS | stayed)[mark]}   "
         if line and len(piece.rstrip()) > left:
             yield line
             line, left = [], columns
@@ -103,7 +104,7 @@ def grid(states: Sequence[SeatState], lines: int) -> Iterator[Line]:
     Where that takes more than ``lines``, replicas of which all train are left out, and then the last ones.
     """
     rows: dict[int, list[SeatState]] = {}
-    for state in sorted(states, key=lambda state: Seat.parse(state.seat)):
+    for state in states:
         rows.setdefault(Seat.parse(state.seat).replica, []).append(state)
     yield plain("stage    " + "".join(f"{stage:<{RULED}}" for stage in range(0, len(rows[0]), RULED)))
     shown = [*rows]

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.observability import comings
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import end, these
@@ -48,6 +49,7 @@ PHASES = {
     comings.REPLAYS: Mark.REPLAYS,
     comings.REPLAYED: Mark.FOLLOWS,
 }
+STAYED = "was there at the end"
 TRAINING = {Mark.TRAINS, Mark.WAITS, Mark.SUSPECTED, Mark.LEAVES, Mark.FOLLOWS}
 OVER = {"cleared", "lost", "left", "rejoined"}  # kinds of events after which a suspicion, or a leave, is none any more
 
@@ -76,18 +78,19 @@ class SeatState(NamedTuple):
 
 
 def seat_states(history: RunHistory, now: float) -> list[SeatState]:
-    """All seats of ``history`` at ``now``, in seconds since the epoch, in the order of its start event."""
+    """All seats of ``history``, in order, at ``now``, in seconds since the epoch."""
     over = end(history) is not None
-    told: Told = dict.fromkeys(history.seats, (Mark.TRAINS, ""))
+    told: Told = dict.fromkeys(sorted(history.seats, key=Seat.parse), (Mark.TRAINS, STAYED if over else ""))
     told |= {} if over else _waiting(history) | _asked(history)
     told |= _gone(history, now)
-    came = {} if over else {history.seat_of[one.rank]: one for one in comings.comings(history.events)}
+    coming = () if over else comings.comings(history.events)
+    came = {history.seat_of[one.rank]: one for one in coming if one.rank in history.seat_of}
     told |= {seat: (PHASES[one.phase], one.told(now)) for seat, one in came.items()}
     step = history.reached + (not over)
     at = {seat: step if mark in TRAINING else None for seat, (mark, _) in told.items()}
     at |= {seat: one.step for seat, one in came.items() if one.phase == comings.RUNS}
     share = {seat: one.share or 0.0 for seat, one in came.items()}
-    return [SeatState(seat, rank, *told[seat], at[seat], share.get(seat, 0.0)) for seat, rank in history.seats.items()]
+    return [SeatState(seat, history.seats[seat], *what, at[seat], share.get(seat, 0.0)) for seat, what in told.items()]
 
 
 def _gone(history: RunHistory, now: float) -> Told:

@@ -224,6 +224,8 @@ def test_how_the_job_has_ended_is_the_exit_code(folder, command, last, code, cap
     assert main([*command, str(folder)]) == code
     said = capsys.readouterr().out
     assert "\x1b" not in said and (last or {}).get("text", "") in said
+    if command[0] == "top":
+        assert (". 3 was there at the end" if last else ". 3 trains") in said
 
 
 def test_a_job_that_ended_before_its_first_step_is_told_in_a_line(tmp_path, capsys):
