@@ -115,6 +115,23 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
     return {name: str(path) for name, path in found.items() if path} | dict(environment)
 
 
+def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, str]:
+    """The environment, with what CUDA reads as it starts, where the config file that the command line names has tensors
+    go over NCCL.  What the user has set stays.
+    """
+    try:
+        text = _config(command)
+        if '"device_link"' not in text:
+            return dict(environment)
+        from recycle_plugin.runtime.collectives.nccl_door import at_start
+        from recycle_plugin.settings.wording import SECTION  # takes longer to import than all else
+
+        over_nccl = json.loads(text).get(SECTION).get("device_link") == "nccl"
+    except (IndexError, OSError, ValueError, AttributeError):
+        return dict(environment)
+    return dict(environment) | (at_start(environment) if over_nccl else {})
+
+
 # --- on one host ---------------------------------------------------------------------------------------
 
 
@@ -211,7 +228,7 @@ def launch_here(arguments: list[str]) -> int:
             asked.workers,
             port,
             way,
-            with_credentials(os.environ, asked.command),
+            with_link(with_credentials(os.environ, asked.command), asked.command),
             imports,
             asked.one_device,
         )
@@ -316,7 +333,7 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
     def supervise(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        described = with_credentials(place, command, joins is not None)
+        described = with_link(with_credentials(place, command, joins is not None), command)
         return supervisor.supervise(command, described, placement, joins, line)
 
     def host(line: socket.socket) -> int:

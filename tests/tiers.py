@@ -74,6 +74,7 @@ cluster/test_validate.py::test_what_was_computed_with_rejected_weights_counts_no
 cluster/test_exact.py::test_each_rank_at_named_instructions
 cluster/test_caps.py::test_room_for_one_micro_batch
 cluster/test_switches.py
+cluster/test_nccl.py::test_a_kill
 
 cluster/test_edges.py::test_a_death_after_the_last_step
 cluster/test_edges.py::test_a_death_before_the_first_step_ends_the_job

@@ -6,7 +6,9 @@ import os
 
 from recycle_plugin.commands.config_job import ConfiguredJob
 from recycle_plugin.commands.doctor_section import Section, aligned
-from recycle_plugin.runtime.collectives.nccl_door import objections, sets
+from recycle_plugin.core.vocabulary.roster import Member, Roster
+from recycle_plugin.runtime.collectives.nccl_door import at_start, objections, sets
+from recycle_plugin.runtime.collectives.neighbours import END_BYTES, MOST_ENDS, ends
 from recycle_plugin.versions import releases
 
 
@@ -24,15 +26,39 @@ def refused(job: ConfiguredJob) -> Section:
 def device_link(job: ConfiguredJob) -> Section:
     """The section on what NCCL carries, with what of this environment would hang or end a survivor."""
     wrong = tuple(objections(os.environ))
-    staged = "boundary tensors, messages between two, collectives of objects, barriers"
-    exact = ", and for their order with recycle.exact all collectives" if job.settings.exact else ""
+    sums = "NCCL: sums of gradients and tied weights, and the script's collectives, in groups made anew after each loss"
+    given = sets(os.environ) | at_start(os.environ)
+    whole, without = _ends(job)
+    by_link = (
+        sums,
+        f"NCCL: boundary tensors, over at most {whole} links of two at each worker ({_memory(whole)} of its device's "
+        f"memory), and {without} while one worker is out ({_memory(without)})",
+        f"through the host's memory: boundary tensors until a link stands, where one has failed, and beyond "
+        f"{MOST_ENDS} links; messages between two, collectives of objects, barriers",
+    )
+    staged = ("through the host's memory, for their order with recycle.exact: all collectives and boundary tensors",)
     lines = (
-        "NCCL: sums of gradients and tied weights, and the script's collectives, in groups made anew after each loss",
-        f"through the host's memory: {staged}{exact}",
-        "unset, and set by the plugin: " + ", ".join(sets(os.environ)),
+        *(staged if job.settings.exact else by_link),
+        "unset, and set by the plugin: " + ", ".join(given),
         "seen at the start only: the release of NCCL that is loaded",
     )
-    return Section("device_link", "What carries tensors", {"sums": "nccl", "sets": sets(os.environ)}, lines, wrong)
+    links = {} if job.settings.exact else {"whole": whole, "one_out": without, "most": MOST_ENDS, "bytes": END_BYTES}
+    data = {"sums": "host" if job.settings.exact else "nccl", "links": links, "sets": given}
+    return Section("device_link", "What carries tensors", data, lines, wrong)
+
+
+def _ends(job: ConfiguredJob) -> tuple[int, int]:
+    """The most ends of links at a worker, with all of them there, and with one of any stage out."""
+    everybody = [Member(rank, seat, "", "") for rank, seat in enumerate(job.shape.seats)]
+    firsts = [member for member in everybody if member.seat.replica == 0]
+    without = (
+        [Roster(tuple(each for each in everybody if each != first)) for first in firsts] if job.replicas > 1 else []
+    )
+    return ends(Roster(tuple(everybody))), max(map(ends, without), default=0)
+
+
+def _memory(count: int) -> str:
+    return f"about {count * END_BYTES >> 20} MiB"
 
 
 def versions() -> Section:

@@ -39,6 +39,7 @@ QUIET = {
     "catching_up",
     "committed",
     "loss",
+    "moved",
     "peak",
     "recovery_plan",
     "stage",

@@ -143,8 +143,9 @@ class Settings(BaseModel):
     keep_bytes: Bytes = setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "How much of what it has sent a worker may keep in host memory until the step is committed: bytes, or"
-        " a size. What is no longer there after a failure is computed again. The event `peak` says how much "
+        'How much of what it has sent a worker may keep, in host memory or with `device_link` "nccl" on the '
+        "accelerator, until the step is committed: bytes, or a size. What is no longer there after a failure is "
+        "computed again. The event `peak` says how much "
         "it was. Null: all of it.",
     )
     pinned_bytes: Bytes = setting(
@@ -213,10 +214,11 @@ class Settings(BaseModel):
     device_link: Literal["host", "nccl"] = setting(
         "host",
         '"host" or "nccl"',
-        "What carries the sums of gradients, and of tied weights, and the script's collectives on tensors of a GPU. "
-        '"host": host memory and Gloo. "nccl": NCCL, made anew after each loss; its sums were tried on one GPU, not on '
-        "several ([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass "
-        "through host memory either way.",
+        "What carries the sums of gradients, and of tied weights, the script's collectives on tensors of a GPU, and "
+        'boundary tensors. "host": host memory, and Gloo or TCP. "nccl": NCCL, made anew after each loss; its sums '
+        "were tried on one GPU, not on several, and its boundary tensors on none "
+        "([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
+        "host memory either way.",
     )
     check_replicas: int = setting(
         0,

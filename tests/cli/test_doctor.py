@@ -58,8 +58,20 @@ def test_what_goes_over_nccl_and_what_would_hang_there(doctor, monkeypatch) -> N
     code, text = doctor(over, "--pp 2 --dp 2")
     said = " ".join(text.split())
     assert code == 1 and "! CUDA_DEVICE_MAX_CONNECTIONS is '1'" in said
-    assert "with recycle.exact all collectives" in said and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said
+    assert "with recycle.exact: all collectives" in said and "TORCH_NCCL_ASYNC_ERROR_HANDLING" in said
+    assert "CUDA_MODULE_LOADING" in said
     assert "What carries tensors" not in doctor({**SIZES, **ON}, "--pp 2 --dp 2")[1]
+
+
+def test_links_of_two_and_their_memory(doctor) -> None:
+    """The middle stages of a 4 x 8 job have two neighbours, each way; where one is lost, those beside it have many."""
+    over = {**SIZES, "recycle": {"enabled": True, "device_link": "nccl"}}
+    _, text = doctor(over, "--pp 4 --dp 8")
+    said = " ".join(text.split())
+    assert "at most 4 links of two at each worker (about 164 MiB of its device's memory)" in said
+    assert "and 16 while one worker is out (about 656 MiB)" in said
+    links = data(doctor, over, "--pp 4 --dp 8")["device_link"]["links"]
+    assert links == {"whole": 4, "one_out": 16, "most": 16, "bytes": 41 << 20}
 
 
 # --- figures ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink
 Mistakes = dict[str, Callable[[], object]]
 IN_LINKS: Mistakes = {}  # which a stuck sum of two members shows
 IN_CALLS: Mistakes = {}  # which a script's calls show
+IN_TENSORS: Mistakes = {}  # which boundary tensors show
 IN_SUMS: Mistakes = {}  # which the weights of a job show
 
 
@@ -74,7 +75,7 @@ def abort_first() -> None:
     NcclLink._give_up = changed
 
 
-@mistake("what is over here counts", IN_CALLS, IN_SUMS)
+@mistake("what is over here counts", IN_CALLS, IN_TENSORS, IN_SUMS)
 def trust_oneself() -> None:
     """Though another member's abort may have ended it."""
 

@@ -36,7 +36,7 @@ from tests.support.secret import SECRET, way
 from tests.support.waiting import until
 
 
-def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
+def enter(place: Place, port: int, coordinator: tuple[str, int], index: int = 0) -> None:
     from tests.support import standin
     from tests.support.standin import nccl
 
@@ -45,7 +45,7 @@ def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
     product.dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL
     session, links = Session(connect(way(coordinator), LONG_S), place.position, SECRET), []
     place.meetings = {}
-    ranks, limit, where = range(place.members), timedelta(seconds=LONG_S), torch.device(standin.NAME, 0)
+    ranks, limit, where = range(place.members), timedelta(seconds=LONG_S), torch.device(standin.NAME, index)
 
     def made(generation: int) -> ConfirmedLink:
         over = transports.over_nccl(
@@ -72,7 +72,7 @@ def enter(place: Place, port: int, coordinator: tuple[str, int]) -> None:
     place.made, place.unconfirmed = made, unconfirmed
 
 
-def over_nccl(scenario, members: int) -> list[Any]:
+def over_nccl(scenario, members: int, enter: Callable = enter) -> list[Any]:
     return in_processes(scenario, members, enter, ["torch", "torch._dynamo"], coordinated=True)
 
 
@@ -247,6 +247,37 @@ def an_abort_does_not_end(place: Place) -> str:
 def test_an_abort_that_does_not_end_is_named_at_a_deadline():
     words = "WaitTimeout: waited 0.2 s for the end of NCCL's group among ranks 0, 1"
     assert over_nccl(an_abort_does_not_end, 2) == [words, ""]
+
+
+def enter_on_the_second(place: Place, port: int, coordinator: tuple[str, int]) -> None:
+    os.environ["RECYCLE_TEST_STANDIN_DEVICES"] = "2"
+    enter(place, port, coordinator, index=1)
+
+
+def devices_of_calls(place: Place) -> set[int]:
+    """The device of each thread that calls NCCL."""
+    kind, used = product.dist.ProcessGroupNCCL, []
+
+    def noting(call):
+        def noted(*given):
+            used.append(torch.accelerator.current_device_index())
+            return call(*given)
+
+        return noted
+
+    for name in ("__init__", "allreduce", "broadcast", "abort"):
+        setattr(kind, name, noting(getattr(kind, name)))
+    link = place.unconfirmed()
+    link.start(Broadcast([torch.ones(1, device="standin:1")], 0)).wait(LONG_S)
+    place.meet("over")
+    link.abort()
+    until(lambda: len(used) == 4, "an abort")
+    return set(used)
+
+
+def test_no_thread_of_a_link_uses_another_device_than_the_workers():
+    """A thread that has chosen none would wake the first, where each process takes memory."""
+    assert over_nccl(devices_of_calls, 2, enter_on_the_second) == [{1}] * 2
 
 
 def a_message_between_two(place: Place) -> str:

@@ -292,3 +292,12 @@ def test_who_begins_to_listen_while_gloo_does_can_be_reached_and_gloo_can_not(mo
     with pytest.raises(TimeoutError):
         socket.create_connection((HERE, own), SHORT_S)
     link.abort()
+
+
+def test_a_socket_of_another_library_that_was_opened_meanwhile_stays_open():
+    """NCCL has some without a port."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        gloo._shut(ours, {1})
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.launch import with_link
 from recycle_plugin.runtime.collectives import nccl_door, transports
 from recycle_plugin.runtime.collectives.transports import carry_on_device
 from recycle_plugin.runtime.worker import parts
@@ -58,6 +59,21 @@ def test_what_is_unset_is_set_and_what_fits_stays(fit):
     kept = dict(own)
     nccl_door.prepare(own)
     assert own == kept
+
+
+def test_the_launcher_sets_what_cuda_reads_at_its_start_for_jobs_over_nccl(tmp_path):
+    over, other = tmp_path / "over.json", tmp_path / "other.json"
+    over.write_text('{"recycle": {"enabled": true, "device_link": "nccl"}}')
+    other.write_text('{"recycle": {"enabled": true, "device_link": "host"}}')
+    own = {"CUDA_MODULE_LOADING": "LAZY", "HOME": "/"}
+    found = with_link(own, ["train.py", "--deepspeed_config", str(over)])
+    assert found == own | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} and not [*nccl_door.objections(found)]
+    for command in (
+        ["train.py", "--deepspeed_config", str(other)],
+        ["train.py"],
+        ["--deepspeed_config", str(tmp_path)],
+    ):
+        assert with_link(own, command) == own
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])

@@ -40,6 +40,11 @@ def built() -> Path:
     return library
 
 
+def can_be_built() -> bool:
+    """Whether it is there, or there is a compiler."""
+    return (_folder() / f"{NAME}.so").exists() or shutil.which(os.environ.get("CXX", "c++")) is not None
+
+
 def _folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(torch.__version__.encode() + repr(FLAGS).encode())

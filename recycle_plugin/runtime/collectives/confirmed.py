@@ -10,7 +10,9 @@ either.
 
 from __future__ import annotations
 
-from recycle_plugin.runtime.collectives.link import Barrier, Handle, Link, Operation
+from collections.abc import Callable
+
+from recycle_plugin.runtime.collectives.link import Barrier, Handle, Link, Operation, unheard
 
 
 class ConfirmedLink:
@@ -33,9 +35,9 @@ class ConfirmedLink:
         self._host.connect()
         return self.device.connect()
 
-    def start(self, operation: Operation) -> Handle:
+    def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
         """Begin ``operation`` on the device; its handle succeeds once all members have seen it over."""
-        here = self.device.start(operation)
+        here = self.device.start(operation, launched)
         everywhere = Handle(here.what)
         here.when_over(lambda: self._confirm(here, everywhere))
         return everywhere

@@ -32,6 +32,7 @@ from recycle_plugin.runtime.collectives.link import (
     ReduceScatter,
     Send,
     done,
+    unheard,
     with_values,
 )
 from recycle_plugin.runtime.control.session import Session
@@ -40,6 +41,7 @@ from recycle_plugin.runtime.system import forked
 SO_ATTACH_FILTER = 26  # Linux's, for which Python has no name
 # a program of the kernel's packet filters: of each packet it takes nothing
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+FAMILIES = (socket.AF_INET, socket.AF_INET6)  # of Gloo's sockets
 NOT_GLOOS = (
     "Cannot use",
     "Invalid scalar type",
@@ -178,9 +180,9 @@ class GlooLink:
         with self._lock:
             return self._connect()
 
-    def start(self, operation: Operation) -> Handle:
-        """Start ``operation``, or queue it until the link is connected; after :meth:`abort` its handle ends as
-        Broken.
+    def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
+        """Start ``operation``, or queue it until the link is connected, which counts as ``launched``; after
+        :meth:`abort` its handle ends as Broken.
         """
         handle = Handle(f"{type(operation).__name__} among {self._name}")
         with self._lock:
@@ -191,6 +193,8 @@ class GlooLink:
                 self._begin(operation, handle)
         if self._end is not None:
             handle.end(self._end)
+        else:
+            launched()
         return handle
 
     def abort(self) -> Handle:
@@ -386,7 +390,7 @@ def _named(ports: Collection[int], said: bytes) -> list[int]:
     """Those of ``ports`` that are in the addresses which Gloo has ``said``, as the kernel writes them; all, where none
     is.
     """
-    families = [family.to_bytes(2, sys.byteorder) for family in (socket.AF_INET, socket.AF_INET6)]
+    families = [family.to_bytes(2, sys.byteorder) for family in FAMILIES]
     return [port for port in ports if any(family + port.to_bytes(2) in said for family in families)] or [*ports]
 
 
@@ -416,6 +420,8 @@ def _held() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _shut(connection: socket.socket, ports: set[int]) -> None:
+    if connection.family not in FAMILIES:
+        return  # another library's, opened at the same time
     with suppress(OSError):  # closed by the peer meanwhile, or a listener, which nobody waits on
         if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
             connection.shutdown(socket.SHUT_RDWR)

@@ -120,6 +120,10 @@ class Receive:
     tag: int
 
 
+def unheard() -> None:
+    """What is called where nobody wants to know that an operation was launched."""
+
+
 Operation = AllReduce | Broadcast | AllGather | Gather | ReduceScatter | AllToAll | Barrier | Send | Receive
 
 
@@ -210,10 +214,11 @@ class Link(Protocol):
     def connect(self) -> Handle:
         """Start connecting to the other members.  The handle, always the same one, names whoever has not come."""
 
-    def start(self, operation: Operation) -> Handle:
+    def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
         """Begin ``operation`` once connected, after all that was started before.
 
-        Its handle ends with the operation's error: :class:`Broken`, or what says that the group can't do it.
+        ``launched()`` is called, in any thread, once it can't fail to begin any more; it must not block.  The handle
+        ends with the operation's error: :class:`Broken`, or what says that the group can't do it.
         """
 
     def abort(self) -> Handle:

@@ -43,12 +43,14 @@ from recycle_plugin.runtime.collectives.link import (
     Operation,
     ReduceScatter,
     done,
+    unheard,
     with_values,
 )
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.accelerator import LONGEST_S, Lane, StreamEvent
 
 ABORT_S = 20.0  # for the end of a group; measured on one H200: 0.1 to 0.5 s
+THIN_CTAS = 2  # with which 41 MiB an end were measured
 IN_PROGRESS = "NCCL timeout in"  # in torch's error of a call that has not ended in time
 DTYPES = frozenset(
     {
@@ -65,12 +67,22 @@ def takes(dtype: torch.dtype, op: ReduceOp | None) -> bool:
     return dtype in DTYPES and (op is None or (dtype is not torch.bool and any(op == one for one in OPS)))
 
 
-def process_group(store: dist.Store, position: int, members: int, timeout: timedelta) -> Any:
-    """torch's group, of which each communicator can be aborted at any moment, also while it is being made."""
+def process_group(store: dist.Store, position: int, members: int, timeout: timedelta, most_ctas: int = 0) -> Any:
+    """torch's group, of which each communicator can be aborted at any moment, also while it is being made.
+
+    ``most_ctas``: blocks of a kernel, of which each takes memory; 0: as many as NCCL wants.
+    """
     kind: Any = dist.ProcessGroupNCCL  # only builds with NCCL have it
     options = kind.Options()
     options.config.blocking, options._timeout = 0, timeout
+    if most_ctas:
+        options.config.max_ctas = most_ctas
     return kind(store, position, members, options)
+
+
+def thin_group(store: dist.Store, position: int, members: int, timeout: timedelta) -> Any:
+    """One that takes little memory, since a worker has many: of two."""
+    return process_group(store, position, members, timeout, THIN_CTAS)
 
 
 class Meeting(dist.Store):
@@ -144,11 +156,14 @@ class Meeting(dist.Store):
 
 @dataclass(eq=False)
 class Begun:
-    """An operation from its start on: behind ``mark`` on the device, and launched once there is ``over``."""
+    """An operation from its start on: behind ``mark`` on the device, and launched once there is ``over``, which is told
+    by ``launched()``.
+    """
 
     operation: Operation
     handle: Handle
     mark: Any
+    launched: Callable[[], object] = unheard
     over: StreamEvent | None = None
 
 
@@ -188,11 +203,11 @@ class NcclLink:
             self._connecting.end(self._end)
         return self._connecting
 
-    def start(self, operation: Operation) -> Handle:
+    def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
         """Queue ``operation`` for the link's thread, behind what the caller has started on the device; after
         :meth:`abort` its handle ends as Broken.
         """
-        begun = Begun(operation, Handle(f"{type(operation).__name__} among {self._name}"), self._lane.mark())
+        begun = Begun(operation, Handle(f"{type(operation).__name__} among {self._name}"), self._lane.mark(), launched)
         if type(operation) not in STARTS:
             begun.handle.end(RecycleError(f"{begun.handle.what}: messages between two go through the host's memory"))
             return begun.handle
@@ -233,6 +248,7 @@ class NcclLink:
 
     def _run(self) -> None:
         try:
+            self._lane.take_thread()
             self._meet()
         except Exception as error:  # of NCCL's, the device's or the boards'; whoever waits gets it
             self._give_up(Broken(str(error)))
@@ -301,6 +317,8 @@ class NcclLink:
             broken = Broken(str(error))
             begun.handle.end(broken if isinstance(error, dist.DistError) else error)
             self._give_up(broken)
+            return
+        begun.launched()
 
     def _look(self) -> None:
         """End the handles of what is over.  The end is asked for after the event: an abort sets it before."""
@@ -320,6 +338,7 @@ class NcclLink:
 
     def _take_down(self) -> None:
         try:
+            self._lane.take_thread()
             if self._group is not None:
                 self._group.abort()
             assert self._thread is not None, "it has made the group"

@@ -58,6 +58,10 @@ VARIABLES = (
         "with one connection all streams stand behind a stuck sum",
     ),
 )
+AT_START = {  # what CUDA reads as a process starts with it, so that the launcher sets it
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # else many links share a queue, and one that is stuck holds up the others
+    "CUDA_MODULE_LOADING": "EAGER",  # a kernel that is loaded beside a stuck one waits for it (measured)
+}
 CALLER = "libtorch_cuda.so"
 LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds, of a call whose peer is gone; so long an abort may wait for it
 
@@ -73,6 +77,11 @@ def sets(environment: Mapping[str, str]) -> dict[str, str]:
     """What the plugin sets, since nobody has."""
     wanted = {variable.name: variable.value for variable in VARIABLES} | {LIMIT: str(CALL_S)}
     return {name: value for name, value in wanted.items() if value != UNSET and name not in environment}
+
+
+def at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the launcher sets for workers, since nobody has."""
+    return {name: value for name, value in AT_START.items() if name not in environment}
 
 
 def objections(environment: Mapping[str, str]) -> Iterator[str]:

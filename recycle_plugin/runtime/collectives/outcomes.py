@@ -159,7 +159,7 @@ class Outcomes:
         self._counted_on: set[str] = set()  # groups
         self.startup = session.hooks.startup = Startup(session)
         session.when_adopted, session.when_regrouping = self._tell, self._give_up_links
-        session.wanted = self._give
+        session.wanted, session.follow = self._give, self.follow
 
     def follow(self, group: Follower) -> None:
         """Tell ``group`` of membership changes from now on, as long as it exists."""

@@ -1,7 +1,7 @@
 """What connects workers, made here and nowhere else: a group's links, and the mover of boundary tensors.
 
 Both go by the kind of device whose tensors they carry.  What is not in these tables passes through host memory; so do
-boundary tensors and messages, and collectives too unless the setting ``device_link`` says otherwise.
+messages, and collectives and boundary tensors too unless the setting ``device_link`` says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from recycle_plugin.runtime.collectives import nccl_door
 from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Link
-from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group, takes
+from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group, takes, thin_group
+from recycle_plugin.runtime.collectives.pairs import LinkedPairs
 from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import NVIDIA, accelerator_at, device_of
@@ -33,12 +34,14 @@ MakeLink = Callable[[Session, int, str, Sequence[int], timedelta, torch.device],
 class Way(NamedTuple):
     """How collectives on one kind of device are carried: ``prepare`` sets the environment, or raises RecycleError.
 
-    ``takes`` says of a dtype whether it can be carried, and combined by an operation.
+    ``takes`` says of a dtype whether it can be carried, and combined by an operation.  ``open_thin`` opens links of
+    which a worker has many, for boundary tensors; by default as others.
     """
 
     open: MakeLink
     prepare: Callable[[MutableMapping[str, str]], None] = lambda environment: None
     takes: Callable[[torch.dtype, ReduceOp | None], bool] = lambda dtype, op: True
+    open_thin: MakeLink | None = None
 
 
 def _over_gloo(
@@ -68,7 +71,7 @@ def _name(ranks: Sequence[int]) -> str:
 
 LINKS: dict[str, Way] = {  # by kind of device
     HOST.type: Way(_over_gloo),
-    NVIDIA: Way(partial(over_nccl, process_group), nccl_door.prepare, takes),
+    NVIDIA: Way(partial(over_nccl, process_group), nccl_door.prepare, takes, partial(over_nccl, thin_group)),
 }
 MOVERS: dict[str, Callable[[Session, Device], Mover]] = {HOST.type: Transport}
 
@@ -107,6 +110,18 @@ def open_link(
     return LINKS[where.type].open(session, generation, called, ranks, timeout, where)
 
 
+def open_thin_link(
+    session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, where: torch.device
+) -> Link:
+    """A link for boundary tensors at ``where``; see :func:`open_link`."""
+    way = LINKS[where.type]
+    return (way.open_thin or way.open)(session, generation, called, ranks, timeout, where)
+
+
 def open_mover(session: Session, device: Device) -> Mover:
-    """The mover of this worker's boundary tensors, which are computed with on ``device``."""
-    return MOVERS.get(device.kind, Transport)(session, device)
+    """The mover of this worker's boundary tensors, which are computed with on ``device``: over links of two beside its
+    own where the setting ``device_link`` says so.
+    """
+    if session.device_link == THROUGH_HOST:
+        return MOVERS.get(device.kind, Transport)(session, device)
+    return LinkedPairs(session, Transport(session, device), open_thin_link, accelerator_at(device.where).lane())

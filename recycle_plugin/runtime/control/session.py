@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from ipaddress import ip_address
+from typing import Any
 
 from recycle_plugin.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
@@ -56,6 +57,7 @@ class Session:
     * ``group_sums`` and ``device_link`` are the settings.
     * ``boards``: what workers post for each other.  ``wanted`` is called when another one asks for a result
       (runtime/collectives/outcomes.py), in the thread that listens.
+    * ``follow(group)`` has a group told of membership changes, while it exists (runtime/collectives/outcomes.py).
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py).  ``when_regrouping`` is called
       in the thread that listens, at the first word of one that holds at once.
     * ``forked``: this process is not the worker, but was forked from it.
@@ -92,6 +94,7 @@ class Session:
         self.waiting = Waiting(self.view, self.heartbeats, self.thread, self._refuse_forks, wait_timeout_s)
         self.boards = BoardAccess(self.view, self.send, self.waiting)
         self.group_sums, self.device_link = "warn", THROUGH_HOST
+        self.follow: Callable[[Any], None] = lambda group: None
         self.when_adopted: Callable[[], None] = lambda: None
         self.when_regrouping: Callable[[], None] = lambda: None
         self.wanted: Callable[[WantResult], object] = lambda message: None

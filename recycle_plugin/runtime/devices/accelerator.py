@@ -53,7 +53,7 @@ class Accelerator:
             return CPU.to_host(tensors, what, shared=shared)
         down = self._apart if apart else self._down
         computing = self._module.current_stream(self.where)
-        sources = [_plain(tensor) for tensor in tensors]
+        sources = [plain(tensor) for tensor in tensors]
         begun = self._mark(computing)
         with self._module.stream(down):
             stand_behind(down, begun)
@@ -195,10 +195,20 @@ class Lane:
         event.record(self._module.current_stream(self.where))
         return event
 
+    def take_thread(self) -> None:
+        """Have the calling thread use this device from now on: one that has chosen none would wake the first."""
+        self._module.set_device(self.where)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context: what the calling thread starts inside, memory too, is in this order."""
+        with self._module.device(self.where), self._module.stream(self._stream):
+            yield
+
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
         """A context: what the calling thread starts inside is in this order, behind ``mark``."""
-        with self._module.device(self.where), self._module.stream(self._stream):
+        with self.alone():
             stand_behind(self._stream, mark)
             yield
 
@@ -273,7 +283,7 @@ def _over(event: Any) -> bool:
         return True
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without a graph, laid out as its numbers are read; a kernel on the current stream where it is not."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous() if plain.layout is torch.strided else plain

@@ -106,7 +106,8 @@ class Listener:
             self._say_once(peer, nonsense)
         except (OSError, EOFError):
             pass
-        self._let_go(connection, keeps)
+        finally:  # whatever has happened, the other end is not to wait
+            self._let_go(connection, keeps)
 
     def _let_go(self, connection: socket.socket, keeps: bool) -> None:
         with self._lock:

@@ -30,8 +30,8 @@ class Mover(Protocol):
     address: str
 
     def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
-        """Send ``tensors``, which are in host memory or on their way there (runtime/worker/tiers.py), and may not be
-        changed in place afterwards.
+        """Send ``tensors``, which are in host memory, on their way there, or kept where that can begin at any time
+        (runtime/worker/tiers.py), and may not be changed in place afterwards.
 
         It never blocks, so that programs need no matching order of sends and receives; what is for a peer that can't be
         reached is dropped.  ``valid_from``: the generation from which the data is valid.  A copy to the host that

@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Copy
 from recycle_plugin.runtime.lines.frames import end, peer_at, proved
-from recycle_plugin.runtime.movers.wire import FRAMES, Header, Sender, raw
+from recycle_plugin.runtime.movers.wire import FRAMES, Header, Sender, raw, shapes_of
 from recycle_plugin.runtime.system import forked
 from recycle_plugin.runtime.system.accepting import NO_ROOM, PAUSE_S
 
@@ -44,11 +44,31 @@ class Message(NamedTuple):
     def parts(self, seal: Seal) -> list[memoryview]:
         """The pieces of memory that are written to the socket: the header and its ``seal``, and each tensor's bytes."""
         tensors = self.tensors.wait(self.timeout_s)
-        shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
         return [
-            memoryview(FRAMES.frame(Header(self.datum, self.valid_from, shapes), seal)),
+            memoryview(FRAMES.frame(Header(self.datum, self.valid_from, shapes_of(tensors)), seal)),
             *(raw(tensor) for tensor in tensors if tensor.numel()),
         ]
+
+    def poll(self) -> bool:
+        """Whether its tensors are in host memory."""
+        return self.tensors.poll()
+
+    def __str__(self) -> str:
+        return str(self.datum)
+
+
+class Word(NamedTuple):
+    """A ``message`` behind which no bytes come."""
+
+    message: object
+
+    def parts(self, seal: Seal) -> list[memoryview]:
+        """The one piece of memory that is written to the socket."""
+        return [memoryview(FRAMES.frame(self.message, seal))]
+
+    def poll(self) -> bool:
+        """Always True: it waits for nothing."""
+        return True
 
 
 class Outbox:
@@ -73,7 +93,7 @@ class Outbox:
         self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
         self._peer = peer_at(address)
         self._changed = threading.Condition()
-        self._waiting: deque[Message | list[memoryview]] = deque()  # the latter, of one: what is left of it
+        self._waiting: deque[Message | Word | list[memoryview]] = deque()  # the latter, of one: what is left of it
         self._opening: socket.socket | None = None  # a connection that is still to authenticate
         self._connection: Connection | None = None
         self._seal: Seal  # of what is sent, once there is a connection
@@ -87,11 +107,11 @@ class Outbox:
         """Whether something waits, for a peer that may still take it."""
         return bool(self._waiting) and not self.broken
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Word) -> None:
         """Send a message now as far as the socket takes it, and queue the rest; it never blocks."""
         with self._changed:
-            rest: Message | list[memoryview] = message
-            if self._connection is not None and not self._waiting and message.tensors.poll():
+            rest: Message | Word | list[memoryview] = message
+            if self._connection is not None and not self._waiting and message.poll():
                 rest = self._send_now(self._parts(message))
             if rest and not self.broken:
                 self._waiting.append(rest)
@@ -174,12 +194,12 @@ class Outbox:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, PAUSE_S)
 
-    def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
+    def _parts(self, waiting: Message | Word | list[memoryview]) -> list[memoryview]:
         """The pieces of a message, once it is on the host.
 
         Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
         """
-        if not isinstance(waiting, Message):
+        if isinstance(waiting, list):
             return waiting
         try:
             return waiting.parts(self._seal)
@@ -187,10 +207,10 @@ class Outbox:
             with self._changed:
                 self._closing = True
                 self._break_off()
-            self._failed(RecycleError(f"{waiting.datum} could not be sent: {error}"))
+            self._failed(RecycleError(f"{waiting} could not be sent: {error}"))
             return []
 
-    def _next(self) -> Message | list[memoryview] | None:
+    def _next(self) -> Message | Word | list[memoryview] | None:
         """What is to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
         with self._changed:
             self._changed.wait_for(lambda: self.broken or self._waiting)

@@ -31,7 +31,7 @@ from recycle_plugin.runtime.lines.frames import Nonsense, fill
 from recycle_plugin.runtime.lines.listener import Listener
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS
 from recycle_plugin.runtime.movers.outbox import CONNECT_S, HELLO_S, Identity, Message, Outbox
-from recycle_plugin.runtime.movers.wire import DTYPES, FRAMES, LONGEST_HEADER, Header, Sender, raw
+from recycle_plugin.runtime.movers.wire import FRAMES, LONGEST_HEADER, Header, Sender, dtype_of, raw
 from recycle_plugin.runtime.system.accepting import NO_ROOM
 
 DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
@@ -41,14 +41,16 @@ LINGER_S = 1.0  # how long what live peers still have to get may take
 class Transport:
     """The mover over TCP: one inbox of this worker and one outbox for each peer.
 
-    ``device``: the one on which arriving tensors will be used.
+    ``device``: the one on which arriving tensors will be used.  ``hear(sender, message)`` takes, in a thread of that
+    sender's, what is no header of a tensor; it raises Nonsense for what nobody says.
     """
 
     def __init__(self, session: Session, device: Device) -> None:
-        self._session, self._device = session, device
+        self._session, self._device, self.hear = session, device, _refuse
         self._failure: RecycleError | None = None  # of a copy
         self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
+        self._peers = threading.Lock()  # which have one
         self._closed = threading.Event()
         # by connection the address of whose messages come there, once that is said
         self._readers: dict[socket.socket, str] = {}
@@ -65,15 +67,20 @@ class Transport:
         """Send a datum to a peer without blocking; see Mover.send.  Raises the RecycleError of a copy that failed
         before.
         """
-        self._check()
-        if address not in self._outboxes:
-            own = Identity(self._session.secret, self.address)
-            self._outboxes[address] = Outbox(address, own, self._broke, self._emptied, self._failed)
-        self._outboxes[address].send(Message(datum, valid_from, tensors, self._session.waiting.timeout_s))
+        self.check()
+        self.outbox(address).send(Message(datum, valid_from, tensors, self._session.waiting.timeout_s))
+
+    def outbox(self, address: str) -> Outbox:
+        """What is to be sent to a peer."""
+        with self._peers:
+            if address not in self._outboxes:
+                own = Identity(self._session.secret, self.address)
+                self._outboxes[address] = Outbox(address, own, self._broke, self._emptied, self.failed)
+            return self._outboxes[address]
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         """What has come since this was asked last: datum, tensors, and the generation from which they are valid."""
-        self._check()
+        self.check()
         while self._arrived:
             yield self._arrived.popleft()
 
@@ -83,7 +90,7 @@ class Transport:
         """
 
         def taken() -> bool | None:
-            self._check()
+            self.check()
             return None if any(outbox.backlog for outbox in outboxes) else True
 
         outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
@@ -137,8 +144,11 @@ class Transport:
     def keep_only(self, members: Iterable[str]) -> None:
         """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
         peers = set(members)
-        for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
-            self._outboxes.pop(address).close(linger_s=0)
+        with self._peers:
+            left = [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]
+            gone = [self._outboxes.pop(address) for address in left]
+        for outbox in gone:
+            outbox.close(linger_s=0)
 
     def _broke(self, address: str, error: OSError | None) -> None:
         """Note that the connection to a peer has broken.
@@ -149,11 +159,14 @@ class Transport:
         what, at = "a connection", address
         if error is not None and error.errno in NO_ROOM:
             what, at = f"a connection ({error.strerror})", self.address
-        timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.view.number))
+        timer = threading.Timer(DEATH_S, self.say_broken, (at, what, self._session.view.number))
         timer.daemon = True
         timer.start()
 
-    def _say_broken(self, address: str, what: str, generation: int) -> None:
+    def say_broken(self, address: str, what: str, generation: int) -> None:
+        """Complain of ``what`` between this worker and the one at ``address``, unless the membership of ``generation``
+        is not in force any more.
+        """
         session = self._session
         peer = session.view.roster.at(address)
         if (
@@ -164,22 +177,25 @@ class Transport:
         ):
             session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
-    def _failed(self, error: RecycleError) -> None:
+    def failed(self, error: RecycleError) -> None:
         """Note that a copy of what was to be sent has failed: the thread that trains has to know."""
         with self._session.waiting.changed:
             self._failure = error
             self._session.waiting.changed.notify_all()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise the error of a copy that has failed, if one has."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Stop receiving; what is under way to live peers still gets there, within a second."""
         deadline = time.monotonic() + LINGER_S
-        for outbox in self._outboxes.values():
+        with self._peers:
+            outboxes = [*self._outboxes.values()]
+            self._outboxes.clear()
+        for outbox in outboxes:
             outbox.close(max(0.0, deadline - time.monotonic()))
-        self._outboxes.clear()
         self._closed.set()
         self._listener.close()
 
@@ -210,18 +226,24 @@ class Transport:
             self._readers[own] = sender
             self._session.waiting.changed.notify_all()
         while True:
-            header = FRAMES.receive(connection, Header, seal, LONGEST_HEADER)
-            if not self._session.view.may_come(header.datum.step):
-                known = f"step {self._session.view.committed} is the last one committed, evaluation "
-                raise Nonsense(f"{header.datum}, while {known}{self._session.view.evaluated} the last one that is over")
+            header: object = FRAMES.receive(connection, object, seal, LONGEST_HEADER)
+            if not isinstance(header, Header):
+                self.hear(sender, header)
+                continue
+            self.check_step(header.datum)
             tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
-            self._deliver(sender, header.datum, header.valid_from, tensors)
+            self.deliver(sender, header.datum, header.valid_from, tensors)
+
+    def check_step(self, datum: Datum) -> None:
+        """Raise Nonsense for what is of no step that may be under way."""
+        if not self._session.view.may_come(datum.step):
+            known = f"step {self._session.view.committed} is the last one committed, evaluation "
+            raise Nonsense(f"{datum}, while {known}{self._session.view.evaluated} the last one that is over")
 
     def _receive_tensor(self, connection: Connection, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if dtype not in DTYPES:
-            raise Nonsense(f"a tensor of {dtype[:80]!r}, which is no type")
+        kind = dtype_of(dtype)
         try:
-            tensor = self._device.room(shape, DTYPES[dtype])
+            tensor = self._device.room(shape, kind)
             target = raw(tensor) if tensor.numel() else memoryview(b"")
         except (
             RuntimeError,
@@ -233,7 +255,13 @@ class Transport:
         fill(connection, target)
         return tensor
 
-    def _deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
+    def has(self, datum: Datum) -> bool:
+        """Whether ``datum`` has come, and nobody has asked for it yet."""
+        with self._session.waiting.changed:
+            return any(arrived[0] == datum for arrived in self._arrived)
+
+    def deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
+        """Hand over what has come from ``sender``, unless that was heard out before."""
         with self._session.waiting.changed:
             if self._heard is None or sender in self._heard or datum.kind == OF_REPLAYS:
                 self._arrived.append((datum, tensors, valid_from))
@@ -242,3 +270,8 @@ class Transport:
     def _emptied(self) -> None:
         with self._session.waiting.changed:
             self._session.waiting.changed.notify_all()
+
+
+def _refuse(sender: str, message: object) -> None:
+    """Take nothing but headers."""
+    raise Nonsense(f"a {type(message).__name__} where it should be a {Header.__name__}")

@@ -23,8 +23,10 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.runtime.catch_up.transfers import Transfers
+from recycle_plugin.runtime.collectives.pairs import LinkedPairs
 from recycle_plugin.runtime.collectives.transports import carry_on_device, open_mover
 from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
+from recycle_plugin.runtime.devices.kinds import accelerator_at
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
@@ -47,7 +49,7 @@ from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stage_log import StageLog
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
-from recycle_plugin.runtime.worker.tiers import AsMade, Host
+from recycle_plugin.runtime.worker.tiers import AsMade, Host, OnDevice
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
 
@@ -99,7 +101,12 @@ class Parts:
     def _make_store(self) -> StepStore:
         settings, tied = self.settings, bool(self.topology.tie(self.seat.chunk))
         assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
-        tiers = AsMade(), Host(self.framework.model.device)
+        device = self.framework.model.device
+        through_host = self.session.device_link == THROUGH_HOST
+        tiers = (
+            AsMade(),
+            Host(device) if through_host else OnDevice(accelerator_at(device.where), settings.log is not None),
+        )
         return StepStore(self.seat, self.topology.stages, tied, settings.keep_bytes, tiers)
 
     def _make_world(self, first: bool) -> TorchMachine:
@@ -257,6 +264,16 @@ class Parts:
             kept_bytes=store.peak_weight,
             dropped=store.let_go,
         )
+        if isinstance(self.transport, LinkedPairs):
+            by_link, by_host = self.transport.by_link, self.transport.by_host
+            self.session.note(
+                "moved",
+                f"seat {self.seat} sent {by_link} boundary tensors over {self.session.device_link}, and {by_host} "
+                "through the host",
+                seat=str(self.seat),
+                by_link=by_link,
+                by_host=by_host,
+            )
         for files in (self.trace, self.log):
             if files is not None:
                 files.close()

@@ -1,4 +1,4 @@
-"""Sums of what is on the stand-in accelerator go over the false NCCL (tests/support/standin/nccl.py)."""
+"""What is on the stand-in accelerator goes over the false NCCL (tests/support/standin/nccl.py)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ import torch.distributed as dist
 from recycle_plugin.runtime.collectives import nccl, nccl_door, outcomes, transports
 from recycle_plugin.runtime.collectives.asked import ON_DEVICE, SCRIPT, SUMS_ON_DEVICE, Asked, Call
 from recycle_plugin.runtime.collectives.in_flight import Flight
-from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink, process_group
+from recycle_plugin.runtime.collectives.link import Broadcast
+from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink, process_group, thin_group
+from recycle_plugin.runtime.collectives.pairs import LinkedPairs, Parcel, Way
+from recycle_plugin.runtime.movers.wire import Apart
 from recycle_plugin.runtime.worker.trainer import Trainer
 from wrappers.trainers import TRAINERS, inside, wait_until
 
+LINKED = 3  # the step before which links stand
 HELD_S = 0.5  # how long the training thread does not hear of a loss; it has to be less than DEATH_S
 
 
 def over_false_nccl(folder: str, mistake: str = "") -> None:
-    """How many sums have ended well over it is in a file for each worker, behind each step.
+    """How many sums and tensors have ended well over it is in a file for each worker, behind each step; the third step
+    waits for the links of boundary tensors.
 
     ``mistake``: one of tests/mistakes/nccl.py is planted.
     """
@@ -33,10 +38,14 @@ def over_false_nccl(folder: str, mistake: str = "") -> None:
 
     os.environ |= nccl_door.sets(os.environ)
     dist.ProcessGroupNCCL = false.ProcessGroupNCCL
-    transports.LINKS[standin.NAME] = transports.Way(partial(transports.over_nccl, process_group), takes=nccl.takes)
+    made, thin = (partial(transports.over_nccl, make) for make in (process_group, thin_group))
+    transports.LINKS[standin.NAME] = transports.Way(made, takes=nccl.takes, open_thin=thin)
     train = Trainer.train
 
     def trained(self: Trainer) -> float:
+        mover = self._parts.transport
+        if self.step == LINKED - 1 and isinstance(mover, LinkedPairs):
+            wait_until(lambda: all(way.stands or way.over for way in mover._ways()), "links of boundary tensors")
         loss = train(self)
         Path(folder, f"{self.seat}.json").write_text(json.dumps(false.counted))
         return loss
@@ -66,7 +75,7 @@ def never_abort(seat: str) -> None:
 def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str], last: str = "") -> None:
     """The worker at ``seat`` dies in a sum of ``step`` that ``others`` have launched.  Their threads that train hear
     of the loss later than their links do, as if somebody else had the machine meanwhile.  The links of ``last``, one of
-    the others, hear of it only when another one's abort has ended its kernels.
+    the others, hear of it only when they have seen that another one's abort has ended their kernels.
     """
     launch, begin, give_up = NcclLink._launch, Flight.begin, Flight.give_up_links
 
@@ -89,9 +98,43 @@ def die_beside_stuck_sums(folder: str, seat: str, step: int, others: list[str], 
         links = [link for which, (link, _) in self._links.items() if which.startswith(ON_DEVICE)]
         stuck = [each for link in links for each in link.device._launched]
         if now()[0] == last:
-            wait_until(lambda: all(each.over.poll() for each in stuck), "what other members' aborts do here")
+            wait_until(lambda: all(each.handle.poll() for each in stuck), "what other members' aborts do here")
         give_up(self)
         if stuck:
             threading.Event().wait(HELD_S)
 
     NcclLink._launch, Flight.begin, Flight.give_up_links = launched, begun, given_up
+
+
+def fail_a_launch(seat: str, step: int, at: str) -> None:
+    """At ``seat``, which sends or receives (``at``), the first boundary tensor of ``step`` can't be launched."""
+    name = {"the sender": "_begin_sending", "the receiver": "_begin_receiving"}[at]
+    begin, start, failing = getattr(LinkedPairs, name), NcclLink._start, set()
+
+    def noted(self: LinkedPairs, way: Way | str, what: Parcel | Apart) -> None:
+        if str(TRAINERS[0].seat) == seat and what.datum.step == step and not failing:
+            link = (self._in[way] if isinstance(way, str) else way).link
+            failing.add(link.device)
+        begin(self, way, what)
+
+    def started(self: NcclLink, begun: Begun) -> None:
+        if self in failing and isinstance(begun.operation, Broadcast):
+            raise RuntimeError("CUDA error: too many resources requested for launch")
+        start(self, begun)
+
+    setattr(LinkedPairs, name, noted)
+    NcclLink._start = started
+
+
+def receive_late(folder: str, seat: str, step: int) -> None:
+    """At ``seat`` what comes first of ``step`` is begun only when the membership has changed."""
+    begin, held = LinkedPairs._begin_receiving, set()
+
+    def late(self: LinkedPairs, sender: str, message: Apart) -> None:
+        if str(TRAINERS[0].seat) == seat and message.datum.step == step and not held:
+            held.add(message.datum)
+            Path(folder, "announced").touch()
+            wait_until(lambda: self._session.view.number > message.generation, "change of the membership")
+        begin(self, sender, message)
+
+    LinkedPairs._begin_receiving = late

@@ -19,8 +19,10 @@ From NVIDIA's and torch's sources, not measured:
 * A send ends only when it is received, at every size.  There are no tags; a pair has one stream for both directions.
 * After an abort the kernel's output is garbage, and events behind it happen all the same.
 * An aborted kernel leaves each of its waits, and goes on: what it has not received it passes on as garbage, with the
-  flags that say that data has come.  So kernels of members that are not aborted end well, with garbage.
+  flags that say that data has come.  So kernels of members that are not aborted end well, with garbage; also those
+  that begin later, which find its own data spoilt: it has gone on without waiting for room.
 * A stream takes LAUNCHES kernels, and then the call blocks.
+* A broadcast in place only reads the root's buffer (src/device/broadcast.h).
 * A call of a communicator that is not non-blocking can't be ended by an abort.
 
 Stricter than NCCL: an output is NaN from the launch to the end of its kernel.  What is launched behind a kernel runs at
@@ -49,8 +51,9 @@ from tests.support.standin import NAME
 from tests.support.standin.device import extension
 
 LAUNCHES = 1024
-# kinds of frames; SENDS, RECEIVES: of a direction's first use; GARBAGE: in the place of ALL, passed on by an abort
-WHOLE, ALL, MESSAGE, TAKEN, SENDS, RECEIVES, GARBAGE = range(7)
+# kinds of frames; SENDS, RECEIVES: of a direction's first use; in the place of ALL GARBAGE, passed on by an abort, and
+# SPOILT, where the abort was the sender's own
+WHOLE, ALL, MESSAGE, TAKEN, SENDS, RECEIVES, GARBAGE, SPOILT = range(8)
 HUB = -1
 REDUCTIONS = {
     dist.ReduceOp.SUM: torch.add,
@@ -180,6 +183,7 @@ class Communicator:
             came = group.frames(kernel.needs)
             if came is None:
                 group.pass_garbage_on(kernel.needs)
+                group.post([(to, SPOILT, number, b"") for to, kind, number, _ in kernel.sends if kind == ALL])
             else:
                 if None not in came:  # else the outputs stay garbage
                     kernel.finish(came)
@@ -231,6 +235,8 @@ class ProcessGroupNCCL:
                 with self.changed:
                     if kind == GARBAGE:
                         self._arrived.setdefault((sender, ALL, number), None)
+                    elif kind == SPOILT:
+                        self._arrived[sender, ALL, number] = None
                     else:
                         self._arrived[sender, kind, number] = payload
                     self.changed.notify_all()
@@ -316,7 +322,8 @@ class ProcessGroupNCCL:
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         root = options.rootRank
         one_of(tensors)
-        return self._collective("broadcast", tensors, tensors, lambda rows: rows[root])
+        outputs = [] if root == self._rank else tensors
+        return self._collective("broadcast", tensors, outputs, lambda rows: rows[root])
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], _: Any) -> Work:
         return self._collective("allgather", inputs, outputs[0], torch.cat)

@@ -1,0 +1,46 @@
+"""Which workers have links of two between them, for boundary tensors (runtime/collectives/pairs.py).  Without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member, Roster
+
+MOST_ENDS = 16  # of links, of one worker
+END_BYTES = 41 << 20  # that an end takes of its device's memory; measured on one H200, at two CTAs
+
+
+def wanted(roster: Roster) -> list[tuple[Member, Member]]:
+    """The senders and receivers between which a plan for these members moves boundary tensors, in the order in which
+    all members make their links.
+
+    A replica's own neighbours come first; where it has lost a worker, any of that stage may take its work.  Of pairs
+    that would have more than MOST_ENDS at one worker, the later ones are left out.
+    """
+    stages = {member.seat.stage for member in roster}
+    replicas = sorted({member.seat.replica for member in roster})
+
+    def hosts(replica: int, stage: int) -> tuple[Member, ...]:
+        return roster.group(Seat(replica, stage)) or tuple(each for each in roster if each.seat.stage == stage)
+
+    found: set[tuple[Member, Member]] = set()
+    for stage in stages & {each - 1 for each in stages}:
+        for replica in replicas:
+            for one in hosts(replica, stage):
+                for other in hosts(replica, stage + 1):
+                    found |= {(one, other), (other, one)}
+    kept, ends = [], Counter[Member]()
+    for pair in sorted(
+        found, key=lambda pair: (pair[0].seat.replica != pair[1].seat.replica, pair[0].rank, pair[1].rank)
+    ):
+        if all(ends[end] < MOST_ENDS for end in pair):
+            ends.update(pair)
+            kept.append(pair)
+    return kept
+
+
+def ends(roster: Roster) -> int:
+    """The most ends of links that one of these members has."""
+    counted = Counter(member for pair in wanted(roster) for member in pair)
+    return max(counted.values(), default=0)
