@@ -44,7 +44,7 @@ _install() {
     say "installing torch (first, so that nothing else chooses its version)"
     _pip $(grep -E '^(setuptools|torch)==' "$venv/constraints.txt")
     say "installing this package and its dependencies"
-    _pip --editable ".[deepspeed,megatron,hugging_face,report,test,exact,docs,tools]"
+    _pip --editable ".[deepspeed,megatron,huggingface,report,test,exact,docs,tools]"
     _install_megatron_lm
     say "compiling the planner's inner loops (once)"
     "$venv/bin/python" -c "from recycle_plugin import planner; planner.warm()" || fail "the planner's loops could not be compiled"

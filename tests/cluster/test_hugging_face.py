@@ -85,7 +85,7 @@ def test_a_lost_replicas_samples_are_in_no_loss(start, stage, kill):
         ]
 
 
-@pytest.mark.parametrize("stage, kill", [(1, [0, "evaluating", 2]), (3, [3, "evaluating", 5])])
+@pytest.mark.parametrize("stage, kill", [(1, [0, "evaluating", 2]), (3, [3, "evaluating", 4])])
 def test_an_evaluation_covers_each_sample_once_whoever_dies_in_it(start, stage, kill):
     result = start(stage=stage, kills=[kill], arguments=EVALUATING)
     ended_well(result)

@@ -33,7 +33,7 @@ def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
     extras = parser["options.extras_require"]
-    named = sorted({*EXTRAS.values(), "hugging_face"})
+    named = sorted({*EXTRAS.values(), "huggingface"})
     lines = "\n".join((parser["options"]["install_requires"], *(extras[name] for name in named)))
     declared = {one.name: one.specifier for one in map(Requirement, filter(None, lines.split("\n")))}
     wanted = RANGES | HUGGING_FACE
