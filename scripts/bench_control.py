@@ -7,7 +7,7 @@ scripts/bench_control.py --shapes 64x64 --micro-batches 128 --out runs/control
 Nothing runs: the coordinator's state machine gets what such a job's workers say, in an order that is drawn; in the
 middle of a step one of them is lost, with what the plan has each of them hold by then.  Reading and writing the
 messages of a step is counted beside it.  Then all of them connect to the coordinator's server over loopback
-(lab/experiments/control_sockets.py), which is idle but for heartbeats, and hears the messages of steps.
+(lab/control_sockets.py), which is idle but for heartbeats, and hears the messages of steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import unfinished
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.collector import no_collections
-from recycle_plugin.lab.experiments import control_sockets
+from recycle_plugin.lab import control_sockets
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.planner.recovery import recover
 from recycle_plugin.settings.schema import Settings

@@ -17,8 +17,10 @@ All that it knows is in its attributes, each thing in one place, and survives la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from math import isfinite
+from typing import Any
 
 from recycle_plugin.core.coordinator import (
     contributing,
@@ -151,61 +153,8 @@ class Membership:
         out = CoordinatorOutput()
         if isinstance(message, OfWorker) and self._is_dealt_with(message, now, out):
             return out
-        match message:  # what comes all the time first, since classes are tried one by one
-            case Heartbeat():
-                self.course.heartbeat(message, out)
-            case SupervisorHeartbeat():
-                self.course.attendance.failure_detector.supervisor_heartbeat(message)
-            case ComputeTime():
-                self.course.steps.add_compute_time(message)
-            case Stepped():
-                self.course.step(message, now, out)
-            case Contribution():
-                self._contribute(message, now, out)
-            case Ready():
-                self._enrol(message, now, out)
-            case Serving():
-                returns.serving(self.course, message, out)
-            case StateHash():
-                returns.state_hash(self.course, message, now, out)
-            case SurvivorReport():
-                resuming.report(self.course, message, now, out)
-            case OutOfData():
-                contributing.out_of_data(self.course, message, now, out)
-            case BarrierReached():
-                self._arrive(message, out)
-            case CheckpointLoaded():
-                self._load(message, now, out)
-            case Resized():
-                self._resize(message, now, out)
-            case Fingerprint():
-                self.course.steps.add_fingerprint(message)
-            case Leaving(all=True):
-                self._end_planned(f"{self.course.attendance.named(message.rank)}: {message.reason}", out)
-            case Leaving():
-                departures.leave(self.course, [message], now, out)
-            case Through():
-                goodbyes.through(self.course, message, out)
-            case Left():
-                departures.goodbye(self.course, message, now, out)
-            case Vanishing():
-                vanishing.vanish(self.course, message)
-            case Exited():
-                self.course.died(message, now, out)
-            case Unguarded():
-                self.course.unguarded(message, out)
-            case Missing():
-                self._send_again(message, now, out)
-            case Terminate():
-                self._terminate(message, out)
-            case Fatal():
-                ends.end(self.course, message.text, out)
-            case Crashed():
-                self.course.attendance.crashed(message, out)
-            case Note():
-                self._note(message, out)
-            case _:
-                self._hear_of_logs(message, now, out)
+        if (handle := OF_MEMBERS.get(type(message))) is not None:
+            handle(self, message, now, out)
         vanishing.resolve(self.course, now, out)
         return out
 
@@ -223,26 +172,6 @@ class Membership:
         else:
             return False
         return True
-
-    def _hear_of_logs(self, message: object, now: float, out: CoordinatorOutput) -> None:
-        """Handles what is said of logs, and of stages that are replayed from them."""
-        match message:
-            case Durable():
-                replays.durable(self.course, message, out)
-            case Logged() if message.step < unstarted(self.committed):
-                self.course.logs.heard(message)
-            case LogBroken():
-                self._log_broken(message, out)
-            case Replaying():
-                replays.progress(self.course, message, now, out)
-            case Accompanied() | CaughtUp():
-                replays.accompanied(self.course, message, now, out)
-            case Unreplayable():
-                replays.unreplayable(self.course, message, now, out)
-            case LogsServed():
-                self.course.log_places.served(message)
-            case StrangersAtLogs():
-                out.say("stranger", message.text, address=message.address)
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
         """Handles that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it
@@ -370,47 +299,35 @@ class Membership:
 
     def _hear_newcomer(self, message: OfWorker, now: float, out: CoordinatorOutput) -> None:
         """Handles what is said of a process that is no member yet, and can end nobody's training but its own."""
+        if (handle := OF_NEWCOMERS.get(type(message))) is not None:
+            handle(self, message, now, out)
+
+    def _heartbeat_of_newcomer(self, message: Heartbeat, now: float, out: CoordinatorOutput) -> None:
+        returns.watch(self.course, message)
+        out.tell(message.worker, Lease(message.number, 0.0))
+
+    def _supervisor_heartbeat_of_newcomer(
+        self, message: SupervisorHeartbeat, now: float, out: CoordinatorOutput
+    ) -> None:
+        returns.watch(self.course, message)
+        self.course.vacancies.heard(message.worker, now)
+
+    def _error_of_newcomer(self, message: Fatal | Crashed, now: float, out: CoordinatorOutput) -> None:
         who = self.course.attendance.named(message.rank)
-        match message:
-            case Exited():
-                returns.died(self.course, message, now, out)
-            case CatchUp():
-                returns.catch_up(self.course, message, now, out)
-            case CaughtUp():
-                returns.caught_up(self.course, message, now, out)
-            case StateHash():
-                returns.state_hash(self.course, message, now, out)
-            case Replaying():
-                replays.progress(self.course, message, now, out)
-            case Unreplayable():
-                replays.unreplayable(self.course, message, now, out)
-            case LogBroken():
-                self._log_broken(message, out)
-            case Through():
-                goodbyes.through(self.course, message, out)
-            case SurvivorReport():
-                resuming.report(self.course, message, now, out)
-            case Unguarded():
-                self.course.unguarded(message, out)
-            case Heartbeat():
-                returns.watch(self.course, message)
-                out.tell(message.worker, Lease(message.number, 0.0))
-            case SupervisorHeartbeat():
-                returns.watch(self.course, message)
-                self.course.vacancies.heard(message.worker, now)
-            case Fatal():
-                out.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)
-            case Crashed():
-                out.say(
-                    "error",
-                    f"the script of {who}, which was to come back, ended with {message.error}",
-                    rank=message.rank,
-                    traceback=message.trace,
-                )
-            case Note():
-                if message.kind == "restored" and isinstance(seconds := message.details.get("seconds"), float | int):
-                    self.course.recovery_times.loaded(seconds)
-                self._note(message, out)
+        if isinstance(message, Fatal):
+            out.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)
+        else:
+            out.say(
+                "error",
+                f"the script of {who}, which was to come back, ended with {message.error}",
+                rank=message.rank,
+                traceback=message.trace,
+            )
+
+    def _note_of_newcomer(self, message: Note, now: float, out: CoordinatorOutput) -> None:
+        if message.kind == "restored" and isinstance(seconds := message.details.get("seconds"), float | int):
+            self.course.recovery_times.loaded(seconds)
+        self._note(message, now, out)
 
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
         course, worker = self.course, ready.worker
@@ -536,7 +453,11 @@ class Membership:
 
     # --- logs ------------------------------------------------------------------------------------
 
-    def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:
+    def _logged(self, message: Logged, now: float, out: CoordinatorOutput) -> None:
+        if message.step < unstarted(self.committed):
+            self.course.logs.heard(message)
+
+    def _log_broken(self, message: LogBroken, now: float, out: CoordinatorOutput) -> None:
         newcomer = self.course.joining.get(message.worker)
         member = self.roster.member(message.worker) if newcomer is None else newcomer.member
         if not 0 < message.step < unstarted(self.committed):
@@ -554,7 +475,7 @@ class Membership:
 
     # --- between steps ---------------------------------------------------------------------------
 
-    def _arrive(self, message: BarrierReached, out: CoordinatorOutput) -> None:
+    def _arrive(self, message: BarrierReached, now: float, out: CoordinatorOutput) -> None:
         values = self.course.barrier(message, message.place, message.values, out)
         if values is not None:
             self.course.passed(message.place, values, out)
@@ -572,7 +493,7 @@ class Membership:
         if self.course.barrier(message, "another batch size", {}, out) is not None:
             self.course.regroup("another batch size", now, out)
 
-    def _terminate(self, message: Terminate, out: CoordinatorOutput) -> None:
+    def _terminate(self, message: Terminate, now: float, out: CoordinatorOutput) -> None:
         who = (
             f"the supervisor of {self.course.attendance.named(message.rank)} on host {message.host} got "
             if message.host
@@ -580,12 +501,77 @@ class Membership:
         )
         self._end_planned(f"{who}{message.reason}", out)
 
+    def _leave(self, message: Leaving, now: float, out: CoordinatorOutput) -> None:
+        if message.all:
+            self._end_planned(f"{self.course.attendance.named(message.rank)}: {message.reason}", out)
+        else:
+            departures.leave(self.course, [message], now, out)
+
     def _end_planned(self, why: str, out: CoordinatorOutput) -> None:
         out.say("terminate", f"{why}: the job ends at the next commit")
         ends.end_planned(self.course, why, out)
 
-    def _note(self, note: Note, out: CoordinatorOutput) -> None:
+    def _note(self, note: Note, now: float, out: CoordinatorOutput) -> None:
         if note.kind == "checkpoint" and isinstance(path := note.details.get("path"), str):
             self.course.ending.saved(path)
         if note.is_known:
             out.events.append(Event(note.kind, note.text, {**note.details, "rank": note.rank}))
+
+
+Handler = Callable[[Membership, Any, float, CoordinatorOutput], object]
+
+# Each gets the state, a message of that class, the time in seconds, and where to put what it leads to.
+OF_MEMBERS: dict[type, Handler] = {
+    Heartbeat: lambda its, message, now, out: its.course.heartbeat(message, out),
+    SupervisorHeartbeat: lambda its, message, now, out: (
+        its.course.attendance.failure_detector.supervisor_heartbeat(message)
+    ),
+    ComputeTime: lambda its, message, now, out: its.course.steps.add_compute_time(message),
+    Stepped: lambda its, message, now, out: its.course.step(message, now, out),
+    Contribution: lambda its, *said: its._contribute(*said),
+    Fingerprint: lambda its, message, now, out: its.course.steps.add_fingerprint(message),
+    Ready: lambda its, *said: its._enrol(*said),
+    Serving: lambda its, message, now, out: returns.serving(its.course, message, out),
+    StateHash: lambda its, message, now, out: returns.state_hash(its.course, message, now, out),
+    SurvivorReport: lambda its, message, now, out: resuming.report(its.course, message, now, out),
+    OutOfData: lambda its, message, now, out: contributing.out_of_data(its.course, message, now, out),
+    BarrierReached: lambda its, *said: its._arrive(*said),
+    CheckpointLoaded: lambda its, *said: its._load(*said),
+    Resized: lambda its, *said: its._resize(*said),
+    Leaving: lambda its, *said: its._leave(*said),
+    Through: lambda its, message, now, out: goodbyes.through(its.course, message, out),
+    Left: lambda its, message, now, out: departures.goodbye(its.course, message, now, out),
+    Vanishing: lambda its, message, now, out: vanishing.vanish(its.course, message),
+    Exited: lambda its, message, now, out: its.course.died(message, now, out),
+    Unguarded: lambda its, message, now, out: its.course.unguarded(message, out),
+    Missing: lambda its, *said: its._send_again(*said),
+    Terminate: lambda its, *said: its._terminate(*said),
+    Fatal: lambda its, message, now, out: ends.end(its.course, message.text, out),
+    Crashed: lambda its, message, now, out: its.course.attendance.crashed(message, out),
+    Note: lambda its, *said: its._note(*said),
+    Durable: lambda its, message, now, out: replays.durable(its.course, message, out),
+    Logged: lambda its, *said: its._logged(*said),
+    LogBroken: lambda its, *said: its._log_broken(*said),
+    Replaying: lambda its, message, now, out: replays.progress(its.course, message, now, out),
+    Accompanied: lambda its, message, now, out: replays.accompanied(its.course, message, now, out),
+    CaughtUp: lambda its, message, now, out: replays.accompanied(its.course, message, now, out),
+    Unreplayable: lambda its, message, now, out: replays.unreplayable(its.course, message, now, out),
+    LogsServed: lambda its, message, now, out: its.course.log_places.served(message),
+    StrangersAtLogs: lambda its, message, now, out: out.say("stranger", message.text, address=message.address),
+}
+"""What is done with a message of each class."""
+
+OF_NEWCOMERS: dict[type, Handler] = {
+    each: OF_MEMBERS[each]
+    for each in (Replaying, Unreplayable, LogBroken, Through, SurvivorReport, Unguarded, StateHash)
+} | {
+    Exited: lambda its, message, now, out: returns.died(its.course, message, now, out),
+    CatchUp: lambda its, message, now, out: returns.catch_up(its.course, message, now, out),
+    CaughtUp: lambda its, message, now, out: returns.caught_up(its.course, message, now, out),
+    Heartbeat: lambda its, *said: its._heartbeat_of_newcomer(*said),
+    SupervisorHeartbeat: lambda its, *said: its._supervisor_heartbeat_of_newcomer(*said),
+    Fatal: lambda its, *said: its._error_of_newcomer(*said),
+    Crashed: lambda its, *said: its._error_of_newcomer(*said),
+    Note: lambda its, *said: its._note_of_newcomer(*said),
+}
+"""The same, for a worker that is no member yet; nothing else that it says counts."""
