@@ -72,6 +72,7 @@ def test_a_lost_replicas_samples_are_in_no_loss(start, stage, kill):
     logged = kill[2] if kill[1] == "log" else 0
     result = start(stage=stage, kills=[kill], uneven=bool(logged), arguments=PLAIN)
     ended_well(result)
+    assert any("a lost replica stays away" in said["text"] for said in result.of("data"))
     left = range(2, 4) if kill[0] < 2 else range(2)
     wanted = by_hand([range(RANKS)] * 2 + [left] * 6, uneven=bool(logged), logged=logged)
     assert len(result.records) == RANKS // 2

@@ -72,6 +72,12 @@ def follow(driver: str, session: Session, engine: Any) -> None:
             f"Accelerate counts {counted} process{'es' * (counted > 1)} of {group.size()}, and each would have all "
             "samples: on a machine without accelerators call accelerate.PartialState(cpu=True) first"
         )
+    if session.view.is_first:
+        session.note(
+            "data",
+            f"with {driver} a lost replica stays away until the job is started again, and its micro-batches are in no "
+            "step (batch shrink, rejoin never)",
+        )
     team = Team(session, group, lambda: engine.between_steps)
     operations.install(team)
     if MODELS in sys.modules:  # in stock global rank 0 alone writes files of save_pretrained
