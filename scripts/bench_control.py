@@ -57,6 +57,7 @@ HEARTBEATS, TICKS = 2, 20  # of a worker, and of the coordinator's clock, in a s
 AT_ONCE = 100  # messages that are read before they are handled, so that the clock is not looked at for each
 DEADLINES = Settings().deadlines
 HOST = 8  # workers of one
+SERVED = 10  # steps over connections, since a process's time is told in hundredths of a second
 IDLE_S = 10.0  # for so long the coordinator's server is watched where only heartbeats come
 
 
@@ -120,7 +121,7 @@ def measured(shape: Topology) -> Measured:
     loss = spent(lambda: told.extend(one_loss(membership, ranks[lost], {ranks[seat]: held[seat] for seat in held})))
     (resume,) = (each for each in told if isinstance(each, Resume))
     left = spent(lambda: worked_out(after, costs, resume, Seat(0, 0)))
-    said = ([each for each in of_step(job, ranks, step) if not isinstance(each, Heartbeat)] for step in (1, 2, 3))
+    said = ([each for each in of_step(job, ranks, step) if not isinstance(each, Heartbeat)] for step in range(1, SERVED + 1))
     served = control_sockets.measured(job, ranks, IDLE_S, said)
     told_bytes = sum(len(encode(each)) for each in told)
     return Measured(len(ranks), step, codec, loss, left, told_bytes, served.idle, served.step)

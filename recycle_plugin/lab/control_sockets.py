@@ -7,15 +7,16 @@ say what theirs would, at the same intervals, and read what they are told.  Noth
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import select
 import selectors
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import psutil
@@ -39,7 +40,7 @@ HOST = 8  # workers of one
 
 
 class OverSockets(NamedTuple):
-    """The coordinator's CPU time: ``idle`` as a share of a core, ``step`` in seconds of one step."""
+    """The coordinator's CPU time: ``idle`` as a share of a core, ``step`` in seconds of a step, the mean."""
 
     workers: int
     idle: float
@@ -55,12 +56,10 @@ def measured(job: JobSpec, ranks: dict[Seat, int], idle_s: float, steps: Iterabl
         began = _cpu_s(process)
         workers.idle(idle_s)
         idle = (_cpu_s(process) - began) / idle_s
-        each = []
+        began, number = _cpu_s(process), 0
         for number, said in enumerate(steps, 1):
-            began = _cpu_s(process)
             workers.step(number, said)
-            each.append(_cpu_s(process) - began)
-        return OverSockets(len(ranks), idle, sorted(each)[len(each) // 2])
+        return OverSockets(len(ranks), idle, (_cpu_s(process) - began) / max(number, 1))
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -71,27 +70,23 @@ def _cpu_s(process: psutil.Process) -> float:
 @contextmanager
 def _served(ranks: int) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
     """A coordinator's server of ``ranks`` workers in a process of its own, and where it listens."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    server = context.Process(target=_serve, args=(ranks, there), daemon=True)
-    server.start()
-    try:
-        if not here.poll(DEADLINE_S):
-            raise TimeoutError("the coordinator's process has not begun to listen")
-        yield psutil.Process(server.pid), here.recv()
-    finally:
-        server.kill()
-        server.join()
+    command = [sys.executable, "-m", "recycle_plugin.lab.control_sockets", str(ranks)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            if not select.select([server.stdout], [], [], DEADLINE_S)[0]:
+                raise TimeoutError("the coordinator's process has not begun to listen")
+            host, port = server.stdout.readline().split()
+            yield psutil.Process(server.pid), (host, int(port))
+        finally:
+            server.kill()
 
 
-def _serve(ranks: int, line: Connection) -> None:
-    async def serve() -> None:
-        coordinator = Coordinator(ranks, 1, lambda event, now: None, Secret(SECRET))
-        await coordinator.start("127.0.0.1", 0)
-        line.send(coordinator.address)
-        await asyncio.sleep(DEADLINE_S)
-
-    asyncio.run(serve())
+async def _serve(ranks: int) -> None:
+    coordinator = Coordinator(ranks, 1, lambda event, now: None, Secret(SECRET))
+    await coordinator.start("127.0.0.1", 0)
+    print(*coordinator.address, flush=True)
+    await asyncio.sleep(DEADLINE_S)
 
 
 class _Workers:
@@ -184,3 +179,7 @@ class _Workers:
             while (message := key.data.receive()) is not None:
                 heard.append(message)
         return heard
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))

@@ -8,7 +8,6 @@ in gathers only, whose rows are the same on every live rank.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import AcceleratorState, PartialState
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.calls import object_of, text_of
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.collectives.outcomes import LARGEST
 from recycle_plugin.runtime.control.session import Session
@@ -77,12 +77,12 @@ class Team:
 
     def objects(self, given: Any) -> dict[int, Any]:
         """What each live rank gives as ``given``, which can be pickled, by rank, in order."""
-        text = torch.frombuffer(bytearray(pickle.dumps(given)), dtype=torch.uint8)
+        text = text_of(given)
         sizes = {rank: int(size) for rank, size in self.rows(torch.tensor([text.numel()])).items()}
         filled = text.new_zeros(max(sizes.values()))
         filled[: text.numel()] = text
         rows = self.rows(filled).items()
-        return {rank: pickle.loads(row[: sizes[rank]].numpy().tobytes()) for rank, row in rows}
+        return {rank: object_of(row[: sizes[rank]]) for rank, row in rows}
 
     def steadily(self, gather: Callable[[], T]) -> T:
         """What ``gather()`` gives, in whose gathers, all alike, no rank was lost: of several tensors all have the same

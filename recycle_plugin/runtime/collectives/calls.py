@@ -146,7 +146,7 @@ def _gathered(stock: Stock, group: MemberGroup, own: Any) -> list[Any]:
     """What each member has given as ``own``, in the group's order, None for who is lost; costs two gathers, and a copy
     of the largest object for each member.
     """
-    text = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    text = text_of(own)
     sizes = torch.zeros(group.size(), 1, dtype=torch.int64)
     group.gather_rows(stock.__name__, sizes, torch.tensor([text.numel()])).wait()
     rows = torch.zeros(group.size(), 1 + int(sizes.max()), dtype=torch.uint8)  # a one before what has come
@@ -154,10 +154,17 @@ def _gathered(stock: Stock, group: MemberGroup, own: Any) -> list[Any]:
     if text.numel() < row.numel():  # or this is a newcomer, whose predecessor has given its own
         row[1 : 1 + text.numel()] = text
     group.gather_rows(stock.__name__, rows, row).wait()
-    return [
-        pickle.loads(there[1 : 1 + int(size)].numpy().tobytes()) if there[0] and size else None
-        for there, size in zip(rows, sizes)
-    ]
+    return [object_of(there[1 : 1 + int(size)]) if there[0] and size else None for there, size in zip(rows, sizes)]
+
+
+def text_of(thing: Any) -> torch.Tensor:
+    """What a script's object goes to others as, uint8 in host memory.  Raises what pickle does."""
+    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+
+
+def object_of(text: torch.Tensor) -> Any:
+    """The object of which another member of the script has made ``text``, which runs what that says, as in stock."""
+    return pickle.loads(text.numpy().tobytes())
 
 
 # --- messages ------------------------------------------------------------------------------------------
