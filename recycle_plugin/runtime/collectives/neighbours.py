@@ -16,7 +16,8 @@ def wanted(roster: Roster) -> list[tuple[Member, Member]]:
     all members make their links.
 
     A replica's own neighbours come first; where it has lost a worker, any of that stage may take its work.  Of pairs
-    that would have more than MOST_ENDS at one worker, the later ones are left out.
+    that would have more than MOST_ENDS at one worker, the later ones are left out.  Costs a pass over the members for
+    each seat that is lost, and sorting the pairs.
     """
     stages = {member.seat.stage for member in roster}
     replicas = sorted({member.seat.replica for member in roster})
