@@ -85,9 +85,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Python's import calls this: for a named module, have it wrapped once it is loaded."""
-        wrap = self._wrappers.pop(name, None)
-        if wrap is None:
+        """Python's import calls this: for a named module, have it wrapped once it is loaded.  Others call it too, who
+        only ask whether there is such a module.
+        """
+        if name not in self._wrappers:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # among which may be another one of these
         found = (each.find_spec(name, path, target) for each in others if hasattr(each, "find_spec"))
@@ -98,7 +99,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def load_and_wrap(module: ModuleType) -> None:
             load(module)
-            wrap(module)
+            if (wrap := self._wrappers.pop(name, None)) is not None:
+                wrap(module)
 
         spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
         return spec

@@ -178,9 +178,9 @@ class Settings(BaseModel):
         "a shell command, or null",
         "The notice that a host is about to be taken away: a command that each worker runs every five seconds. Once it "
         "succeeds (exit code 0), the workers of its host leave at the next commit, and nobody is started there any "
-        "more. Where the job can't go on without that host, it ends at that commit, with a checkpoint. Null: nobody "
-        "asks.",
-        min_length=1,
+        "more. Where the job can't go on without that host, it ends at that commit, with a checkpoint unless the "
+        "script calls forward and backward itself. Null: nobody asks.",
+        pattern=r"^[^\x00]*[^\x00\s][^\x00]*$",
     )
     checkpoint_dir: Folder | None = setting(
         None,

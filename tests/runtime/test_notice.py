@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import psutil
 import pytest
 
 from recycle_plugin.runtime.control import notice
@@ -25,6 +28,11 @@ def test_only_a_command_that_succeeds_is_a_notice(command, answer, tmp_path):
     assert notice._asked(command.format(there=there)) == answer
 
 
-def test_a_command_that_does_not_end_is_none(monkeypatch):
-    monkeypatch.setattr(notice, "ANSWER_S", 0.2)
-    assert notice._asked("exec sleep 60") == "no answer within 0 s"
+def test_a_command_that_does_not_end_is_none_and_is_ended_with_all_that_it_has_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(notice, "ANSWER_S", 2.0)
+    assert notice._asked(f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60; true") == "no answer within 2 s"
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "what the shell has started goes on"
+        time.sleep(0.01)

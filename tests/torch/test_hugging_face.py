@@ -41,12 +41,16 @@ class Group:
 def counted(monkeypatch):
     """What Accelerate counts, here only."""
     for state in (PartialState, AcceleratorState):
-        monkeypatch.setattr(state, "_shared_state", {"num_processes": RANKS, "process_index": 2})
+        monkeypatch.setattr(
+            state, "_shared_state", {"num_processes": RANKS, "process_index": 2, "local_process_index": 0}
+        )
     return PartialState._shared_state
 
 
 def team(goes: dict[int, int], between: bool = True, rank: int = 2) -> Team:
-    return Team(SimpleNamespace(rank=rank), Group(goes), lambda: between)
+    """Two ranks a host."""
+    roster = [SimpleNamespace(rank=each, host=f"host{each // 2}") for each in range(RANKS)]
+    return Team(SimpleNamespace(rank=rank, view=SimpleNamespace(roster=roster)), Group(goes), lambda: between)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
@@ -55,7 +59,7 @@ def test_rows_are_the_live_ranks_in_their_order(counted, dtype, shape):
     given = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = team({1: 1}).rows(given)
     assert [*found] == [0, 2, 3] and all(torch.equal(row, given) for row in found.values())
-    assert counted == {"num_processes": 3, "process_index": 1}
+    assert counted == {"num_processes": 3, "process_index": 1, "local_process_index": 0}
 
 
 def test_a_rank_that_is_lost_between_two_pieces_has_no_row(counted):
@@ -71,7 +75,7 @@ def test_the_count_stays_in_the_middle_of_a_step(counted):
     """Losses of its micro-batches are multiplied by it."""
     made = team({1: 0}, between=False)
     assert [*made.rows(torch.zeros(1))] == [1, 2, 3]
-    assert counted == {"num_processes": 4, "process_index": 2} and made.live == (0, 1, 2, 3)
+    assert counted == {"num_processes": 4, "process_index": 2, "local_process_index": 0} and made.live == (0, 1, 2, 3)
 
 
 def test_objects_of_the_lost_are_left_out(counted):

@@ -11,6 +11,7 @@ import pytest
 
 from recycle_plugin.adapters.unlaunched import CONFIG, LAUNCHED, MEGATRON_SAID, SAID
 
+ASKED_FIRST = "torch, importlib.util; importlib.util.find_spec('deepspeed.runtime.config')"  # as transformers does
 SCRIPT = """
 import {first}
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -23,11 +24,12 @@ DeepSpeedConfig({{"train_batch_size": 1, "recycle": {section}}})
     [
         ("deepspeed", {"enabled": True}, {}, 1),
         ("torch", {"enabled": True}, {}, 1),
+        (ASKED_FIRST, {"enabled": True}, {}, 1),
         ("deepspeed", {"enabled": True}, {"RANK": "1"}, 0),
         ("deepspeed", {"enabled": False}, {}, 0),
         ("deepspeed", {"enabled": True}, {LAUNCHED: "127.0.0.1:1"}, 0),
     ],
-    ids=("deepspeed first", "torch first", "another rank", "switched off", "launched"),
+    ids=("deepspeed first", "torch first", "asked for first", "another rank", "switched off", "launched"),
 )
 def test_it_is_said_once(first: str, section: dict, variables: dict[str, str], said: int) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "WORLD_SIZE": "1", **variables}

@@ -49,7 +49,8 @@ class Evaluations:
         if lost != self._lacks:
             self._lacks = lost
             self._team.warn(
-                f"rank {', '.join(map(str, sorted(lost)))} was lost in an evaluation, whose further samples of it are "
+                f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))} {'were' if len(lost) > 1 else 'was'} "
+                "lost in an evaluation, whose further samples of it are "
                 "in no metric: the next evaluation has all samples again"
             )
 

@@ -37,6 +37,7 @@ class Team:
         self._session, self._group, self._between = session, group, between
         self.size = group.size()
         self.live = tuple(range(self.size))
+        self._hosts: dict[int, str] = {}  # by rank, as far as is known
         self.dealt: tuple[int, ...] = self.live  # whom the last evaluation was dealt to
         self._tell: Callable[[], None] | None = None
 
@@ -153,7 +154,10 @@ class Team:
 
     def _count(self, live: tuple[int, ...]) -> None:
         self.live = live
-        _set(num_processes=len(live), process_index=live.index(self._session.rank))
+        rank = self._session.rank
+        self._hosts |= {member.rank: member.host for member in self._session.view.roster}
+        here = [each for each in live if self._hosts.get(each) == self._hosts[rank]]
+        _set(num_processes=len(live), process_index=live.index(rank), local_process_index=here.index(rank))
 
 
 def _set(**numbers: int) -> None:

@@ -8,6 +8,8 @@ that is just being let in can't leave yet, and nobody is to be left behind.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -41,17 +43,21 @@ def _watch(command: str, session: Session) -> None:
 def _asked(command: str) -> str | None:
     """None if the command succeeds; else what is wrong with it, or "" where it has just not succeeded."""
     try:
-        done = subprocess.run(
+        asking = subprocess.Popen(
             ["sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            timeout=ANSWER_S,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {ANSWER_S:.0f} s"
     except OSError as error:  # no memory, or no process, just now
         return str(error)
-    if done.returncode == 0:
+    try:
+        code = asking.wait(ANSWER_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(asking.pid, signal.SIGKILL)  # with what the shell has started
+        asking.wait()
+        return f"no answer within {ANSWER_S:.0f} s"
+    if code == 0:
         return None
-    return f"the shell can't run it (exit code {done.returncode})" if done.returncode in NEVER else ""
+    return f"the shell can't run it (exit code {code})" if code in NEVER else ""

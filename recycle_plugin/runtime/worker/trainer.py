@@ -92,6 +92,12 @@ class Trainer:
         self.state.check()
         if settings.leave_on is not None:
             notice.watch(settings.leave_on, session)
+            if framework.compute is not None and session.rank == 0:
+                session.note(
+                    "warning",
+                    "recycle.leave_on: where the job ends for a notice no checkpoint is made, since this script calls "
+                    "forward and backward itself: have it save often",
+                )
 
     @property
     def topology(self) -> Topology:
