@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import endings
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -90,8 +90,9 @@ def main() -> None:
         accelerator.save_state(str(FOLDER / "out" / f"epoch{epoch}"))
     accelerator.wait_for_everyone()
     weights = {}
+    zero = sys.modules["deepspeed"].zero  # which Hugging Face's packages have imported, and not this script
     for name, parameter in gpt.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
+        with zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
             weights[name] = parameter.detach().float().flatten().tolist()
     endings.leave(FOLDER, record | {"weights": weights, "steps": steps})
 

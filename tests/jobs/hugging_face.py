@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import endings
 import torch
 from hugging_face_model import FIRST_EVALUATED, Samples, model
@@ -144,8 +144,9 @@ def main() -> None:
     trainer.save_model(str(FOLDER / "model"))
     engine = trainer.model_wrapped
     weights = {}
+    zero = sys.modules["deepspeed"].zero  # which Hugging Face's packages have imported, and not this script
     for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
+        with zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
             weights[name] = parameter.detach().float().flatten().tolist()
     record |= {"evaluated": evaluated, "written": written, "weights": weights, "losses": []}
     record |= {"first": trainer.is_world_process_zero(), "best": trainer.state.best_model_checkpoint}
