@@ -20,6 +20,7 @@ from recycle_plugin.adapters.deepspeed.rank0 import taken_for
 from recycle_plugin.observability.telemetry import Droppable, Say, console
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.ports import Scaler
+from recycle_plugin.runtime.system.console import print_whole
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 
@@ -110,7 +111,7 @@ class Reporting:
                 f"samples/sec: {now.batch / each_s:0.3f}"
             )
             if self._session.view.is_first:
-                self._printing.attempt(lambda: print(line, flush=True))
+                self._printing.attempt(lambda: print_whole(line))
         monitor = self._monitor()
         if monitor.enabled:
             told = {"train_loss": loss}

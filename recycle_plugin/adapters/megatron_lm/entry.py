@@ -23,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from recycle_plugin.adapters.unlaunched import AfterImport
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.system.console import print_whole
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION
 
@@ -198,7 +199,7 @@ class MegatronPlugin:
         """Without Megatron's barrier, since a newcomer would come to it alone."""
         if self._session.rank == 0:
             at = datetime.now() if override_timestamp is None else datetime.fromtimestamp(override_timestamp)
-            print(f"[{string}] datetime: {at:%Y-%m-%d %H:%M:%S.%f}", flush=True)
+            print_whole(f"[{string}] datetime: {at:%Y-%m-%d %H:%M:%S.%f}")
 
     def _print_rank_last(self, stock: Callable[..., Any], message: str) -> None:
         if self._job is None:

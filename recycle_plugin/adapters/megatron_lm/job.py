@@ -45,6 +45,7 @@ from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
 from recycle_plugin.runtime.stage.ports import Framework, StageModel, trained
 from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.system.console import print_whole
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
@@ -172,7 +173,7 @@ class Job:
         """Print a line of Megatron's last rank, if this worker does so."""
         if self.prints:
             self._take_over()
-            print(message, flush=True)
+            print_whole(message)
         else:
             step = self._steps.steps
             self._unsaid = [*((at, line) for at, line in self._unsaid if at == step), (step, message)]
@@ -181,7 +182,7 @@ class Job:
         """Print the lines of a step which a lost worker, whose place this one takes, had not applied."""
         for step, line in self._unsaid:
             if step > self._session.view.interrupted_behind:
-                print(line, flush=True)
+                print_whole(line)
         self._unsaid.clear()
 
     def _finish(self) -> None:
