@@ -77,6 +77,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "finished": {"text": text},
 }
 """Of each kind of events the fields that have to be there, one within another after a dot."""
+SHRUNK: Mapping[str, Check] = {"contributed": lambda value: isinstance(value, list), "replicas": positive}
+"""Of the commit of a step to which some replicas have not contributed."""
 COORDINATOR: Mapping[str, Check] = {
     "coordinator.host": text,
     "coordinator.pid": positive,
@@ -93,7 +95,8 @@ def check(events: Iterable[Mapping[str, Any]], start: Mapping[str, Any]) -> None
         _check(start, {"others": others})
     ranks = {*start["seats"].values(), *(rank for ranks in start.get("others", {}).values() for rank in ranks)}
     for event in events:
-        _check(event, {"time": moment, **FIELDS.get(event["event"], {})})
+        shrunk = event["event"] == "committed" and "contributed" in event
+        _check(event, {"time": moment, **FIELDS.get(event["event"], {}), **(SHRUNK if shrunk else {})})
         _check_member(event, start["seats"], ranks)
 
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.observability.run_history import Failure, RunHistory
+from recycle_plugin.observability.run_history import Failure, RunHistory, trained
 from recycle_plugin.observability.training_time import TrainingTime
 
 LIVE, LOST, LEFT = "live", "lost", "left"
@@ -175,7 +175,7 @@ class Metrics:
 
     def _committed(self, details: dict) -> None:
         self._step.set(details["step"])
-        self._samples.inc(self._batch)
+        self._samples.inc(trained(self._batch, details))
         self._redone.inc(details["redone_s"])
         if "step_s" in details:
             self._step_s.set(details["step_s"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
@@ -133,6 +133,11 @@ class RunHistory:
         """The seat of each rank, also of those that hold one with its first rank."""
         others = self.of("start")[0].get("others", {})
         return {rank: seat for seat, first in self.seats.items() for rank in (first, *others.get(seat, ()))}
+
+    @property
+    def ranks_a_seat(self) -> int:
+        """How many processes hold each seat."""
+        return len(self.seat_of) // len(self.seats)
 
     @property
     def began(self) -> float:
@@ -322,9 +327,9 @@ class RunHistory:
         return self.median_s(max(begins), self.last)
 
     @property
-    def meanwhile_s(self) -> float:
-        """Median seconds of the steps without workers who have come back since; nan where there are none.  The
-        interrupted ones don't count.
+    def meanwhile(self) -> tuple[float, int]:
+        """Median seconds of the steps without workers who have come back since, nan where there are none, and the last
+        of them.  The interrupted ones don't count.
         """
         without: set[int] = set()
         for absence in self.returns:
@@ -333,8 +338,8 @@ class RunHistory:
                 after.append(step)
                 step -= 1
             without.update(after[:-1])
-        taken = [self.took[step] for step in without & self.took.keys()]
-        return median(taken) if taken else nan
+        taken = {step: self.took[step] for step in without & self.took.keys()}
+        return (median(taken.values()), max(taken)) if taken else (nan, 0)
 
     @property
     def predicted(self) -> float | None:
@@ -378,13 +383,28 @@ class RunHistory:
             return True
 
     def rate(self, step_s: float, step: int) -> float:
-        """Samples a second, from seconds a step, for steps as large as ``step``."""
-        return self.batch_from(step)[1] / step_s if step_s else nan
+        """Samples a second, from seconds a step, for steps that trained as many samples as ``step``."""
+        return self.samples(step) / step_s if step_s else nan
+
+    def samples(self, step: int) -> int:
+        """The samples that ``step`` trained, which are fewer than a batch where replicas were missing."""
+        return trained(self.batch_from(step)[1], self._commit_of.get(step, {}))
+
+    @cached_property
+    def _commit_of(self) -> dict[int, dict]:
+        return {event["step"]: event for event in self.of("committed")}
 
     def batch_from(self, step: int) -> tuple[int, int]:
         """The first step of those as large as ``step``, and their number of samples."""
         sizes = [(0, self.job["batch"]), *((event["step"], event["batch"]) for event in self.of("batch"))]
         return next(size for size in reversed(sizes) if size[0] <= step)
+
+
+def trained(batch: int, committed: Mapping[str, Any]) -> int:
+    """The samples of a step, of ``batch``, by its commit's event, which names the replicas that have contributed if
+    some have not.
+    """
+    return batch * len(committed["contributed"]) // committed["replicas"] if "contributed" in committed else batch
 
 
 def place() -> str:
@@ -443,7 +463,7 @@ class EventLog:
 
 def last_event(path: Path) -> dict:
     """The last whole event of a log; an empty dict where there is none.  Raises ValueError for what is no event."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     return next(iter(_parsed(lines[-1:], path, len(lines) - 1)), {})
 
 
@@ -452,7 +472,7 @@ def read_events(path: Path) -> list[dict]:
 
     Raises ValueError for what is no event.
     """
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     return _parsed(lines, path)
 
 

@@ -27,7 +27,7 @@ def sentence(history: RunHistory) -> str:
     seats = len({failure.seat for failure in lost})
     times = f", {len(lost)} times in all" if seats < len(lost) else ""
     were = f"{'was' if seats == 1 else 'were'} lost{times}"
-    return f"{said}; {seats} of {len(history.seats)} workers {were} ({where}{more}): {cost(history)}."
+    return f"{said}; {seats} of {_seats(history)} {were} ({where}{more}): {cost(history)}."
 
 
 def _back(failure: Failure) -> str:
@@ -67,6 +67,12 @@ def _outcome(history: RunHistory) -> str:
     )
 
 
+def _seats(history: RunHistory) -> str:
+    if history.ranks_a_seat == 1:
+        return f"{len(history.seats)} workers"
+    return f"{len(history.seats)} seats of {history.ranks_a_seat} ranks each"
+
+
 def cost(history: RunHistory) -> str:
     """What the losses of workers cost: time to the next commits, and throughput from then on."""
     stalls: dict[float, float] = {}
@@ -89,7 +95,7 @@ def cost(history: RunHistory) -> str:
 def _rates(history: RunHistory, before: float, now: float) -> str:
     """Samples a second before the first failure and at the end; where all are back, also while they were not."""
     usual, last = history.rate(before, history.last_before), history.rate(now, history.last)
-    meanwhile = history.rate(history.meanwhile_s, history.last)
+    meanwhile = history.rate(*history.meanwhile)
     if history.gone or not isfinite(meanwhile):
         return f"{usual:.4g} to {last:.4g} samples/s ({last / usual:.0%})"
     low = f"{usual:.4g} to {meanwhile:.4g} samples/s ({meanwhile / usual:.0%})"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import inf, nan
 from typing import Any
 
-from recycle_plugin.observability.run_history import RunHistory
+from recycle_plugin.observability.run_history import RunHistory, trained
 
 TIMED = 1000  # undisturbed steps that the usual step is taken from, at most
 
@@ -42,7 +42,7 @@ class TrainingTime:
             case "batch":
                 self._batch = details["batch"]
             case "committed":
-                self._samples += self._batch
+                self._samples += trained(self._batch, details)
                 self._step = details["step"]
             case "loaded":  # to an earlier step, if it costs something
                 self._samples = max(0, self._samples - max(0, self._step - details["step"]) * self._batch)

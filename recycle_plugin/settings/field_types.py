@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from subprocess import DEVNULL, run
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -57,6 +58,13 @@ def _checked_folder(path: str) -> str:
     return os.path.expanduser(path)
 
 
+def _checked_command(text: str) -> str:
+    """What sh takes for a command, by its syntax."""
+    if not text.strip() or "\0" in text or run(["sh", "-nc", text], stderr=DEVNULL, stdin=DEVNULL).returncode:
+        raise PydanticCustomError("no_command", "no command")
+    return text
+
+
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
 Count = Annotated[int, Field(ge=1)]
@@ -66,6 +74,7 @@ Cap = Annotated[
 Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
 Folder = Annotated[str, Field(min_length=1), AfterValidator(_checked_folder)]
 Address = Annotated[str, AfterValidator(_checked_address)]
+ShellCommand = Annotated[str, AfterValidator(_checked_command)]
 Rejoin = Literal["always", "never"] | Annotated[int, Field(ge=0)]
 Helpers = Literal["auto"] | Annotated[int, Field(ge=0)]
 Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Annotated[int, Field(ge=0)], ...], _as_tuple]

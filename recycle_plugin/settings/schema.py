@@ -35,6 +35,7 @@ from recycle_plugin.settings.field_types import (
     Folder,
     Norm,
     Rejoin,
+    ShellCommand,
     setting,
 )
 from recycle_plugin.settings.sections import (
@@ -173,14 +174,13 @@ class Settings(BaseModel):
         'they were admitted), "never", or that many in a row. A process started with `--join` takes a lost '
         'seat in any case. Under Hugging Face\'s loops "never" is implied.',
     )
-    leave_on: str | None = setting(
+    leave_on: ShellCommand | None = setting(
         None,
         "a shell command, or null",
         "The notice that a host is about to be taken away: a command that each worker runs every five seconds. Once it "
         "succeeds (exit code 0), the workers of its host leave at the next commit, and nobody is started there any "
         "more. Where the job can't go on without that host, it ends at that commit, with a checkpoint unless the "
         "script calls forward and backward itself. Null: nobody asks.",
-        pattern=r"^[^\x00]*[^\x00\s][^\x00]*$",
     )
     checkpoint_dir: Folder | None = setting(
         None,

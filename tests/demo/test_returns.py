@@ -73,7 +73,7 @@ def test_a_seat_is_live_again_and_throughput_is_that_since(folder):
         104.4,
     )
     assert absence.lasted_s == pytest.approx(1.59) and history.failures[0].absence == absence
-    assert history.now_s == pytest.approx(0.2) and history.meanwhile_s == pytest.approx(0.4)
+    assert history.now_s == pytest.approx(0.2) and history.meanwhile[0] == pytest.approx(0.4)
     assert history.predicted == 1.0 and history.pids[2] == 1002 and history.failures[0].pid == 1002
     assert sentence(history) == SENTENCE
 

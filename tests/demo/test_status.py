@@ -17,8 +17,10 @@ from recycle_plugin.commands.status import lines, status
 from recycle_plugin.observability import report
 from recycle_plugin.observability.comings import OVER, comings
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, place
+from recycle_plugin.observability.run_summary import sentence
+from recycle_plugin.observability.training_time import goodput
 from recycle_plugin.runs import free_port
-from tests.support.run_folder import WHY, Read
+from tests.support.run_folder import WHY, Read, rewrite
 
 
 def test_status(folder, capsys):
@@ -49,6 +51,33 @@ def test_status_as_data(folder, capsys):
         "before": 34.7826,
     }
     assert found["checkpoint"] == "saved/global_step9"
+
+
+def test_steps_without_a_replica_count_the_samples_that_they_had(folder):
+    """0.1 has no peers that take its work: what is left of the batch of 8 is 4 samples, in steps of 0.4 s."""
+
+    def shrunk(events: list[dict]) -> list[dict]:
+        gone = {"contributed": [1], "replicas": 2}
+        return [event | gone if event["event"] == "committed" and event["step"] > 5 else event for event in events]
+
+    usual, less = RunHistory.read(folder), rewrite(folder, shrunk)
+    assert status(usual, 200.0)["samples_per_s"] == {"now": 20.0, "before": 34.7826}
+    assert status(less, 200.0)["samples_per_s"] == {"now": 10.0, "before": 34.7826}
+    assert goodput(less, 104.6) == pytest.approx(goodput(usual, 104.6) * (5 * 8 + 4 * 4) / (9 * 8))
+    with pytest.raises(ValueError, match="has '0' as replicas"):
+        rewrite(folder, lambda events: [event | ({"replicas": 0} if "replicas" in event else {}) for event in events])
+
+
+def test_ranks_are_counted_where_several_hold_a_seat(folder):
+    others = {seat: [rank] for rank, seat in enumerate(("0.0", "1.0", "0.1", "1.1"), 4)}
+    assert without_end(folder, others=others)["workers"] == "6 of 8"
+    assert "1 of 4 seats of 2 ranks each was lost" in sentence(RunHistory.read(folder))
+
+
+def test_a_folder_in_the_place_of_the_log_is_one_line(tmp_path, capsys):
+    (tmp_path / EVENTS).mkdir()
+    assert main(["status", str(tmp_path)]) == 2
+    assert "has no events.jsonl" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
 BACK = (
