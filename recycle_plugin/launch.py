@@ -5,9 +5,9 @@ job on this host, without DeepSpeed (runtime/processes/one_host.py).  ``--no-for
 themselves, instead of being forked from a process that has.  ``--one-device``: all of them compute on the host's first
 accelerator, which is for tests; each is told that it is the first of its host, by LOCAL_RANK.
 
-``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task,
-``python -m recycle_plugin.launch``. DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes
-behind it here.
+``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or that of torchrun or
+accelerate launch (``-m recycle_plugin.launch``), of srun or mpirun (``python -m recycle_plugin.launch``). DeepSpeed's
+launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
 
 ``… recycle_plugin.launch --join ADDRESS [--no-wait] your_script.py …``, by itself or in either of these ways: take the
 seat of a lost worker of a job that runs, whose master (host and port, as ``node1:29500``) is at ADDRESS; on any host.
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.runtime.processes import variables
+from recycle_plugin.runtime.processes.launchers import local_rank
 
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
 IMPORTED = [  # by the process that workers are forked from
@@ -271,11 +272,10 @@ class Join:
         places it has.
         """
         theirs = {"RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"}
-        local = own.get("LOCAL_RANK", own.get("SLURM_LOCALID", "0"))
         return {name: value for name, value in own.items() if name not in theirs} | {
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            "LOCAL_RANK": local,
+            "LOCAL_RANK": local_rank(own),
         }
 
 
@@ -285,7 +285,7 @@ def run(arguments: list[str]) -> int | str:
         print(__doc__)
         return 0
     # of this host: it says so for all
-    first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    first = local_rank(os.environ) == "0"
     try:
         if (unknown := variables.check(os.environ)) and first:
             print(f"recycle: warning: {unknown}", file=sys.stderr, flush=True)
@@ -320,13 +320,13 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
     """
     from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.processes.guard import Guard
-    from recycle_plugin.runtime.processes.slurm import NoPlace, described
+    from recycle_plugin.runtime.processes.launchers import NoPlace, described
 
     try:
         place = described(os.environ) if environment is None else dict(environment)
         provide(int(place.get("WORLD_SIZE", "1")))  # nobody knows how many they are where it joins
     except NoPlace as error:
-        return f"recycle: error: {error}"
+        return f"recycle: error: {error}" if local_rank(os.environ) == "0" else 1
     except TooFewDescriptors as error:  # which is so for all of this host
         return f"recycle: error: {error}" if place.get("LOCAL_RANK", "0") == "0" else 1
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
+from recycle_plugin.adapters import unused
 from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.adapters.megatron_lm import entry as megatron_lm
 from recycle_plugin.core.messages.from_workers import Crashed, Fatal
@@ -59,6 +60,7 @@ def main(command: list[str]) -> int:
     forked.register(session.cut_off)
     os._exit = functools.partial(_exit, session, os._exit)  # type: ignore[assignment]
     Plugin(session).install()
+    unused.watch(session)
     try:
         code = run_script(megatron_lm.install(session, command))
         if code == 0 and not session.forked:

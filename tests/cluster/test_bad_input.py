@@ -90,7 +90,3 @@ def test_busy_port(launch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         run = launch(port=busy.getsockname()[1])
         assert_one_line(run.finish(), f"master port {run.port} cannot be used")
-        run = launch(port=busy.getsockname()[1], TORCHELASTIC_RUN_ID="as under torchrun")
-        assert_one_line(
-            run.finish(), "torchrun keeps it for a store of its own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        )

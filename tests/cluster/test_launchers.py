@@ -7,16 +7,17 @@ one: the commands that it builds for them, the variables that it forwards, the c
 from __future__ import annotations
 
 import json
-import sys
+import re
 from dataclasses import replace
 from functools import partial
 
 import psutil
 import pytest
 
-from recycle_plugin.runs import processes_with
+from recycle_plugin.runs import free_port, processes_with
+from tests.support.cluster import ROOT
 from tests.support.hosts import ProgramRun
-from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
+from tests.support.jobs import WRAPPED, after_step, assert_same_training, faults, hold
 from tests.support.launching import launching
 
 LOST = {"1.0", "1.1"}  # beta's replica
@@ -96,11 +97,34 @@ def test_a_node_fails_under_srun_without_it(launch, config):
 
 
 @pytest.mark.all_kills
-def test_srun_by_itself(launch, reference, config):
+def test_the_batch_script_of_the_documents_outlives_a_node(launch, reference, config, tmp_path):
     """SLURM's variables are enough, without DeepSpeed's command."""
-    command = ["srun", "--no-kill", "-n", "4", sys.executable, "-u", "-m", "recycle_plugin.launch"]
-    result = launch(*config, **WRAP, command=command, plugin=None).finish()
-    assert_same_training(result, reference())
+    (script,) = re.findall(
+        r"```bash\n(#!/bin/bash\n.*?#SBATCH.*?)```",
+        (ROOT / "recycle_plugin" / "docs" / "jobs.md").read_text(),
+        re.DOTALL,
+    )
+    (batch := tmp_path / "job.sbatch").write_text(script)
+    command = ["bash", str(batch)]
+    run = launch(*config, **held(tmp_path), command=command, plugin=None, SLURM_NTASKS="4")
+    assert_the_others_finish(run, reference, tmp_path, 137, "Node failure on beta")
+
+
+TORCHRUN = ["torchrun", "--nproc-per-node", "4"]  # static, with a store of its own at the master's port
+ACCELERATE = ["accelerate", "launch", "--num_processes", "4", "--use_deepspeed", "--zero_stage", "1"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ([*TORCHRUN, "--master-port"], pytest.param([*ACCELERATE, "--main_process_port"], marks=pytest.mark.all_kills)),
+)
+def test_torchrun_and_accelerate_know_nothing_of_a_worker_that_is_killed(server, reference, tmp_path, command):
+    port = free_port()
+    with launching(server, tmp_path) as launch:
+        run = launch(
+            faults("kill 1.1 before 1F1.1@4"), "recycle.rejoin=never", launcher=[*command, str(port)], port=port
+        )
+        assert_same_training(run.finish(), reference(), {"1.1"})
 
 
 @pytest.mark.all_kills

@@ -451,7 +451,6 @@ def test_torchrun_with_the_plugins_module_in_between_outlives_a_worker(job: Jobs
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(megatron_lm.home()), str(megatron_lm.ROOT)]),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
         },
         cwd=megatron_lm.ROOT,

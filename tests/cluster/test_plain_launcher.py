@@ -105,6 +105,14 @@ def test_the_code_of_a_worker_that_ends_badly_is_the_jobs(start):
     assert_one_line(result, "before training started")
 
 
+@pytest.mark.parametrize("more", ((), ("off",)))
+def test_a_script_that_trains_without_the_plugin_is_told_of_once(start, more):
+    """Also by an optimizer that it tries before; not where a config has switched the plugin off."""
+    result = start("alone", *more).finish()
+    assert result.code == 0, result.output
+    assert result.output.count("the script's optimizer steps, and the plugin has no part in it") == (not more)
+
+
 def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_tells(start, capsys):
     run = start("wait")
     records = both(run)
@@ -112,8 +120,8 @@ def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_t
     result = run.finish()
     assert result.code == 1
     said = (
-        "the job ends: rank 1: its process was killed by signal 9 (SIGKILL) before training started, "
-        "and nothing is lost yet: start the job again"
+        "the job ends: rank 1: its process was killed by signal 9 (SIGKILL) before training started: "
+        "start the job again"
     )
     assert_one_line(result, said)
     assert_gone([record["pid"] for record in records])

@@ -1,7 +1,8 @@
 """What a worker finds when its launcher has started it, written to FOLDER/rankN.json: ``launched.py FOLDER [wait | exit
-RANK CODE]``.
+RANK CODE | alone [off]]``.
 
-``wait``: until it is ended.  ``exit``: that rank ends with that code, all others wait.
+``wait``: until it is ended.  ``exit``: that rank ends with that code, all others wait.  ``alone``: trains by itself, or
+with stock DeepSpeed where the plugin is switched ``off``.
 """
 
 from __future__ import annotations
@@ -40,5 +41,18 @@ whole.rename(whole.with_suffix(".json"))
 print(f"worker {rank} is there", flush=True)
 if then[:2] == ["exit", rank]:
     sys.exit(int(then[2]))
+if then[:1] == ["alone"]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if then[1:]:
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1, "recycle": {"enabled": False}}
+        model, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(9):
+        loss = model(torch.ones(1, 1)).square().mean()
+        model.backward(loss) if then[1:] else loss.backward()
+        optimizer.step()
+    then = []
 while then:
     signal.pause()

@@ -193,10 +193,11 @@ class Run:
 
     ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
-    ``launcher`` "deepspeed", "plain" for the plugin's own, NO_FORK for that without a fork server, or "tasks" for
-    srun's way on one host.  ``cold``: everything is started as a user starts it, from the command on, workers included.
-    ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone, or that is the
-    plugin's own.  ``more``: environment variables.  ``one_host``: whether it is the plugin's own.
+    ``launcher`` "deepspeed", "plain" for the plugin's own, NO_FORK for that without a fork server, "tasks" for srun's
+    way on one host, or another one's command, behind which ``-m``, the module, the script and its arguments go.
+    ``cold``: everything is started as a user starts it, from the command on, workers included.  ``plugin``: the module
+    under which the launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``:
+    environment variables.  ``one_host``: whether it is the plugin's own.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Run:
         plugin: str | None = "recycle_plugin.launch",
         cold: bool = False,
         port: int | None = None,
-        launcher: str = "deepspeed",
+        launcher: str | list[str] = "deepspeed",
         **more: str,
     ) -> None:
         self.folder = folder
@@ -225,6 +226,8 @@ class Run:
         program = [script, *arguments]
         if launcher == "deepspeed":
             start, program = self._cold if cold else self._warm, [*(["--module", plugin] if plugin else []), *program]
+        elif isinstance(launcher, list):
+            start, program = self._cold_other, [*launcher, "-m", plugin, *program]
         elif launcher == "tasks":
             start, program = self._cold_tasks if cold else self._tasks, [plugin, *program]
         else:
@@ -241,6 +244,11 @@ class Run:
         hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
         arguments = [f"--world_info={hosts}", "--master_addr=127.0.0.1", f"--master_port={self.port}", *program]
         return WarmLauncher(self._server, DEEPSPEED, arguments, variables, output)
+
+    def _cold_other(
+        self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO
+    ) -> subprocess.Popen:
+        return started(program, variables, output)
 
     def _cold_plain(
         self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO

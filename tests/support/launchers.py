@@ -106,8 +106,10 @@ def sinfo() -> int:
 
 def srun() -> int:
     parser = ArgumentParser("srun", allow_abbrev=False)
-    parser.add_argument("-n", type=int)
+    parser.add_argument("-n", type=int, default=int(os.environ.get("SLURM_NTASKS", 0)))
     parser.add_argument("--no-kill", action="store_true")
+    parser.add_argument("--kill-on-bad-exit", choices=["0"])  # as it is here
+    parser.add_argument("--wait", choices=["0"])
     parser.add_argument("--export")
     parser.add_argument("command", nargs=REMAINDER)
     found = parser.parse_args()

@@ -91,6 +91,7 @@ class Plugin:
             )
             settings = Settings.from_section(hugging_face.section(driver, config.get(SECTION)))
             if not settings.enabled:
+                self.session.configured = True
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
             ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, driver)

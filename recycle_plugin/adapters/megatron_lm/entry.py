@@ -58,6 +58,8 @@ def install(session: Session, command: list[str]) -> list[str]:
     settings = Settings.from_section(read_section(path)) if path else None
     if settings is not None and settings.enabled:
         MegatronPlugin(session, settings).install()
+    elif settings is not None:
+        session.configured = True
     return command
 
 

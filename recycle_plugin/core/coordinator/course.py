@@ -76,7 +76,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 EARLY = (
-    ", and nothing is lost yet: start the job again; where nobody has killed it, "
+    ": start the job again; where nobody has killed it, "
     "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
 )
 

@@ -60,6 +60,7 @@ class Session:
     * ``follow(group)`` has a group told of membership changes, while it exists (runtime/collectives/outcomes.py).
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py).  ``when_regrouping`` is called
       in the thread that listens, at the first word of one that holds at once.
+    * ``configured``: the settings are known, or that the plugin is switched off.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``secret`` is the job's, by which workers know each other too.
@@ -100,7 +101,7 @@ class Session:
         self.wanted: Callable[[WantResult], object] = lambda message: None
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
-        self.forked = False
+        self.configured = self.forked = False
         self._closed = False
         self._ended_early = ended_early
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
@@ -109,6 +110,7 @@ class Session:
         """Take over settings, which are known once the script has come to them."""
         self.waiting.timeout_s, self.waiting.cut_off_s = deadlines.wait_timeout_s, deadlines.cut_off_s
         self.group_sums = group_sums
+        self.configured = True
 
     @contextmanager
     def _adopting(self) -> Iterator[None]:

@@ -38,10 +38,7 @@ GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
 KEEP_S = 3600.0  # between two looks after the secret's file
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
-NOT_TORCHRUN = (
-    "torchrun keeps it for a store of its own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start torchrun with "
-    "--standalone or --rdzv-backend c10d, or start with python -m recycle_plugin.launch --workers N"
-)
+OF_TORCHRUN = "it follows from torchrun's own port: start torchrun again, with another --master_port if it has one"
 ANOTHER_ADDRESS = (
     "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
     "others"
@@ -115,7 +112,7 @@ class Hosted:
         try:
             await coordinator.start(here, address[1], file.put)
         except OSError as error:
-            advice = NOT_TORCHRUN if "TORCHELASTIC_RUN_ID" in environment else ANOTHER_PORT
+            advice = OF_TORCHRUN if "TORCHELASTIC_RUN_ID" in environment else ANOTHER_PORT
             raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {advice}") from error
         if here == ANYWHERE:
             text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"

@@ -1,0 +1,41 @@
+"""A line for whoever starts a job through the plugin whose script trains without it.
+
+Such a script makes no engine of the plugin's: Hugging Face's Trainer leaves a DeepSpeed config alone that it has no use
+for, and a script may read another config than the user thinks.  It trains as in stock, until a worker is lost.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from recycle_plugin.adapters.unlaunched import AfterImport
+from recycle_plugin.runtime.control.session import Session
+
+SAID = (
+    "the script's optimizer steps, and the plugin has no part in it, so that the loss of a worker ends the job: no "
+    "deepspeed.initialize has met a config with a recycle section, nor is there a Pipeline or Replicas of the "
+    "plugin's. Where the plugin is to be left out, start the script without recycle_plugin.launch"
+)
+SEVERAL = 3  # steps: a script may try its optimizer out before
+
+
+def watch(session: Session) -> None:
+    """Have the job told once, by its first worker, if the script steps optimizers before the plugin's settings are
+    known; call it before the script runs.
+    """
+    if session.view.is_first:
+        AfterImport({"torch.optim.optimizer": partial(_watch, session)}).install()
+
+
+def _watch(session: Session, module: ModuleType) -> None:
+    steps = 0
+
+    def stepped(*_: Any) -> None:  # which stays: torch goes through its hooks just now
+        nonlocal steps
+        steps += 1
+        if steps == SEVERAL and not session.configured and not session.forked:
+            session.note("warning", SAID)
+
+    module.register_optimizer_step_post_hook(stepped)
