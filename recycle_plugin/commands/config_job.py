@@ -18,7 +18,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import spread, stages_at_risk
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.core.vocabulary.profile import Profile, read_costs
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.settings import activation_cap as caps
@@ -209,12 +209,16 @@ def costs_of(
         origin = (
             taken.title
             if taken
-            else "as in the config"
+            else f"of each stage, as {settings.costs} has them"
             if settings.costs
             else "equal, F = I = W = 1 ms: no profile given"
         )
         return costs, origin, taken
     taken = profile_of(found.profile)
+    if isinstance(taken, CostModel):
+        if taken.stages != shape.stages:
+            raise ValueError(f"--profile {found.profile}: costs of {taken.stages} stages, and --pp is {shape.stages}")
+        return taken, f"of each stage, as {found.profile} has them", None
     if taken.micro_batch != samples:
         raise ValueError(
             f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, "
@@ -226,14 +230,15 @@ def costs_of(
         raise ValueError(f"--pp {shape.stages}: {error}; lower --pp") from None
 
 
-def profile_of(path: str) -> Profile:
-    """Read a profile; raises ValueError where ``path`` has none."""
+def profile_of(path: str) -> Profile | CostModel:
+    """Read a profile, or the costs of each stage; raises ValueError where ``path`` has none."""
     try:
-        return read(path)
+        return read_costs(path)
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} is ")
+        said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} has ")
         raise ValueError(
-            f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote"
+            f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote, or of a run's "
+            "costs.json"
         ) from None
 
 

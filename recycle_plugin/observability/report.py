@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -18,14 +19,15 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
-from recycle_plugin.observability.run_history import EVENTS, Failure, RunHistory
+from recycle_plugin.observability.measured_costs import as_written, measured_costs
+from recycle_plugin.observability.run_history import EVENTS, WARM_UP, Failure, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
 from recycle_plugin.observability.screen import printed, screen
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Content, Screen, Table, page
 
-NAME = "report.html"
+NAME, COSTS = "report.html", "costs.json"
 LONGEST_S = 600  # that a process which nobody waits for may take
 DRAWN_SEATS = 64  # a picture of more would not be read
 DRAWN_FAILURES = 3
@@ -46,7 +48,19 @@ def write(folder: Path, again_s: int | None = None) -> Path:
     path = folder / NAME
     text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans), again_s)
     folders.replace(folders.prepared(path, text, f".{os.getpid()}"), path)
+    if (costs := costs_of(history, spans)) is not None:
+        path_of_costs = folder / COSTS
+        folders.replace(folders.prepared(path_of_costs, costs, f".{os.getpid()}"), path_of_costs)
     return path
+
+
+def costs_of(history: RunHistory, spans: Sequence[Span]) -> str | None:
+    """What instructions took before the first failure, behind the first steps, as JSON for the setting ``costs``; None
+    where that was not traced.
+    """
+    steps = range(min(history.commits, default=0) + WARM_UP, history.last_before + 1)
+    costs = measured_costs(spans, history.shape.stages, steps)
+    return None if costs is None else json.dumps(as_written(costs), indent=1) + "\n"
 
 
 def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list[Content]]]:

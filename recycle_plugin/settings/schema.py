@@ -318,8 +318,8 @@ class Settings(BaseModel):
         None,
         f"{COSTS}, or null",
         "What instructions cost, for the planner: a file that `recycle profile --out` wrote, which also knows"
-        ' bytes, or one with the microseconds of each stage, such as {"forward": [900, 1200], "input": [900, '
-        '1200], "weight": [900, 1200]}. Null: the same for all.',
+        " bytes, or one with the microseconds of each stage, such as a traced run's `costs.json` or "
+        '{"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}. Null: the same for all.',
     )
     checkpoint: CheckpointSettings | None = setting(
         None,
