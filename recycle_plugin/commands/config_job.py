@@ -214,18 +214,18 @@ def costs_of(
             else "equal, F = I = W = 1 ms: no profile given"
         )
         return costs, origin, taken
-    taken = profile_of(found.profile)
-    if isinstance(taken, CostModel):
-        if taken.stages != shape.stages:
-            raise ValueError(f"--profile {found.profile}: costs of {taken.stages} stages, and --pp is {shape.stages}")
-        return taken, f"of each stage, as {found.profile} has them", None
-    if taken.micro_batch != samples:
+    given = profile_of(found.profile)
+    if isinstance(given, CostModel):
+        if given.stages != shape.stages:
+            raise ValueError(f"--profile {found.profile}: costs of {given.stages} stages, and --pp is {shape.stages}")
+        return given, f"of each stage, as {found.profile} has them", None
+    if given.micro_batch != samples:
         raise ValueError(
-            f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, "
+            f"--profile {found.profile}: measured with micro-batches of {given.micro_batch}, "
             f"and the job's have {samples}; measure again with recycle profile --micro-batch {samples}"
         )
     try:
-        return taken.costs(shape.stages, shape.replicas, not settings.split_backward), taken.title, taken
+        return given.costs(shape.stages, shape.replicas, not settings.split_backward), given.title, given
     except ValueError as error:
         raise ValueError(f"--pp {shape.stages}: {error}; lower --pp") from None
 
