@@ -41,6 +41,7 @@ FOREIGN = {
     os.path.realpath(path)
     for path in (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 }
+LOOK_S = 0.1  # between two looks whether a newcomer is a member
 LINE, TRACE = 300, 20_000  # characters of an error that its line, and its traceback, have at most
 
 
@@ -183,12 +184,22 @@ def _end_given_up(session: Session, reason: str) -> None:
 
 
 def _ask_to_leave(session: Session, asked: threading.Event) -> None:
-    """SIGTERM: a planned leave.  Before the first step there is nothing to leave: the process just ends."""
-    if session.view.generation is None:
+    """SIGTERM: a planned leave.  Before the first step there is nothing to leave, and nobody counts on a newcomer that
+    has not asked to be let in: the process just ends.
+    """
+    if session.view.generation is None and not session.view.asks_in:
         os._exit(128 + signal.SIGTERM)
     if not asked.is_set():
         asked.set()
-        threading.Thread(target=session.ask_to_leave, args=("its worker got SIGTERM",), daemon=True).start()
+        threading.Thread(target=_leave_once_member, args=(session,), daemon=True).start()
+
+
+def _leave_once_member(session: Session) -> None:
+    """Ask for the leave; a newcomer may just be let in, and only members can leave.  Ends with the process."""
+    with session.waiting.changed:
+        while session.view.generation is None:
+            session.waiting.changed.wait(LOOK_S)
+    session.ask_to_leave("its worker got SIGTERM")
 
 
 def _interrupt(session: Session) -> None:

@@ -14,7 +14,8 @@ import pytest
 from recycle_plugin.cli import main
 from recycle_plugin.core.vocabulary.ids import Seat
 from tests.support.cluster import Run
-from tests.support.jobs import LOSS_TOLERANCE, Shape, after_step
+from tests.support.jobs import LOSS_TOLERANCE, Shape, after_step, assert_same_training
+from tests.support.returns import LONG, comes_back
 
 THREE = Shape(replicas=3)
 LONGEST_S = 0.6  # from one notice to the next
@@ -67,3 +68,14 @@ def test_each_notice_at_a_random_moment_is_a_planned_leave(launch, reference, no
     losses = {event["step"]: event["loss"] for event in result.of("loss")}
     whole = reference(f"steps={steps[-1]}", shape=THREE).losses
     assert [losses[step] for step in steps] == pytest.approx(whole, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_a_newcomer_that_others_may_count_on_leaves_as_planned(launch, reference, tmp_path):
+    """The coordinator has heard that it has the state, and may let it in at any moment."""
+    run = comes_back(launch, tmp_path, "kill 1.1 before 1F1.0@6")
+    (said,) = run.hear("caught_up")
+    os.kill(run.pids()[said["rank"]], signal.SIGTERM)
+    result = run.finish()
+    assert_same_training(result, reference(f"steps={LONG}"), lost={"1.1"}, left={"1.1"})
+    assert len(result.of("lost")) == 1 and [event["seat"] for event in result.of("leaving")] == ["1.1"]

@@ -85,6 +85,7 @@ class ControlView:
         self.heard_in: Generation | None = None
         self.newcomer = incarnation > 0  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
+        self.asks_in = False  # a newcomer has said that it has the state: from then on others may count on it
         self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, each time
         self._ends_heard = 0  # of these, by a newcomer's script
         self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known

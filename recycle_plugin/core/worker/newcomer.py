@@ -155,6 +155,7 @@ class Newcomer:
         except CantReplay as error:
             self._port.send(Unreplayable(self._view.rank, str(error), error.stage, error.checkpoint))
         else:
+            self._view.asks_in = True
             self._port.send(CaughtUp(self._view.rank, replay.committed, took.bytes, 0, took.helpers))
             if self._view.place is not None:
                 self._skip(self._view.place, False)
@@ -251,6 +252,7 @@ class Newcomer:
                 self._skip(self._view.place, False)
             taken, followed = self._catching_up.taken, self._catching_up.followed
             sources = tuple(sorted(self._catching_up.sources))
+            self._view.asks_in = True
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed, sources=sources))
         return False if closer else None
 
