@@ -192,8 +192,8 @@ class Settings(BaseModel):
     resume_iterators: bool = setting(
         False,
         BOOL,
-        "After `load_checkpoint`, read each replica's plain iterator up to where it stood when the checkpoint"
-        " was saved. False for scripts that skip by themselves, or begin anew.",
+        "After `load_checkpoint`, bring each replica's plain iterator to where it stood when the checkpoint was"
+        " saved, by its `load_state_dict` or by reading. False for scripts that skip by themselves, or begin anew.",
     )
     transfer_interface: str | None = setting(
         None,

@@ -142,12 +142,14 @@ def reference(
 
 @pytest.fixture
 def come_back(launch, tmp_path):
-    """``come_back(*kills, shape=, case=, comes=, **job)``: the finished job of LONG steps, whose others wait for the
-    newcomers' scripts.
+    """``come_back(*kills, shape=, case=, comes=, number=, **job)``: the finished job of LONG steps, whose others wait
+    for the newcomers' scripts; it is the ``number``-th that the test starts.
     """
 
-    def run(*kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, **more: object) -> Result:
-        folder = tmp_path / "run0"
+    def run(
+        *kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, number: int = 0, **more: object
+    ) -> Result:
+        folder = tmp_path / f"run{number}"
         job = {"folder": str(folder), "faults": kills, "steps": LONG, "case": case, "held": HELD}
         job |= {"replicas": shape.replicas, "stages": shape.stages, **more}
         started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))

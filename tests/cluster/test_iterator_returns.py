@@ -4,9 +4,12 @@ on at its place, and each sample is used once, of each epoch's iterator (see tes
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from tests.jobs.stateful import order
 from tests.support.cluster import Result
 from tests.support.iterators import A_STEP, counts, ends, retired
 from tests.support.jobs import SQUARE, Shape
@@ -69,6 +72,30 @@ def test_with_a_new_iterator_for_each_epoch(come_back, kills):
     result = come_back(*kills, case="epochs", epoch=EPOCH, held=EPOCH + 3)
     assert all(EPOCH < each["step"] < LONG for each in result.of("rejoined"))
     assert_each_once(result, SQUARE, lost=0, epoch=EPOCH)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    (("kill 0.0 before 0F0.1@9",), ("kill 0.0 before 0F0.1@9", "kill 0.1 before 1W0.1@9")),
+    ids=("one end", "both ends"),
+)
+def test_a_loader_begins_with_the_state_with_which_its_predecessor_has(launch, come_back, tmp_path, kills):
+    """The order of the newcomer's own loader is another one; the job has gone on from a checkpoint, with the order of
+    the one that saved it.
+    """
+    saved, each = str(tmp_path / "saved"), 2 * A_STEP * LONG
+    job = {"folder": str(tmp_path / "run0"), "steps": 3, "case": "stateful", "seed": 1, "each": each, "saved": saved}
+    job |= {"faults": [], "replicas": SQUARE.replicas, "stages": SQUARE.stages}
+    launch(script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job)).finish()
+    result = come_back(*kills, case="stateful", seed=2, each=each, loaded=saved, resume=True, number=1)
+    ((first, replicas),) = retired(result)
+    assert replicas == [0] and not stays_out(result)
+    flat = [count for used in counts(result, SQUARE) for count in used]
+    numbers = [sum(flat[:each]), sum(flat[each : 2 * each])]
+    assert (first - 1) * A_STEP < numbers[0] < LONG * A_STEP < numbers[1] and sum(numbers) == 2 * A_STEP * LONG
+    for replica, number in enumerate(numbers):
+        used = [sample for sample in range(each) if flat[replica * each + sample] == 1]
+        assert used == sorted(order(each, 1)[:number]), f"replica {replica}"
 
 
 @pytest.mark.parametrize(

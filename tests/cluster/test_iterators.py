@@ -11,6 +11,7 @@ from itertools import count
 import pytest
 import torch
 
+from tests.jobs.stateful import order
 from tests.support.cluster import Result
 from tests.support.iterators import A_STEP, MICRO_BATCHES, SIZE, STEPS, counts, ends, retired
 from tests.support.jobs import LOSS_TOLERANCE, SQUARE, Shape, assert_one_line
@@ -243,6 +244,34 @@ def test_a_job_goes_on_at_each_iterators_place(launch, tmp_path):
     assert not [each for each in second.of("data") if "unevenly" in each["text"]]
     (said,) = [each["text"] for each in third.of("data") if "the checkpoint is of 2 replicas" in each["text"]]
     assert "here are 3 replicas with 2: each iterator begins behind its batch 8," in said
+
+
+def test_a_job_goes_on_with_each_loaders_state(launch, tmp_path):
+    """Loaders whose order is by a seed, which is another one in the job that goes on: what was read is not read again,
+    and nothing is left out.  Another number of replicas reads up to where together they have given as much.
+    """
+    saved, results = str(tmp_path / "saved"), []
+    runs = (
+        ({"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"], "seed": 1}, SQUARE),
+        ({"steps": 9, "loaded": saved, "resume": True, "seed": 2}, SQUARE),
+        ({"steps": 7, "loaded": saved, "seed": 1}, SQUARE),
+        ({"steps": 7, "loaded": saved, "resume": True, "seed": 1}, Shape(3)),
+    )
+    for number, (more, here) in enumerate(runs):
+        job = {"folder": str(tmp_path / f"run{number}"), "case": "stateful", "each": 100, "faults": []} | more
+        job |= {"replicas": here.replicas, "stages": here.stages}
+        started = launch(shape=here, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+        results.append(started.finish())
+    _, second, places_itself, third = results
+    flat = [count for each in counts(second, SQUARE) for count in each]  # there is room for 3 replicas
+    numbers = [sum(flat[:100]), sum(flat[100:200])]
+    assert sum(numbers) == 9 * SQUARE.replicas * A_STEP and numbers[0] < numbers[1]
+    for replica, number in enumerate(numbers):
+        used = [sample for sample in range(100) if flat[replica * 100 + sample] == 1]
+        assert used == sorted(order(100, 1)[:number]), f"replica {replica}"
+    assert [each for each in places_itself.of("data") if "has the states of its data iterators" in each["text"]]
+    assert not [each for each in second.of("data") if "has the states" in each["text"]]
+    assert [each for each in third.of("data") if "here are 3 replicas with 2: each iterator" in each["text"]]
 
 
 # --- what ends the job ------------------------------------------------------------------------------

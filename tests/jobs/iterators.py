@@ -9,6 +9,7 @@ In the case "epochs" there is another iterator for each ``epoch`` steps, of samp
 loader that
 ``initialize`` returns, of EACH samples of all replicas; with ``lengths``, of so
 many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
+With a ``seed`` it is a loader with states, whose order is by that, and by another one in who comes back.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
 ``resume`` says.  ``recycle``: more settings.
 """
@@ -25,6 +26,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
+from stateful import stateful
 from wrappers import inside
 
 MICRO_BATCHES, SIZE = 2, 2
@@ -77,6 +79,8 @@ reads = 0
 def iterator(replica: int, begins: int = 0):
     """What the case has for this replica; ``begins``: its first sample."""
     again = int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0
+    if "seed" in job:
+        return stateful(Samples(replica, EACH), SIZE, job["seed"] + again)
     if job.get("lengths"):
         return counted(
             iter(torch.utils.data.DataLoader(Samples(replica, begins + job["lengths"][replica], begins), SIZE))

@@ -31,8 +31,8 @@ class Numbers:
         self.read_of.append((step, position))
         return draw
 
-    def skip(self, number: int, until: int) -> None:
-        self.read_of.append((0, number - 1))
+    def skip_to(self, place: Place, read: int) -> None:
+        self.read_of += [(0, position) for position in range(read, place.read)]
 
     def draw_of(self, batch: Draw) -> Draw:
         return batch

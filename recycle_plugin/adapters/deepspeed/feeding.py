@@ -14,6 +14,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.feed import Feed
+from recycle_plugin.runtime.worker.iterator_states import Stateful, is_stateful
 
 
 class Repeating:
@@ -33,6 +34,65 @@ class Repeating:
     @cached_property
     def _begun(self) -> Iterator[Any]:
         return RepeatingLoader(self._loader())
+
+
+class BegunLater:
+    """An iterator over a ``loader`` that a script gives itself, and that has states: begun with the first batch, or
+    anew with a state.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        return next(self._batches)
+
+    def state_dict(self) -> Any:
+        """The loader's."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the loader go on from ``state``."""
+        self._loader.load_state_dict(state)
+        self._batches = None
+
+
+class RepeatedStates:
+    """The states of a RepeatingLoader, which has none itself: those of its loader."""
+
+    def __init__(self, repeating: RepeatingLoader) -> None:
+        self._repeating = repeating
+
+    def state_dict(self) -> Any:
+        """The loader's."""
+        return self._repeating.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the loader go on from ``state``."""
+        self._repeating.loader.load_state_dict(state)
+        self._repeating.data_iter = iter(self._repeating.loader)
+
+
+def readable(given: Any) -> tuple[Any, Stateful | None]:
+    """What to call ``next`` of where a script has ``given`` an iterator, or a loader with states, and what has its
+    states, None where nothing has.  Raises RecycleError for what is neither.
+    """
+    if isinstance(given, RepeatingLoader) and is_stateful(given.loader):
+        return given, RepeatedStates(given)
+    if hasattr(given, "__next__"):
+        return given, given if is_stateful(given) else None
+    if is_stateful(given) and hasattr(given, "__iter__"):
+        return (begun := BegunLater(given)), begun
+    raise RecycleError(
+        f"train_batch(data_iter=…) is a {type(given).__name__}, which is no iterator: pass iter(…) of it, "
+        "or deepspeed.utils.RepeatingLoader(…)"
+    )
 
 
 class Feeding:
@@ -56,6 +116,7 @@ class Feeding:
         self._feed, self._seat, self._exact, self._adjust = feed, seat, exact, adjust
         self._next_batch, self._set_iterator = next_batch, set_iterator
         self._set_by_script = False
+        self._reading: Any = None  # of what the script has given
         self._has_dataset = isinstance(dataset, DatasetSource)
         feed.source = self._collated(dataset) if isinstance(dataset, DatasetSource) else dataset
 
@@ -104,19 +165,15 @@ class Feeding:
             )
 
     def _read_from(self, data_iter: Any, step: int) -> None:
-        if not hasattr(data_iter, "__next__"):
-            raise RecycleError(
-                f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, "
-                "or deepspeed.utils.RepeatingLoader(…)"
-            )
         if self._feed.source is not None and self._feed.settled:
             raise RecycleError(
                 "train_batch(data_iter=…) after steps with training_data: pass an iterator from the first step on, or "
                 "never"
             )
         self._feed.source, self._has_dataset = None, False
-        self._feed.given(data_iter, step)
-        self._set_iterator(data_iter)
+        if self._feed.given(data_iter, step):
+            self._reading, self._feed.states.present = readable(data_iter)
+        self._set_iterator(self._reading)
         self._feed.go_on()
 
     def next_batch(self, what: str) -> tuple[Any, Any]:

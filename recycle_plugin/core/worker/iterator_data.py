@@ -39,8 +39,8 @@ class DataIterator(Protocol):
         ``draw`` is None where nobody needs it.  Raises Ended where there is none.
         """
 
-    def skip(self, number: int, until: int) -> None:
-        """Reads batch ``number``, which its replica has had, on the way to batch ``until``."""
+    def skip_to(self, place: Place, read: int) -> None:
+        """Brings the iterator, which has given ``read`` batches, to ``place``: its replica has had those between."""
 
     def draw_of(self, batch: Any) -> Draw:
         """The draw that ``batch`` came from."""
@@ -173,9 +173,8 @@ class IteratorData:
                 f"the data iterator of seat {self._store.seat} has given {read} batches, "
                 f"and is to stand behind {until}: it can't be read again; pass one that begins anew"
             )
-        for one in range(read + 1, until + 1):
-            self._iterator.skip(one, until)
-            self.stands = Place(number, one)
+        self.stands = Place(number, until)
+        self._iterator.skip_to(self.stands, read)
         self._behind = [(-1, self.stands)]
 
     def begin_another(self, step: int) -> None:

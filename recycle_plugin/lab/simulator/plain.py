@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended, Place
 from recycle_plugin.lab.simulator.arithmetic import Batch, sampled
 
 LONGEST = 100_000  # batches of one iterator
@@ -32,9 +32,9 @@ class PlainIterator:
         number = (self._iterator - 1) * LONGEST + self._given
         return Batch(sampled(MicroBatch(self._replica, number), 0), draw, self._given, self._iterator)
 
-    def skip(self, number: int, until: int) -> None:
-        """Reads a batch that its replica has had."""
-        self._given += 1
+    def skip_to(self, place: Place, read: int) -> None:
+        """Reads what its replica has had, up to ``place``."""
+        self._given += place.read - read
 
     def draw_of(self, batch: Batch) -> Draw:
         """The draw that ``batch`` came from."""

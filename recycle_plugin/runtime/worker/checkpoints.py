@@ -13,20 +13,21 @@ from typing import Any
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointFormat
-from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, WrittenShare, saving_place
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
 
+WriteFile = Callable[[Path, Callable[[Any], object]], None]
+
 
 class JobCheckpoints:
     """The checkpoints of the worker that has ``parts``, and trains by ``loop``.
 
-    ``recover()`` is called after a membership change between steps; ``place()``: where the plain iterator of the worker
-    stands, None where it has none or that is not known; ``valid_from()``: the generation from which the worker's data
-    is valid; ``choice``: which boundaries are logged, None where nothing is.
+    ``recover()`` is called after a membership change between steps; ``write_place(add, path)`` has files written to the
+    checkpoint ``path`` that say where the worker's plain iterator stands, if it has one; ``valid_from()``: the
+    generation from which the worker's data is valid; ``choice``: which boundaries are logged, None where nothing is.
     """
 
     def __init__(
@@ -34,12 +35,12 @@ class JobCheckpoints:
         parts: Parts,
         loop: BlockingLoop,
         recover: Callable[[], None],
-        place: Callable[[], iterator_places.IteratorPlace | None],
+        write_place: Callable[[WriteFile, Path], None],
         valid_from: Callable[[], int],
         choice: LogChoice | None,
     ) -> None:
         settings, self._session, self._format = parts.settings, parts.session, parts.framework.checkpoints
-        self._state, self._seat, self._place, self._reach = parts.state, parts.seat, place, parts.world.reach
+        self._state, self._write_place, self._reach = parts.state, write_place, parts.world.reach
         self._loop = loop
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
         self._saved_to = Path(parts.run_dir) / "checkpoint"  # the last time; nothing yet
@@ -76,8 +77,7 @@ class JobCheckpoints:
         alike = session.view.roster.alike(own)
         share = WrittenShare(format, alike.index(own), len(alike), self._reach, copies)
         format.gather(self._state, path, share)
-        if (place := self._place()) is not None:
-            iterator_places.write(share.add, path, self._seat, place)
+        self._write_place(share.add, path)
         return share
 
     @property

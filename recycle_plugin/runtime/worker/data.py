@@ -14,12 +14,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended, Place
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.movers.batches import described, packed
+from recycle_plugin.runtime.worker.iterator_states import IteratorStates
 
 
 class DatasetSource:
@@ -67,11 +68,11 @@ class ScriptsIterator:
     """Reads a script's iterator, as core.worker.iterator_data.DataIterator; batches are kept as the transport carries
     them.
 
-    ``next_batch(what)`` gives one; ``what`` names it in errors.
+    ``next_batch(what)`` gives one; ``what`` names it in errors.  ``states`` has those of iterators that can be set.
     """
 
-    def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
-        self._session, self._next_batch = session, next_batch
+    def __init__(self, session: Session, next_batch: Callable[[str], Any], states: IteratorStates) -> None:
+        self._session, self._next_batch, self._states = session, next_batch, states
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
         """Read the next batch, packed with ``draw``, which says for whom it is; with None it is skipped.  Raises
@@ -80,12 +81,15 @@ class ScriptsIterator:
         batch = self._read(f"in step {step}, at its micro-batch {position}")
         return None if draw is None else packed(batch, draw)
 
-    def skip(self, number: int, until: int) -> None:
-        """Read a batch that its replica has had before this worker came.  Raises RecycleError where there is none."""
-        try:
-            self._read(f"at batch {number} of the {until} that its replica has had before")
-        except Ended as ended:
-            raise RecycleError(str(ended)) from None
+    def skip_to(self, place: Place, read: int) -> None:
+        """Set the iterator to a state, where one is known, and read what its replica has had behind that.  Raises
+        RecycleError where it ends before.
+        """
+        for number in range(self._states.nearest(place, read) + 1, place.read + 1):
+            try:
+                self._read(f"at batch {number} of the {place.read} that its replica has had before")
+            except Ended as ended:
+                raise RecycleError(str(ended)) from None
 
     def _read(self, what: str) -> Any:
         with (

@@ -15,11 +15,13 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Batches, Place
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.data import ScriptsIterator
+from recycle_plugin.runtime.worker.iterator_states import IteratorStates
 
 
 class Feed:
@@ -41,15 +43,18 @@ class Feed:
     ) -> None:
         self._session, self._store, self._rests = session, store, rests
         self.reads = reads
+        self.states = IteratorStates(session)
+        iterator = ScriptsIterator(session, next_batch, self.states)
         self.iterator_data = (
-            IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt, self._say_stays_out)
-            if reads
-            else None
+            IteratorData(store, iterator, hand_on, self._say_dealt, self._say_stays_out) if reads else None
         )
         if self.iterator_data is not None and session.view.newcomer:
             self.iterator_data.in_place = False
         self._last_given: object = None
-        self._had = 0  # batches that the iterator had given when the checkpoint was saved that is gone on from
+        self._begun = False  # the script has given its first iterator
+        # batches that the iterator had given when the checkpoint was saved that is gone on from, and its state then
+        self._had = 0
+        self._state: bytes | None = None
         self.source: Source | None = None
         self.settled = False
 
@@ -69,11 +74,14 @@ class Feed:
             )
         self.settled = True
 
-    def given(self, data_iter: object, step: int) -> None:
-        """Note which iterator the script gives for ``step``."""
-        if self.iterator_data is not None and self._last_given is not None and self._last_given is not data_iter:
+    def given(self, data_iter: object, step: int) -> bool:
+        """Note which iterator the script gives for ``step``; returns whether it is another one, or begins anew."""
+        if self._last_given is data_iter:
+            return False
+        if self.iterator_data is not None and self._last_given is not None:
             self.iterator_data.begin_another(step)
         self._last_given = data_iter
+        return True
 
     def data_ended(self, step: int) -> None:
         """Note that the script hears before ``step`` that all iterators have ended: what it gives next is another one,
@@ -84,19 +92,37 @@ class Feed:
             self.iterator_data.begin_another(step)
 
     def go_on(self) -> None:
-        """Read the script's first iterator up to where it stood when the checkpoint was saved, if that is asked for."""
-        if self.iterator_data is not None and self._had:
-            had, self._had = self._had, 0
-            self.iterator_data.skip_to(Place(1, had))
+        """Bring the script's first iterator to where it stood when the checkpoint was saved, if that is asked for."""
+        if self.iterator_data is None or self._begun:
+            return
+        self._begun = True
+        if self._session.view.newcomer:
+            self.states.begin_as_predecessor()
+        elif self._state is None:
+            self.states.begin(0, self.states.state())
+        elif self.states.present is None:
+            raise RecycleError(
+                "recycle.resume_iterators: the checkpoint has the state of a data iterator, and the script gives one "
+                "without load_state_dict(): give it the kind that it had when the checkpoint was saved, the loader "
+                "itself and not iter(…) of it, or set recycle.resume_iterators to false"
+            )
+        else:
+            self.states.set(self._had, self._state)
+            self.states.begin(self._had, self._state)
+        if self._had or self._state is not None:
+            self.iterator_data.skip_to(Place(1, self._had))
 
-    def place(self, replicas: int, size: int) -> iterator_places.IteratorPlace | None:
-        """Where this worker's plain iterator stands, one of ``replicas``, with batches of ``size`` samples; None where
-        it has none, or does not stand where its replica does.
+    def write_place(
+        self, replicas: int, size: int, add: Callable[[Path, Callable[[Any], object]], None], folder: Path
+    ) -> None:
+        """Have it written to the checkpoint ``folder``, by ``add(path, into)``, where this worker's plain iterator
+        stands, one of ``replicas``, with batches of ``size`` samples, if it has one that stands where its replica does.
         """
-        data, replica = self.iterator_data, self._store.seat.replica
+        data, seat = self.iterator_data, self._store.seat
         if data is None or not data.in_place or not self._store.reads_iterator:
-            return None
-        return iterator_places.IteratorPlace(replica, replicas, data.stands.read, size, data.stands.iterator)
+            return
+        place = iterator_places.IteratorPlace(seat.replica, replicas, data.stands.read, size, data.stands.iterator)
+        iterator_places.write(add, folder, seat, place, self.states.state())
 
     def resume(self, folder: Path, replicas: int, size: int, wanted: bool) -> None:
         """Take over where the checkpoint ``folder`` says that iterators stood, if that is ``wanted``; else say where a
@@ -104,7 +130,16 @@ class Feed:
         """
         places = iterator_places.read(folder)
         given = {replica: place.read for replica, place in sorted(places.items())}
-        if places and wanted:
+        own = places.get(self._store.seat.replica)
+        state = iterator_places.state(folder, self._store.seat.replica)
+        if state is not None and not wanted:
+            self._say_first(
+                "the checkpoint has the states of its data iterators, and the script is left to place them itself: "
+                "recycle.resume_iterators has load_state_dict() called with them"
+            )
+        elif state is not None and own is not None and (own.replicas, own.size) == (replicas, size):
+            self._had, self._state = own.read, state
+        elif places and wanted:
             resumed = iterator_places.resumed(places, replicas, size)
             self._had = resumed.read[self._store.seat.replica]
             self._say_first(resumed.change)

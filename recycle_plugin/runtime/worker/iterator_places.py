@@ -1,5 +1,5 @@
 """Where plain iterators stood when a checkpoint was saved: a small file for each end that knows it, beside the
-framework's files.
+framework's files, and one with its state (runtime/worker/iterator_states.py) where it has one.
 
 Scripts that go on from a checkpoint mostly know by themselves where to begin, so iterators are advanced only where the
 setting ``resume_iterators`` asks for it.  Such scripts skip the same on each replica, which is wrong where workers were
@@ -17,7 +17,7 @@ from typing import Any
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 
-PREFIX = "recycle_iterator_"
+PREFIX, STATE = "recycle_iterator_", ".pt"
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,32 @@ class IteratorPlace:
     iterators: int
 
 
-def write(add: Callable[[Path, Callable[[Any], object]], None], folder: Path, seat: Seat, place: IteratorPlace) -> None:
-    """Have the file of the end at ``seat`` written to a checkpoint's folder, by ``add(path, into)``."""
+def write(
+    add: Callable[[Path, Callable[[Any], object]], None],
+    folder: Path,
+    seat: Seat,
+    place: IteratorPlace,
+    state: bytes | None = None,
+) -> None:
+    """Have the files of the end at ``seat`` written to a checkpoint's folder, by ``add(path, into)``: its ``place``,
+    and the ``state`` of an iterator that has one.
+    """
     text = json.dumps(asdict(place)).encode()
     add(folder / f"{PREFIX}{seat}.json", lambda file: file.write(text))
+    if state is not None:
+        add(folder / f"{PREFIX}{seat}{STATE}", lambda file: file.write(state))
+
+
+def state(folder: Path, replica: int) -> bytes | None:
+    """The state of the iterator of ``replica`` that a checkpoint has, of either end; None where it has none.
+
+    Raises RecycleError for a file that can't be read.
+    """
+    file = next(iter(sorted(folder.glob(f"{PREFIX}{replica}.*{STATE}"))), None)
+    try:
+        return None if file is None else file.read_bytes()
+    except OSError as error:
+        raise RecycleError(f"load_checkpoint: {file} can't be read: {error}; load another checkpoint") from error
 
 
 def read(folder: Path) -> dict[int, IteratorPlace]:

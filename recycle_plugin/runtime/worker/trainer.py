@@ -37,7 +37,6 @@ from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.entry import Entry
-from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
 from recycle_plugin.runtime.worker.job_record import ready
 from recycle_plugin.runtime.worker.loading import LoadingRecord
 from recycle_plugin.runtime.worker.log_choice import LogChoice
@@ -306,7 +305,7 @@ class Trainer:
             self._parts,
             loop,
             self.between_steps,
-            self._place,
+            lambda *to: self.feed.write_place(self.topology.replicas, self._framework.micro_batch_size, *to),
             lambda: self._made.worker.valid_from,
             self._log_choice(),
         )
@@ -318,9 +317,6 @@ class Trainer:
             return None
         size = self._framework.micro_batch_size
         return self._parts.log.choice(self._session, self._settings, lambda: self.topology, size, self.state)
-
-    def _place(self) -> IteratorPlace | None:
-        return self.feed.place(self.topology.replicas, self._framework.micro_batch_size)
 
     def _begin_training(self) -> None:
         """Note that the first step begins, once."""

@@ -1,0 +1,117 @@
+"""The states of a script's data, where that has ``state_dict()`` and ``load_state_dict()`` as torchdata's
+StatefulDataLoader has them.
+
+A checkpoint has the state of each iterator beside its place: batches are drawn when a step begins, and checkpoints are
+made between steps, so the state is that before the first batch that no step has used.
+
+A worker that comes back begins with the state with which its predecessor has begun, and reads up to its replica's place
+from there, as its replica's other end has done.  A later state would not do: what is kept in a buffer (datasets that
+shuffle) is in no state, so that the two ends would go on with other batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.from_workers import ALWAYS
+from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.state.packing import packed, unpacked
+
+BOARD = "the beginning of the data"
+MOST = 1 << 20  # bytes of a state that is kept for newcomers
+
+
+class Stateful(Protocol):
+    """What knows where a script's data stands, and can be set to that."""
+
+    def state_dict(self) -> Any:
+        """The state before the next batch: tensors and plain values."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Go on from ``state``."""
+
+
+def is_stateful(data: object) -> bool:
+    """Whether ``data`` has both methods."""
+    return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class IteratorStates:
+    """The states of one worker's data: ``present`` is asked for them, None where the script's data has none."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.present: Stateful | None = None
+        self._begun: tuple[Place, bytes] | None = None  # a place, and the state there
+        self._said = False
+
+    def begin(self, read: int, state: bytes | None) -> None:
+        """Note that the script's first iterator begins behind batch ``read``, with ``state``, and keep that for a
+        newcomer of this rank.
+        """
+        if state is not None and len(state) <= MOST:
+            self._session.boards.post(BOARD, packed((read, state)), ALWAYS)
+
+    def begin_as_predecessor(self) -> None:
+        """Have a newcomer's first iterator begin where its predecessor's did, once it is brought to a place."""
+        kept = None if self.present is None else self._session.boards.predecessors(BOARD)
+        if kept is not None:
+            self.set(*unpacked(kept))
+
+    def state(self) -> bytes | None:
+        """The present state; None where there is none that can be read back, which is said once."""
+        if self.present is None:
+            return None
+        with self._session.heartbeats.at(ELSEWHERE, "the state of the data iterator"):
+            try:
+                text = packed(self.present.state_dict())
+                unpacked(text)
+            except Exception as error:  # a script's objects may raise anything
+                self._say_unreadable(error)
+                return None
+        return text
+
+    def set(self, read: int, state: bytes) -> None:
+        """Have the script's first iterator begin behind batch ``read`` with ``state``, once it is brought to a place
+        there or later.
+        """
+        self._begun = Place(1, read), state
+
+    def nearest(self, place: Place, read: int) -> int:
+        """Set the iterator, which has given ``read`` batches, to a known state on the way to ``place``; returns how
+        many it has given then.  Raises RecycleError where the script's data does not take the state.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None or self.present is None or begun[0].iterator != place.iterator:
+            return read
+        (_, known), state = begun
+        if not read <= known <= place.read:
+            return read
+        with self._session.heartbeats.at(ELSEWHERE, "the state of the data iterator"):
+            try:
+                self.present.load_state_dict(unpacked(state))
+            except Exception as error:  # as above
+                raise RecycleError(
+                    f"load_state_dict() of the data iterator, with the state behind its batch {known}: "
+                    f"{_why(error)}; give it the data, and as many helper processes, that it had when the state was "
+                    "saved, or set recycle.resume_iterators to false"
+                ) from error
+        return known
+
+    def _say_unreadable(self, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            self._session.note(
+                "data",
+                f"state_dict() of the data iterator gives nothing that can be kept ({_why(error)}): tensors, numbers, "
+                "strings, lists and dicts can; after a checkpoint, and in a worker that comes back, the iterator is "
+                "read up to its place",
+            )
+
+
+def _why(error: Exception) -> str:
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
