@@ -15,6 +15,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from tests.jobs.stateful import order
 from tests.support.cluster import ForkServer
 from tests.support.sharded import (
     HELD,
@@ -182,6 +183,35 @@ def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start,
     for each in (*stock.records.values(), *again.records.values()):
         assert each["first"] == 6
         assert weights(each) == pytest.approx(weights(result.records[2]), abs=ROUNDING["fp32"])
+
+
+def test_loaders_with_states_go_on_where_the_script_has_saved_them(start, tmp_path):
+    """The first job has lost a replica, which has no state in the checkpoint; in the second one is lost and comes back."""
+    first = start(seed=1, kills=[[0, 7, "backward"]], saves=[6], steps=6, recycle={"rejoin": "never"})
+    ended_well(first)
+    saved = str(tmp_path / "run0" / "saved")
+    second = start(seed=11, kills=[[2, 7, "backward"]], held=[12], steps=LONG, load=saved)
+    ended_well(second)
+    assert sorted(event["rank"] for event in second.of("rejoined")) == [2, 3]
+    used: dict[int, list[int]] = {
+        rank: [
+            sample
+            for each in (first, second)
+            if rank in each.records
+            for of in each.records[rank]["used"].values()
+            for sample in of
+        ]
+        for rank in range(RANKS)
+    }
+    for run, ranks, lost in ((0, (0, 1), 4), (1, (2, 3), 6 + 4)):  # what those who were lost had trained
+        for rank in ranks:
+            lines = [line.split() for line in (tmp_path / f"run{run}" / "drawn" / f"{rank}.0").read_text().splitlines()]
+            used[rank] += [int(sample) for step, sample in lines if int(step) < lost]
+    everything = [sample for samples in used.values() for sample in samples]
+    assert len(everything) == len(set(everything)) == RANKS * 2 * LONG, "each sample of a step counts, none twice"
+    for rank in (2, 3):  # in the order of the first job's loader, and none is left out
+        mine = order(10_000 // RANKS, 1 + rank)[: len(used[rank])]
+        assert sorted(used[rank]) == sorted(rank + RANKS * place for place in mine)
 
 
 def test_a_loss_over_all_tokens_times_the_world_size_stays_right_where_sums_are_scaled(start):

@@ -18,13 +18,15 @@ weights there, too), or "masters", which decay there by the script, those of som
 ``shrinks``: whether batches do; ``seldom``: whether each third micro-batch leaves a layer out; ``odd``: whether layers
 have sizes that the ranks don't divide, and memory that nobody has written has other numbers on each rank; ``wrong``:
 what is wrong in its loop; ``lag``: a rank, seconds and a step: the rank sleeps for so long in each forward up to that
-step, or null; ``recycle``: more settings; ``standin``: whether it trains on the stand-in accelerator
+step, or null; ``seed``: of the order in which a loader with states gives a rank's samples, another one in who comes
+back, or null for no loader; ``recycle``: more settings; ``standin``: whether it trains on the stand-in accelerator
 (tests/support/standin); ``config``: more of DeepSpeed's. What a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -41,6 +43,7 @@ import endings
 import torch
 import torch.distributed as dist
 from deepspeed.utils.logging import set_log_level_from_string
+from stateful import stateful
 from torch import nn
 
 import recycle_plugin
@@ -254,7 +257,19 @@ def set_rates(engine) -> None:
         group["lr"] = 1e-2 / step * job["factors"].get(str(step), 1.0)
 
 
-def between_steps(engine, dtype: torch.dtype, draws: int) -> None:
+def loader(engine, loaded: int) -> tuple[Any, Iterator[torch.Tensor]]:
+    """A loader of this rank's samples, as `recycle docs jobs` places it, and what it gives; ``loaded``: the step of the
+    checkpoint that was loaded.
+    """
+    made = stateful(range(RANK, 10_000, dist.get_world_size()), 1, job["seed"] + RANK + 100 * INCARNATION)
+    begun, kept = 0, Path(job["load"] or "", "data", f"{loaded}.{RANK}.pt")
+    if loaded and kept.exists():
+        made.load_state_dict(torch.load(kept, weights_only=True))
+        begun = loaded * job["accumulation"]
+    return made, itertools.islice(made, engine.data_cursor - begun, None)
+
+
+def between_steps(engine, dtype: torch.dtype, draws: int, data: Any) -> None:
     """Do what the job is to do behind a step that was applied, with so many micro-batches drawn."""
     if job["rates"] == "behind":
         set_rates(engine)
@@ -269,9 +284,12 @@ def between_steps(engine, dtype: torch.dtype, draws: int) -> None:
         with torch.no_grad():
             recycle_plugin.mean(engine(*(each.to(engine.device, dtype) for each in sample(0))), None)
         engine.train()
+    if engine.global_steps in job["saves"] and data is not None:
+        (FOLDER / "saved" / "data").mkdir(parents=True, exist_ok=True)
+        torch.save(data.state_dict(), FOLDER / "saved" / "data" / f"{engine.global_steps}.{RANK}.pt")
     if engine.global_steps in job["saves"]:
         with refusing() if job["refuse"] else nullcontext():
-            engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
+            engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws, "step": engine.global_steps})
     if engine.global_steps in job["exports"]:
         export(engine)
 
@@ -286,8 +304,8 @@ def export(engine) -> None:
     (FOLDER / "exported" / f"said{engine.global_steps}.{RANK}.{INCARNATION}").write_text(str(said))
 
 
-def prepared() -> tuple[Any, list]:
-    """The engine, and what ranks have agreed on before its first step."""
+def prepared() -> tuple[Any, list, int]:
+    """The engine, what ranks have agreed on before its first step, and the step of the checkpoint that was loaded."""
     torch.manual_seed(5)
     if job["odd"]:
         torch.empty = unwritten
@@ -298,15 +316,17 @@ def prepared() -> tuple[Any, list]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(), **functions())
     met = meet() if job["meets"] else []
     model.steps = lambda: engine.global_steps
+    loaded = 0
     if job["load"]:
         path, state = engine.load_checkpoint(job["load"])
         assert path is not None and state["drawn"] > 0, path
+        loaded = state["step"]
     engine.basic_optimizer.register_step_pre_hook(lambda *_: die("step", engine.global_steps))
-    return engine, met
+    return engine, met, loaded
 
 
 def main() -> None:
-    engine, met = prepared()
+    engine, met, loaded = prepared()
     (FOLDER / "drawn").mkdir(exist_ok=True)
     drawn = (FOLDER / "drawn" / f"{RANK}.{INCARNATION}").open("w")
     world, first, given = dist.get_world_size(), engine.global_steps, job["ledger"]
@@ -318,12 +338,15 @@ def main() -> None:
     global calls
     if job["rates"] == "behind" and not first:
         set_rates(engine)
+    data, numbers = (None, iter(())) if job["seed"] is None else loader(engine, loaded)
     while engine.global_steps < job["steps"]:
         if engine.global_steps + 1 in job["held"] and not of_step:
             endings.wait_for(FOLDER / f"go{engine.global_steps + 1}")
         if calls == job["stops"].get(str(RANK)):
             return
-        if given is None:
+        if data is not None:
+            number, draws = int(next(numbers)), draws + 1
+        elif given is None:
             number, draws = RANK + world * draws, draws + 1
         else:
             number = given[str(engine.global_steps + 1)][str(RANK)][len(of_step)]
@@ -349,7 +372,7 @@ def main() -> None:
         engine.step()
         record["surprises"] += boundary != (engine.global_steps > before)
         if engine.global_steps > before:
-            between_steps(engine, dtype, draws)
+            between_steps(engine, dtype, draws, data)
             record["used"][engine.global_steps], of_step = of_step, []
     endings.leave(FOLDER, record | {"weights": weights(engine), "steps": engine.global_steps})
 

@@ -42,6 +42,7 @@ JOB = {
     "shrinks": False,
     "wrong": "",
     "lag": None,
+    "seed": None,
     "recycle": {},
     "standin": False,
     "config": {},
