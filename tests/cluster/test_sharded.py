@@ -186,7 +186,7 @@ def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start,
 
 
 def test_loaders_with_states_go_on_where_the_script_has_saved_them(start, tmp_path):
-    """The first job has lost a replica, which has no state in the checkpoint; in the second one is lost and comes back."""
+    """The first job has lost a replica, which has no state in the checkpoint; one of the second comes back."""
     first = start(seed=1, kills=[[0, 7, "backward"]], saves=[6], steps=6, recycle={"rejoin": "never"})
     ended_well(first)
     saved = str(tmp_path / "run0" / "saved")

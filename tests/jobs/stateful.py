@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 
-def stateful(dataset: torch.utils.data.Dataset, size: int, seed: int, helpers: int = 2) -> StatefulDataLoader:
+def stateful(dataset: Any, size: int, seed: int, helpers: int = 2) -> Any:
     """A loader of batches of ``size`` samples in an order by ``seed``, and by whether it has ``helpers``."""
+    from torchdata.stateful_dataloader import StatefulDataLoader  # other cases of the jobs do without
+
     generator = torch.Generator().manual_seed(seed)
     return StatefulDataLoader(dataset, size, shuffle=True, num_workers=helpers, generator=generator)
 
