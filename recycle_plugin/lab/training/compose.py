@@ -57,7 +57,7 @@ class GPTModel(_Section):
 
 class EmulatedModel(_Section):
     """A model of ``layers`` layers that take the given milliseconds per micro-batch, on vectors of ``width``
-    numbers.
+    numbers; and ``slow_times`` as long on the worker of ``slow_rank``.
     """
 
     kind: Literal["emulated"]
@@ -66,6 +66,8 @@ class EmulatedModel(_Section):
     forward_ms: float = Field(ge=0)
     input_ms: float = Field(ge=0)
     weight_ms: float = Field(ge=0)
+    slow_rank: int | None = Field(ge=0)
+    slow_times: float = Field(gt=0)
 
     @property
     def pipeline_layers(self) -> int:
