@@ -93,7 +93,7 @@ def emulated(job: TrainingJob):
     from recycle_plugin.lab.training.emulated import EmulatedLayer
 
     model = job.model
-    slower = model.slow_times if RANK == model.slow_rank else 1
+    slower = model.slow_times if model.slow_rank == RANK else 1
     times = [slower * milliseconds / 1000 for milliseconds in (model.forward_ms, model.input_ms, model.weight_ms)]
     layers = [LayerSpec(EmulatedLayer, model.width, *times) for _ in range(model.layers)]
     vectors = torch.randn(1024, model.width, generator=torch.Generator().manual_seed(job.seed))

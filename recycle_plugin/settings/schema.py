@@ -165,8 +165,8 @@ class Settings(BaseModel):
     rebalance: bool = setting(
         False,
         BOOL,
-        "Give a worker less work that has been 30% slower than its stage's others for three steps, until it is not. Who "
-        "runs a micro-batch decides the order of sums, so that the last bits of the losses then depend on how fast "
+        "Give a worker less work that has been 30% slower than its stage's others for three steps, until it is not. "
+        "Who runs a micro-batch decides the order of sums, so that the last bits of the losses then depend on how fast "
         "workers are.",
     )
     rejoin: Rejoin = setting(
