@@ -75,6 +75,7 @@ cluster/test_exact.py::test_each_rank_at_named_instructions
 cluster/test_caps.py::test_room_for_one_micro_batch
 cluster/test_switches.py
 cluster/test_nccl.py::test_a_kill
+cluster/test_nccl.py::test_a_kill_where
 
 cluster/test_edges.py::test_a_death_after_the_last_step
 cluster/test_edges.py::test_a_death_before_the_first_step_ends_the_job

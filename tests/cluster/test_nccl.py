@@ -7,6 +7,7 @@ A survivor waits in a kernel for the dead, until an abort ends it with garbage.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,18 @@ from tests.support.jobs import (
     faults,
     on_deepspeed,
 )
-from tests.support.kills import CLIPPED, FIRST, SECOND, THREE, Kill, matrix, struck
+from tests.support.kills import (
+    CLIPPED,
+    FIRST,
+    SECOND,
+    THREE,
+    Kill,
+    kill_all,
+    matrix,
+    named,
+    schedules,
+    struck,
+)
 from tests.support.launching import launching
 from tests.support.returns import LONG, assert_came_back, comes_back
 
@@ -66,10 +78,16 @@ def on_the_host(request, references):
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """``start(*overrides, also=[], mistake="")``: a job over NCCL, changed by more wrappers."""
+    """``start(*overrides, also=[], over={})``: a job over NCCL, which is as ``over`` says, changed by more wrappers."""
 
-    def start(*more: str, also: tuple[dict, ...] = (), mistake: str = "", shape: Shape = THREE, **options: str):
-        wraps = [{"name": "over_false_nccl", "folder": str(tmp_path), "mistake": mistake}, *also]
+    def start(
+        *more: str,
+        also: tuple[dict, ...] = (),
+        over: Mapping[str, object] = {},
+        shape: Shape = THREE,
+        **options: str,
+    ):
+        wraps = [{"name": "over_false_nccl", "folder": str(tmp_path), **over}, *also]
         wrapped = {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps(wraps)}
         return launch(OVER, *more, shape=shape, **wrapped, **LATE, **options).finish()
 
@@ -121,15 +139,16 @@ def test_garbage_of_an_abort_is_in_no_weight(start, on_the_host, stuck):
 @pytest.mark.parametrize("mistake", ["", *IN_SUMS])
 def test_garbage_of_another_members_abort_is_in_no_weight_and_would_be_seen(start, on_the_host, stuck, mistake):
     """It ends the sum of a member that has not heard of the loss yet."""
-    result = start(mistake=mistake, also=(stuck | {"last": "2.1"},))
+    result = start(over={"mistake": mistake}, also=(stuck | {"last": "2.1"},))
     if not mistake:
         assert_same_training(result, on_the_host(), {"1.1"})
         return
     assert result.code != 0 or not difference(result, on_the_host()).tolerated
 
 
-def test_a_worker_whose_abort_does_not_end_gives_itself_up(start, on_the_host, stuck):
-    result = start("recycle.rejoin=never", also=(stuck, {"name": "never_abort", "seat": "0.1"}))
+def test_a_worker_whose_abort_does_not_end_gives_itself_up(start, on_the_host, tmp_path, stuck):
+    never = {"name": "never_abort", "folder": str(tmp_path), "seat": "0.1"}
+    result = start("recycle.rejoin=never", also=(stuck, never))
     assert_same_training(result, on_the_host(), {"0.1", "1.1"})
     assert any("NCCL" in event["text"] and "ranks" in event["text"] for event in result.of("error"))
 
@@ -237,3 +256,65 @@ def test_a_stage_without_a_worker_is_replayed_from_what_was_logged_of_tensors_on
     assert difference(result, on_the_host(*LOG, shape=ALONE)).tolerated
     assert_in_order(result)
     assert min(by_link for by_link, _ in moved(result).values()) > 0
+
+
+# --- links in the making -----------------------------------------------------------------------------
+
+MOMENTS = (
+    *("before its word", "behind its word", "before its first use", "in its first use"),
+    *("before its announcement", "behind its announcement", "behind its half"),
+)
+
+
+@pytest.mark.some_of(3)
+@pytest.mark.parametrize("at", MOMENTS)
+@pytest.mark.parametrize("seat", ["0.0", "1.1"])
+def test_a_worker_dies_as_links_are_made(start, on_the_host, tmp_path, at, seat):
+    """Most often those that are made after the loss of another worker, so that there are new neighbours."""
+    dies = {"name": "die_in_the_making", "seat": seat, "at": at, "generation": 1}
+    result = start(faults("kill 2.0 after 0F2.0@5"), "recycle.rejoin=never", also=(dies,))
+    assert_same_training(result, on_the_host(), {"2.0", seat})
+    assert_in_order(result)
+    assert_over_nccl(tmp_path, seat)
+
+
+# --- what hardware may do ----------------------------------------------------------------------------
+
+HARDWARE = {
+    "few queues": {"connections": 2, "stuck_s": 1},
+    "one queue": {"connections": 1, "stuck_s": 1},
+    "as many queues as there are": {"connections": 32},
+    "kernels are loaded late": {"lazy": True},
+    "short queues": {"launches": 2},
+}
+
+
+@pytest.mark.some_of(3)
+@pytest.mark.parametrize("kill", ["nobody", *KILLS])
+@pytest.mark.parametrize("what", HARDWARE)
+def test_a_kill_where(start, on_the_host, what, kill):
+    kills = [KILLS[kill]] if kill in KILLS else []
+    slow = {"name": "receive_slowly", "seat": "0.1", "each_s": 0.01}
+    result = start(faults(*kills), over=HARDWARE[what], also=(slow,))
+    assert_same_training(result, on_the_host(), {kill.split()[1] for kill in kills})
+    assert_in_order(result)
+
+
+@pytest.mark.parametrize("ends", [("0.0", "0.1"), ("0.0", "0.0", "0.1", "0.1")])
+def test_both_ends_fail_at_once(start, on_the_host, ends):
+    failing = [
+        {"name": "fail_a_launch", "seat": seat, "step": 5, "at": at}
+        for seat, at in zip(ends, ("the sender", "the receiver") * 2)
+    ]
+    result = start(also=tuple(failing))
+    assert_same_training(result, on_the_host())
+    assert_in_order(result)
+
+
+@pytest.mark.some_of(2)
+@pytest.mark.parametrize("kills", [pytest.param(kills, id=named(kills)) for kills in schedules()])
+def test_kills_from_outside(launch, on_the_host, tmp_path, kills):
+    over = {"name": "over_false_nccl", "folder": str(tmp_path)}
+    result = kill_all(lambda *more, **job: launch(OVER, *more, **job, **LATE), tmp_path / "gate", kills, others=(over,))
+    assert_same_training(result, on_the_host(shape=SQUARE), {seat for _, seats in kills for seat in seats})
+    assert_in_order(result)

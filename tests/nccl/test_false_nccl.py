@@ -331,3 +331,53 @@ def read_early(place: Place, early: bool = True) -> list[object]:
 
 def read_late(place: Place) -> list[object]:
     return read_early(place, early=False)
+
+
+def a_queue_is_shared(place: Place) -> list[bool]:
+    """The first sends, and so does the second; each begins to receive only once its own send stands in the queue."""
+    from tests.support.standin.device import extension
+
+    groups = [place.made("there"), place.made("back")]
+    for group in groups:
+        pass_on(group, place.position, 1.0)
+    place.meet("used")
+    extension.share_queues(1)
+    there, back = groups if place.position == 0 else groups[::-1]
+    sent = there.send([ones()], 1 - place.position)
+    place.meet("sent")
+    received = back.recv([ones()], 1 - place.position)
+    beside = on_a_side_stream()
+    place.meet("begun")
+    stuck = [not (each.is_completed() if each is not beside else each.query()) for each in (sent, received, beside)]
+    place.meet("looked")
+    aborted([there])
+    return [*stuck, bool(until(received.is_completed, "end of what was behind the send")), happens(beside)]
+
+
+def test_a_stuck_kernel_holds_up_what_stands_behind_it_in_a_queue():
+    assert run(a_queue_is_shared, 2) == [[True] * 5] * 2
+
+
+def a_stream_is_shared(place: Place) -> list[bool]:
+    """The second group's stream is the first one's: torch has no more."""
+    first = place.made("first")
+    added(first, 1.0)
+    for _ in range(31):
+        torch.Stream(device="standin")
+    second = place.made("second")
+    added(second, 1.0)
+    place.meet("summed")
+    if place.position:
+        place.hear("looked", 0)
+        added(first, 1.0)
+        added(second, 1.0)
+        return []
+    works = [group.allreduce([ones()]) for group in (first, second)]
+    stuck = [work.is_completed() for work in works]
+    place.say("looked")
+    until(works[1].is_completed, "end of both")
+    return [first._communicators[None].stream == second._communicators[None].stream, *stuck, works[0].is_completed()]
+
+
+def test_torch_gives_the_33rd_stream_to_two():
+    assert run(a_stream_is_shared, 2) == [[True, False, False, True], []]

@@ -16,6 +16,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives import pairs
+from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.neighbours import MOST_ENDS, wanted
 from recycle_plugin.runtime.collectives.pairs import LinkedPairs
 from recycle_plugin.runtime.devices.host import There
@@ -38,7 +39,10 @@ def links() -> Links:
 
 
 @pytest.fixture
-def ends(coordinator, links) -> Iterator[list[LinkedPairs]]:
+def ends(coordinator, links, request, monkeypatch) -> Iterator[list[LinkedPairs]]:
+    if "takes_too_long" in request.node.name:
+        monkeypatch.setattr(pairs, "STUCK_S", 0.1)
+        monkeypatch.setattr(pairs, "LOOK_S", 0.05)
     with two(coordinator, links.open) as made:
         yield made
 
@@ -248,6 +252,22 @@ def test_a_copy_that_fails_where_a_link_has_is_an_error_of_the_sender(ends, link
     sender.send(receiver.address, act(0), Kept((torch.ones(1),), broken), 0)
     with pytest.raises(RecycleError, match=r"could not be sent: CUDA error"):
         sender.wait_sent([receiver.address])
+
+
+@pytest.mark.parametrize("held_up", ["both", "the sender, which has not launched"])
+def test_what_takes_too_long_goes_by_the_host_and_the_user_hears_of_it(ends, links, coordinator, held_up):
+    """As two kernels in one queue of the hardware do."""
+    sender, receiver = ends
+    links.held = True
+    if held_up != "both":
+        link = links.end(OUT, 0)
+        link.start = lambda operation, launched: link.begun.append((operation, handle := Handle("it"))) or handle
+    send(sender, receiver, 0, 1)
+    all_came(receiver, range(2))
+    assert not ways(sender)[0].stands and counts(sender) == (0, 2)
+    (note,) = {note.text for note in coordinator.heard if isinstance(note, Note)}
+    assert note.startswith("the link for boundary tensors from rank 0 to rank 1 is given up: an operation was not over")
+    assert not complaints(coordinator)
 
 
 # --- membership changes ------------------------------------------------------------------------------

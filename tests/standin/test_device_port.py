@@ -28,3 +28,17 @@ class InTheChild:
 @pytest.fixture
 def device(standin) -> InTheChild:
     return InTheChild()
+
+
+def test_a_lane_has_a_stream_of_its_own_however_many_torch_has_given_until_it_is_left(device):
+    """torch has 32, and then gives the first again."""
+    module, lanes = torch.get_device_module(device.where), [device.lane() for _ in range(20)]
+    for _ in range(40 - 23):
+        module.Stream(device.where)
+    lanes += [device.lane() for _ in range(9)]
+    streams = [lane._stream for lane in lanes]
+    assert len({*streams, device._down, device._up, device._apart}) == 32
+    for lane in lanes[:5]:
+        lane.leave()
+    assert {device.lane()._stream for _ in range(5)} == {*streams[:5]}
+    assert device.lane()._stream in {*streams, device._down, device._up, device._apart}, "with none left it is shared"

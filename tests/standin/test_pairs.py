@@ -80,7 +80,7 @@ def test_any_dtype_and_shape_and_gradients_of_any_layout(standin):
         sender.send(receiver.address, act(number), tier.keep(grads), 0)
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(inbox.wait(act(number)), grads, strict=True))
         sender.wait_sent([receiver.address])
-        assert all(way.link.device._group._options.config.max_ctas == nccl.THIN_CTAS for way in ways(sender))
+        assert all(way.link.device._group.options.config.max_ctas == nccl.THIN_CTAS for way in ways(sender))
         assert (sender.by_link, sender.by_host) == (6 * len(DTYPES) + 1, 2 * len(DTYPES))
 
 

@@ -10,6 +10,8 @@ group with garbage in their outputs, and the events behind them happen all the s
   other none ends (measured).  Nothing of NCCL's is called by any other thread, nor under a lock.
 * The call that makes a group holds a lock that an abort needs (measured), for as long as ``nccl_door.LIMIT`` says.  So
   it is given up after that, and made again: what it began goes on, and in between an abort has its turn.
+* Each link has a stream of its own, and NCCL's are of another priority: torch has 32 of each, and then gives the first
+  again.  Two links on one stream would wait for each other's peers.
 * :meth:`NcclLink.abort` returns the handle of the abort's end.  Until then the device may be stuck, so whoever goes on
   after a loss waits for that, with a deadline.
 """
@@ -75,6 +77,7 @@ def process_group(store: dist.Store, position: int, members: int, timeout: timed
     kind: Any = dist.ProcessGroupNCCL  # only builds with NCCL have it
     options = kind.Options()
     options.config.blocking, options._timeout = 0, timeout
+    options.is_high_priority_stream = True  # from another pool of torch's than those of lanes, which wait for it
     if most_ctas:
         options.config.max_ctas = most_ctas
     return kind(store, position, members, options)
@@ -240,7 +243,9 @@ class NcclLink:
             self._changed.notify_all()
         for handle in ended:
             handle.end(self._end)
-        if first and self._made:
+        if first and not self._made:
+            self._lane.leave()
+        elif first:
             threading.Thread(target=self._take_down, name=f"recycle: leaving {self._name}", daemon=True).start()
         return self._down
 
@@ -351,6 +356,7 @@ class NcclLink:
             return
         self._launched.clear()
         self._group = None
+        self._lane.leave()
         self._down.end()
 
     def _who_is_missing(self) -> str:

@@ -9,7 +9,9 @@
   others waiting for longer than a deadline.  Until a link stands, and beyond MOST_ENDS of one worker, tensors pass
   through host memory.
 * Where an operation fails, on either side, the link is over for that membership, the other side is told, and the sender
-  sends by the host what is not known to have come.  A number that is not the next one is such a failure.
+  sends by the host what is not known to have come.  A number that is not the next one is such a failure, and so is an
+  operation that takes longer than STUCK_S: kernels of different streams may share a queue of the hardware, where two
+  workers' sends can each stand in front of what the other one waits for.
 * At the first word of a loss all links are aborted.  What was under way is made good by the recovery, as what is on its
   way over TCP: everybody says what it holds.
 """
@@ -17,6 +19,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -39,6 +42,8 @@ from recycle_plugin.runtime.movers.wire import Apart, LinkOver, dtype_of, shapes
 
 CONNECT_S = 30.0  # for one link to be made
 LOST_S = 10.0  # until what a broken link has lost has come by the host; then the coordinator hears of it
+STUCK_S = 10.0  # for an operation, from its start here on: sooner than workers are given up by default
+LOOK_S = 1.0  # between two looks at what is under way
 OpenPair = Callable[[Session, int, str, Sequence[int], timedelta, torch.device], Link]
 
 
@@ -52,24 +57,26 @@ class Room(Protocol):
 
 
 class Parcel(NamedTuple):
-    """A datum on its way over a link.  ``tensors``: the sender's, as it keeps them, or where the receiver takes
-    them.
+    """A datum on its way over a link, since ``begun`` of time.monotonic.  ``tensors``: the sender's, as it keeps them,
+    or where the receiver takes them.
     """
 
     datum: Datum
     valid_from: int
     tensors: Kept | Tensors
+    begun: float
 
 
 class Way:
     """One direction between this worker and the one at ``address``, in one membership, over ``link``.
 
-    ``sends``: it is this worker's to send.  ``begun`` operations so far, of which those ``under_way`` are not over, by
-    their numbers.  ``over``: nothing begins any more; ``left``: for a membership change, or at this worker's end.
+    ``name``: what goes over it.  ``sends``: it is this worker's to send.  ``begun`` operations so far, of which those
+    ``under_way`` are not over, by their numbers.  ``over``: nothing begins any more; ``left``: for a membership change,
+    or at this worker's end.
     """
 
-    def __init__(self, address: str, sends: bool, link: Link) -> None:
-        self.address, self.sends, self.link = address, sends, link
+    def __init__(self, address: str, sends: bool, link: Link, name: str = "") -> None:
+        self.address, self.sends, self.link, self.name = address, sends, link, name
         self.outbox: Outbox | None = None  # where it is announced, once something was
         self.begun = 0
         self.under_way: dict[int, Parcel] = {}
@@ -85,6 +92,11 @@ class Way:
     def busy(self) -> bool:
         """Whether something is under way, and the peer may still be there."""
         return bool(self.under_way) and not (self.outbox is not None and self.outbox.broken)
+
+    def is_stuck(self) -> bool:
+        """Whether something is under way for longer than STUCK_S."""
+        oldest = min((parcel.begun for parcel in [*self.under_way.values()]), default=None)
+        return not self.over and oldest is not None and time.monotonic() - oldest > STUCK_S
 
     def leave(self) -> Handle:
         """Abandon what is under way; the handle is over once nothing is stuck on the device."""
@@ -110,7 +122,7 @@ class LinkedPairs:
         self._given_up = 0  # how often all links were
         self._heard = 0  # of these as the last ones were cut
         self._lost: set[Datum] = set()  # by links that broke, and not yet come by the host
-        self._once = threading.Lock()
+        self._once, self._closed = threading.Lock(), threading.Event()
         self._again: SimpleQueue[tuple[Way, int]] = SimpleQueue()  # what goes by the host after all
         self._resends = False
         tcp.hear = self._hear
@@ -124,7 +136,7 @@ class LinkedPairs:
         if isinstance(tensors, Kept):
             if way is not None and way.stands and self._goes_over_links(tensors):
                 self._tcp.check()
-                self._begin_sending(way, Parcel(datum, valid_from, tensors))
+                self._begin_sending(way, Parcel(datum, valid_from, tensors, time.monotonic()))
                 return
             self.by_host += 1
         self._tcp.send(address, datum, tensors, valid_from)
@@ -181,6 +193,7 @@ class LinkedPairs:
             self._session.waiting.changed.wait_for(lambda: not any(way.busy for way in sending), LINGER_S)
         for way in self._ways():
             way.over = way.left = True
+        self._closed.set()
         self._tcp.close()
 
     # --- membership changes (runtime.collectives.outcomes.Follower) -----------------------------------
@@ -209,7 +222,8 @@ class LinkedPairs:
         if self._given_up != self._heard or self._session.view.interruption() is not None:
             self.give_up_links()  # the next change has come meanwhile
             return
-        threading.Thread(target=self._connect, args=(ways,), name="recycle: links of two", daemon=True).start()
+        for does, name in ((self._connect, "links of two"), (self._watch, "what is stuck")):
+            threading.Thread(target=does, args=(ways,), name=f"recycle: {name}", daemon=True).start()
 
     def _ways(self) -> list[Way]:
         return [*self._out.values(), *self._in.values()]
@@ -220,9 +234,11 @@ class LinkedPairs:
             ranks = sender.rank, receiver.rank
             if session.rank in ranks:
                 peer, sends = (receiver, True) if sender.rank == session.rank else (sender, False)
-                called = f"generation{generation} of boundary tensors from rank {ranks[0]} to rank {ranks[1]}"
-                link = self._open(session, generation, called, ranks, limit, self._room.where)
-                yield Way(peer.address, sends, link)
+                name = f"boundary tensors from rank {ranks[0]} to rank {ranks[1]}"
+                link = self._open(
+                    session, generation, f"generation{generation} of {name}", ranks, limit, self._room.where
+                )
+                yield Way(peer.address, sends, link, name)
 
     def _connect(self, ways: Sequence[Way]) -> None:
         """Make links one after the other: each member is at the first of those that it has still to make."""
@@ -233,6 +249,14 @@ class LinkedPairs:
                 way.link.connect().wait(CONNECT_S)
             except Exception:  # the deadline's, NCCL's, the device's: what would go over it goes by the host
                 self._fail(way)
+
+    def _watch(self, ways: Sequence[Way]) -> None:
+        """Give up links on which something is stuck, until all are over."""
+        while not all(way.over for way in ways) and not self._closed.wait(LOOK_S):
+            for way in filter(Way.is_stuck, ways):
+                self._fail(way)
+                text = f"the link for {way.name} is given up: an operation was not over within {STUCK_S:g} s"
+                self._session.note("warning", f"{text}. They go by the host until the membership changes")
 
     # --- sending --------------------------------------------------------------------------------------
 
@@ -331,7 +355,7 @@ class LinkedPairs:
             way.begun += 1
             try:
                 tensors = self._places_for(message)
-                way.under_way[message.number] = Parcel(message.datum, message.valid_from, tensors)
+                way.under_way[message.number] = Parcel(message.datum, message.valid_from, tensors, time.monotonic())
                 handle = way.link.start(Broadcast(_as_bytes(tensors), 0))
             except Nonsense:
                 raise

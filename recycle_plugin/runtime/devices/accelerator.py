@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,7 @@ from recycle_plugin.runtime.devices.host import CPU, on_host
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
+STREAMS = 32  # of a device that torch has of each priority (c10/cuda/CUDAStream.cpp)
 SHORTEST_S, LONGEST_S = 20e-6, 200e-6  # between two looks at an event; a device may wait for its host meanwhile
 
 
@@ -35,7 +37,8 @@ class Accelerator:
         self.where, self.kind = where, where.type
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
-        self._down, self._up, self._apart = (self._module.Stream(where) for _ in range(3))
+        self._taken, self._taking = set[Any](), threading.Lock()  # streams that somebody orders something on
+        self._down, self._up, self._apart = (self._free_stream() for _ in range(3))
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -108,8 +111,20 @@ class Accelerator:
         return StreamOrder(self._module, self._module.current_stream(self.where))
 
     def lane(self) -> Lane:
-        """A new order beside all others, for what another library starts on the device."""
-        return Lane(self._module, self.where)
+        """A new order beside all others, for what another library starts on the device; see Lane.leave."""
+        return Lane(self._module, self.where, self._free_stream(), self._taken.discard)
+
+    def _free_stream(self) -> Any:
+        """A stream that is nobody's yet: torch has STREAMS, and then gives the first again.  With all of them taken it
+        is shared.
+        """
+        with self._taking:
+            for _ in range(STREAMS):
+                stream = self._module.Stream(self.where)
+                if stream not in self._taken:
+                    break
+            self._taken.add(stream)
+            return stream
 
     def _mark(self, stream: Any) -> Any:
         event = self._module.Event(enable_timing=True)
@@ -184,10 +199,16 @@ class StreamOrder:
 
 
 class Lane:
-    """A stream of the device at ``where``, of the kind that ``module`` is torch's for."""
+    """A ``stream`` of the device at ``where``, of the kind that ``module`` is torch's for; ``give_back(stream)`` has it
+    given to others.
+    """
 
-    def __init__(self, module: Any, where: torch.device) -> None:
-        self._module, self.where, self._stream = module, where, module.Stream(where)
+    def __init__(self, module: Any, where: torch.device, stream: Any, give_back: Callable[[Any], object]) -> None:
+        self._module, self.where, self._stream, self._give_back = module, where, stream, give_back
+
+    def leave(self) -> None:
+        """Nothing is under way in this order, and nothing will be: another lane may get its stream."""
+        self._give_back(self._stream)
 
     def mark(self) -> Any:
         """The end of what the calling thread has started on the device so far."""

@@ -7,15 +7,16 @@ import os
 import signal
 import sys
 import threading
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from recycle_plugin.runtime.collectives import nccl, nccl_door, outcomes, transports
+from recycle_plugin.runtime.collectives import nccl, nccl_door, outcomes, pairs, transports
 from recycle_plugin.runtime.collectives.asked import ON_DEVICE, SCRIPT, SUMS_ON_DEVICE, Asked, Call
 from recycle_plugin.runtime.collectives.in_flight import Flight
-from recycle_plugin.runtime.collectives.link import Broadcast
+from recycle_plugin.runtime.collectives.link import Broadcast, unheard
 from recycle_plugin.runtime.collectives.nccl import Begun, NcclLink, process_group, thin_group
 from recycle_plugin.runtime.collectives.pairs import LinkedPairs, Parcel, Way
 from recycle_plugin.runtime.movers.wire import Apart
@@ -26,15 +27,25 @@ LINKED = 3  # the step before which links stand
 HELD_S = 0.5  # how long the training thread does not hear of a loss; it has to be less than DEATH_S
 
 
-def over_false_nccl(folder: str, mistake: str = "") -> None:
+def over_false_nccl(
+    folder: str, mistake: str = "", connections: int = 0, lazy: bool = False, launches: int = 0, stuck_s: float = 0
+) -> None:
     """How many sums and tensors have ended well over it is in a file for each worker, behind each step; the third step
     waits for the links of boundary tensors.
 
-    ``mistake``: one of tests/mistakes/nccl.py is planted.
+    ``mistake``: one of tests/mistakes/nccl.py is planted.  ``connections``: so many queues of the hardware, in which
+    streams stand behind each other; ``lazy``: a kernel that runs for the first time waits for stuck ones;
+    ``launches``: so many kernels a stream takes; ``stuck_s``: so long an operation between two may take.
     """
     sys.path.append(str(Path(__file__).parents[3]))
     from tests.support import standin
     from tests.support.standin import nccl as false
+    from tests.support.standin.device import extension
+
+    extension.share_queues(connections)
+    extension.load_lazily(lazy)
+    false.LAUNCHES = launches or false.LAUNCHES
+    pairs.STUCK_S = stuck_s or pairs.STUCK_S
 
     os.environ |= nccl_door.sets(os.environ)
     dist.ProcessGroupNCCL = false.ProcessGroupNCCL
@@ -57,16 +68,20 @@ def over_false_nccl(folder: str, mistake: str = "") -> None:
         IN_SUMS[mistake]()
 
 
-def never_abort(seat: str) -> None:
-    """At ``seat`` an abort does not end."""
+def never_abort(folder: str, seat: str) -> None:
+    """At ``seat`` an abort does not end; others begin theirs later, which would end what it is stuck in."""
     from tests.support.standin import nccl as false
 
     nccl.ABORT_S = outcomes.ABORT_S = 1.0
     abort = false.ProcessGroupNCCL.abort
 
     def changed(self: false.ProcessGroupNCCL) -> None:
+        begun = Path(folder, f"{seat} aborts")
         if str(TRAINERS[0].seat) == seat:
+            if self._size > 2:  # a sum's, and not of boundary tensors
+                begun.touch()
             threading.Event().wait()
+        wait_until(begun.exists, f"abort at {seat}")
         abort(self)
 
     false.ProcessGroupNCCL.abort = changed
@@ -135,6 +150,63 @@ def receive_late(folder: str, seat: str, step: int) -> None:
             held.add(message.datum)
             Path(folder, "announced").touch()
             wait_until(lambda: self._session.view.number > message.generation, "change of the membership")
+        begin(self, sender, message)
+
+    LinkedPairs._begin_receiving = late
+
+
+def die_in_the_making(seat: str, at: str, generation: int = 1) -> None:
+    """The worker at ``seat`` dies as it makes its first link of boundary tensors of ``generation`` or a later one, or
+    as it sends its first tensor over one: ``at`` says where.
+    """
+
+    def dies(link: NcclLink, moment: str) -> None:
+        of_tensors = "boundary tensors" in link._meeting._called
+        if moment == at and of_tensors and link.generation >= generation and str(TRAINERS[0].seat) == seat:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    meet, first, launch = NcclLink._meet, NcclLink._start_first, NcclLink._launch
+
+    def met(self: NcclLink) -> None:
+        come = self._meeting.come
+
+        def came(timeout: timedelta) -> None:
+            dies(self, "before its word")
+            come(timeout)
+            dies(self, "behind its word")
+
+        self._meeting.come = came
+        meet(self)
+
+    def first_started(self: NcclLink, begun: Begun) -> None:
+        dies(self, "before its first use")
+        first(self, begun)
+        dies(self, "in its first use")
+
+    def launched(self: NcclLink, begun: Begun) -> None:
+        announce = begun.launched
+        if announce is not unheard:
+
+            def said() -> None:
+                dies(self, "before its announcement")
+                announce()
+                dies(self, "behind its announcement")
+
+            begun.launched = said
+        launch(self, begun)
+        if announce is unheard:
+            dies(self, "behind its half")
+
+    NcclLink._meet, NcclLink._start_first, NcclLink._launch = met, first_started, launched
+
+
+def receive_slowly(seat: str, each_s: float) -> None:
+    """At ``seat`` what comes is begun late, one after the other."""
+    begin = LinkedPairs._begin_receiving
+
+    def late(self: LinkedPairs, sender: str, message: Apart) -> None:
+        if str(TRAINERS[0].seat) == seat:
+            threading.Event().wait(each_s)
         begin(self, sender, message)
 
     LinkedPairs._begin_receiving = late

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
+#include <pybind11/stl.h>
 
 namespace py = pybind11;
 using namespace standin;
@@ -48,6 +49,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hold", hold, py::call_guard<py::gil_scoped_release>());
   m.def("let_go", let_go, py::call_guard<py::gil_scoped_release>());
   m.def("load_lazily", load_lazily);
+  m.def("share_queues", share_queues, py::call_guard<py::gil_scoped_release>());
   m.def("pinned_bytes", pinned_bytes, py::call_guard<py::gil_scoped_release>());
   m.def("allocated", allocated, py::call_guard<py::gil_scoped_release>());
   m.def("most_allocated", most_allocated, py::call_guard<py::gil_scoped_release>());

@@ -93,7 +93,7 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const auto copy = kind_of(from.sizes() == to.sizes() ? from : from.expand_as(to), to, non_blocking);
   if ((copy.host_is_source || copy.host_is_target) && !copy.asynchronous) {
     count_synchronisation(copy.name);
-    await_held([&] { return clock_of(stream_of(copy.host_is_source ? copy.to : copy.from)); });
+    await_held(stream_of(copy.host_is_source ? copy.to : copy.from));
   }
   const auto trace = capture();
   std::optional<Conflict> conflict;

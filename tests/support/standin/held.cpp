@@ -17,6 +17,24 @@ auto& ended = *new std::condition_variable_any;
 auto& waiting = *new std::mutex;
 std::atomic<int64_t> last{0};
 std::atomic<bool> lazy{false};
+size_t queues = 0;  // of the hardware, in which streams stand; 0: one for each stream
+auto& heads = *new std::map<size_t, std::set<int64_t>>;  // by queue the kernels that its work waits for
+
+std::set<int64_t> still(const std::set<int64_t>& kernels) {
+  std::set<int64_t> found;
+  for (const auto kernel : kernels)
+    if (held.count(kernel))
+      found.insert(kernel);
+  return found;
+}
+
+std::set<int64_t> before(const Clock& clock) {
+  std::set<int64_t> found;
+  for (const auto& [kernel, each] : held)
+    if (clock.of(each.agent) >= each.epoch)
+      found.insert(kernel);
+  return found;
+}
 
 // Whoever waits gives the device's lock away meanwhile, and looks again when a kernel has ended.
 template <class Over>
@@ -33,13 +51,43 @@ void wait_until(const Over& over) {
 }
 }  // namespace
 
-int64_t hold(const c10::Stream& stream, std::string name) {
+std::pair<int64_t, std::set<int64_t>> hold(const c10::Stream& stream, std::string name) {
   use();
   const auto trace = capture();
   Lock lock;
-  const auto work = submit(std::move(name), agent_of(stream), trace);
+  const auto agent = agent_of(stream);
+  auto behind = before(clock_of(agent));
+  behind.merge(in_front(agent));
+  const auto work = submit(std::move(name), agent, trace);
   held[++last] = {work->agent, work->epoch};
-  return last;
+  if (queues)
+    heads[agent % queues].insert(last);
+  return {last, behind};
+}
+
+void share_queues(size_t connections) {
+  Lock lock;
+  queues = connections;
+  heads.clear();
+}
+
+std::set<int64_t> in_front(Agent agent) {
+  if (!queues)
+    return {};
+  auto& head = heads[agent % queues];
+  return head = still(head);
+}
+
+void stand_behind(Agent agent, const Clock& clock, const std::set<int64_t>& kernels) {
+  if (!queues)
+    return;
+  auto& head = heads[agent % queues];
+  head.merge(before(clock));
+  head.merge(still(kernels));
+}
+
+bool any_held(const std::set<int64_t>& kernels) {
+  return !still(kernels).empty();
 }
 
 void let_go(int64_t kernel) {
@@ -51,14 +99,15 @@ void let_go(int64_t kernel) {
 }
 
 bool held_before(const Clock& clock) {
-  for (const auto& [kernel, each] : held)
-    if (clock.of(each.agent) >= each.epoch)
-      return true;
-  return false;
+  return !before(clock).empty();
 }
 
-void await_held(const std::function<Clock()>& clock) {
-  wait_until([&] { return !held_before(clock()); });
+void await_held(Agent agent) {
+  wait_until([&] { return !held_before(clock_of(agent)) && in_front(agent).empty(); });
+}
+
+void await_held(const std::function<Clock()>& clock, const std::set<int64_t>& kernels) {
+  wait_until([&] { return !held_before(clock()) && !any_held(kernels); });
 }
 
 void load_lazily(bool on) {

@@ -22,6 +22,11 @@ From NVIDIA's and torch's sources, not measured:
   flags that say that data has come.  So kernels of members that are not aborted end well, with garbage; also those
   that begin later, which find its own data spoilt: it has gone on without waiting for room.
 * A stream takes LAUNCHES kernels, and then the call blocks.
+* torch has 32 streams of a priority, and then gives the first one again: what is launched in one of another group waits
+  for that one's kernels.
+* Streams share CUDA_DEVICE_MAX_CONNECTIONS queues, where a kernel waits for all that came into its queue before
+  (`standin.device.extension.share_queues`).  In fact one may begin beside another that runs, and only what stands
+  behind a wait is held up.
 * A broadcast in place only reads the root's buffer (src/device/broadcast.h).
 * A call of a communicator that is not non-blocking can't be ended by an abort.
 
@@ -34,7 +39,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -68,15 +72,22 @@ DTYPES = {
 
 Key = tuple[int, int, int]  # who has sent it, kind, number
 Sent = tuple[int, int, int, bytes]  # a frame: to whom, kind, number, and what
+Does = tuple[Sequence[Sent], Sequence[Key], Callable[[Sequence[bytes]], object]]  # of a kernel: what it sends, needs,
+# and finishes with
 counted: Counter[str] = Counter()  # kernels that have ended well, by operation
 under_way: set[int] = set()  # kernels, of all groups of this process
+ended = threading.Condition()  # some of them
 
 
 class Kernel(NamedTuple):
-    """``sends`` and ``needs`` are frames; ``finish`` writes the outputs from those that have come."""
+    """``sends`` and ``needs`` are frames; ``finish`` writes the outputs from those that have come.
+
+    ``behind``: the kernels of this process that have to end before it begins.
+    """
 
     name: str
     held: int
+    behind: frozenset[int]
     sends: Sequence[Sent]
     needs: Sequence[Key]
     finish: Callable[[Sequence[bytes]], object]
@@ -131,7 +142,8 @@ class Communicator:
     """A stream of a group whose kernels run one after the other."""
 
     def __init__(self, group: ProcessGroupNCCL, where: torch.device) -> None:
-        self._group, self.stream = group, torch.Stream(device=where)
+        priority = -int(group.options.is_high_priority_stream)
+        self._group, self.stream = group, torch.Stream(device=where, priority=priority)
         self._queue: deque[Kernel] = deque()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -140,7 +152,7 @@ class Communicator:
         name: str,
         given: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        kernel: Callable[[bytes, int], Kernel],
+        kernel: Callable[[bytes], Does],
     ) -> Work:
         """Put a kernel, made from the bytes of what is ``given``, behind what the caller's stream has to do."""
         for tensor in (*given, *outputs):
@@ -157,16 +169,15 @@ class Communicator:
             for tensor in outputs:
                 tensor.detach().zero_()
                 ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
-            held = extension.hold(self.stream, f"NCCL's {name}")
+            held, behind = extension.hold(self.stream, f"NCCL's {name}")
         under_way.add(held)
         with self._group.changed:
             late = self._group.aborted
             if not late:
-                self._queue.append(kernel(read, held))
+                self._queue.append(Kernel(name, held, frozenset(behind), *kernel(read)))
                 self._group.changed.notify_all()
         if late:  # an abort has come meanwhile: nobody would end the kernel
-            extension.let_go(held)
-            under_way.discard(held)
+            end(held)
             raise dist.DistBackendError(f"NCCL communicator was aborted, in {name}")
         return Work(self.stream.record_event())
 
@@ -179,6 +190,8 @@ class Communicator:
                 if not self._queue:
                     return
                 kernel = self._queue[0]
+            with ended:
+                ended.wait_for(lambda: not kernel.behind & under_way)
             group.post(kernel.sends)
             came = group.frames(kernel.needs)
             if came is None:
@@ -191,8 +204,7 @@ class Communicator:
             with group.changed:
                 self._queue.popleft()
                 group.changed.notify_all()
-            extension.let_go(kernel.held)
-            under_way.discard(kernel.held)
+            end(kernel.held)
 
 
 class ProcessGroupNCCL:
@@ -203,10 +215,11 @@ class ProcessGroupNCCL:
 
         def __init__(self) -> None:
             self.config, self._timeout = SimpleNamespace(blocking=1, max_ctas=0), None
+            self.is_high_priority_stream = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options | None = None) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._options = options or self.Options()
+        self.options = options or self.Options()
         self._others = [other for other in range(size) if other != rank]
         self.changed, self._first = threading.Condition(), threading.Lock()  # an abort needs both
         self._sending = threading.Lock()  # of its own: what comes meanwhile is read
@@ -265,7 +278,7 @@ class ProcessGroupNCCL:
 
     def wait_in_call(self, ready: Callable[[], bool], what: str) -> None:
         """Block the caller, as torch does while a non-blocking call is in progress; raises DistBackendError."""
-        abortable = self._options.config.blocking == 0
+        abortable = self.options.config.blocking == 0
         limit_s = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800")) if abortable else None
         with self.changed:
             if not self.changed.wait_for(lambda: ready() or (self.aborted and abortable), limit_s):
@@ -279,8 +292,8 @@ class ProcessGroupNCCL:
             self.aborted = True
             self.changed.notify_all()
         stuck = set(under_way)
-        while stuck & under_way:
-            time.sleep(0.001)
+        with ended:
+            ended.wait_for(lambda: not stuck & under_way)
 
     # ---- collectives ----
 
@@ -302,7 +315,7 @@ class ProcessGroupNCCL:
         number, dtype = self._numbers["collectives"], (*given, *outputs)[0].dtype
         self._numbers["collectives"] += 1
 
-        def kernel(read: bytes, held: int) -> Kernel:
+        def kernel(read: bytes) -> Does:
             flat = tensor_of(read, dtype)
 
             def finish(came: Sequence[bytes]) -> None:
@@ -311,7 +324,7 @@ class ProcessGroupNCCL:
                 write(outputs, take(rows))
 
             sends = [(other, ALL, number, raw(part(flat, other).contiguous())) for other in self._others]
-            return Kernel(name, held, sends, [(other, ALL, number) for other in self._others], finish)
+            return sends, [(other, ALL, number) for other in self._others], finish
 
         return self._communicator(None, (*given, *outputs)[0]).launch(name, given, outputs, kernel)
 
@@ -350,8 +363,8 @@ class ProcessGroupNCCL:
         """Send to a member; the kernel ends when the other one's has received."""
         number = self._use(to, SENDS, RECEIVES)
 
-        def kernel(read: bytes, held: int) -> Kernel:
-            return Kernel("send", held, [(to, MESSAGE, number, read)], [(to, TAKEN, number)], lambda came: None)
+        def kernel(read: bytes) -> Does:
+            return [(to, MESSAGE, number, read)], [(to, TAKEN, number)], lambda came: None
 
         return self._communicator(to, tensors[0]).launch("send", tensors, [], kernel)
 
@@ -362,8 +375,8 @@ class ProcessGroupNCCL:
             write(tensors, tensor_of(came[0], tensors[0].dtype))
             self.post([(source, TAKEN, number, b"")])
 
-        def kernel(read: bytes, held: int) -> Kernel:
-            return Kernel("recv", held, [], [(source, MESSAGE, number)], finish)
+        def kernel(read: bytes) -> Does:
+            return [], [(source, MESSAGE, number)], finish
 
         return self._communicator(source, tensors[0]).launch("recv", [], tensors, kernel)
 
@@ -376,6 +389,14 @@ class ProcessGroupNCCL:
             self.wait_in_call(lambda: (peer, there, 0) in self._arrived, f"the first use of a direction to rank {peer}")
         self._numbers[peer, here] += 1
         return number
+
+
+def end(kernel: int) -> None:
+    """It is over on the device."""
+    extension.let_go(kernel)
+    with ended:
+        under_way.discard(kernel)
+        ended.notify_all()
 
 
 def address_of(hub: int) -> str:

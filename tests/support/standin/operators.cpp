@@ -42,7 +42,7 @@ class Call {
       count_synchronisation(schema_.name() == "aten::_local_scalar_dense" ? "item" : schema_.name());
     load(schema_.name());
     if (waits)
-      await_held([&] { return clock_of(agent_of(current_stream(device_->index()))); });
+      await_held(agent_of(current_stream(device_->index())));
     const auto trace = capture();
     const auto name = called();  // takes Python's lock: whoever holds that may wait for ours
     std::optional<Conflict> conflict;

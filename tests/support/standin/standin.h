@@ -116,10 +116,19 @@ uint64_t draw();
 
 // ---- held.cpp: kernels of collectives, which last until `let_go` ----
 
-int64_t hold(const c10::Stream& stream, std::string name);
+// The kernel's number, and those of the kernels that have to end before it begins.
+std::pair<int64_t, std::set<int64_t>> hold(const c10::Stream& stream, std::string name);
 void let_go(int64_t kernel);
 bool held_before(const Clock& clock);
-void await_held(const std::function<Clock()>& clock);  // called without the lock
+bool any_held(const std::set<int64_t>& kernels);
+// Both are called without the lock; the former waits for what the stream has to do.
+void await_held(Agent agent);
+void await_held(const std::function<Clock()>& clock, const std::set<int64_t>& kernels);
+// With `share_queues` streams stand in so many queues, as with CUDA_DEVICE_MAX_CONNECTIONS: what stands in a queue waits
+// for all that came into it before, also from other streams, and for what that waits for.
+void share_queues(size_t connections);
+std::set<int64_t> in_front(Agent agent);  // kernels that what the stream gets now waits for, for its queue alone
+void stand_behind(Agent agent, const Clock& clock, const std::set<int64_t>& kernels);  // a wait comes into the queue
 // With `load_lazily` a kernel that runs for the first time waits until no other is held, as CUDA's loading does.
 void load_lazily(bool on);
 void load(const std::string& kernel);  // called without the lock

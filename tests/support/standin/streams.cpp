@@ -14,24 +14,34 @@ std::vector<c10::DeviceIndex> device_of_agent(1 + kMostDevices);
 
 struct Event {
   Clock clock;
+  std::set<int64_t> in_front;  // kernels of the stream's queue
   std::chrono::steady_clock::time_point at;
   bool timed = false;
   int polls = 0;  // how often it still looks unfinished
   bool seen = false;  // a query has found it over: nobody waits for it any more
 };
 
-c10::Stream new_stream(c10::DeviceIndex device) {
+// torch has so many streams of a device and of a priority, and then gives the first one again (c10/cuda/CUDAStream.cpp).
+constexpr size_t kStreamsPerPool = 32;
+
+c10::Stream new_stream(c10::DeviceIndex device, bool high) {
   use();
   Lock lock;
-  const auto agent = new_agent();
-  device_of_agent.push_back(device);
+  static std::vector<Agent> pools[kMostDevices][2];
+  static size_t given[kMostDevices][2];
+  auto& pool = pools[device][high];
+  if (pool.size() < kStreamsPerPool) {
+    pool.push_back(new_agent());
+    device_of_agent.push_back(device);
+  }
+  const auto agent = pool[given[device][high]++ % kStreamsPerPool];
   return c10::Stream(c10::Stream::UNSAFE, {kDevice, device}, static_cast<c10::StreamId>(agent));
 }
 
 // Whether all that `clock` knows is over, as a poll of the host sees it.  A poll orders nothing, as for torch's own
 // torch.cuda._sanitizer: whoever reads what is over has to synchronise with it.
-bool over(const Clock& clock, int& polls) {
-  if (held_before(clock))
+bool over(const Clock& clock, const std::set<int64_t>& in_front, int& polls) {
+  if (held_before(clock) || any_held(in_front))
     return false;
   if (pending_before(clock) && polls > 0) {
     --polls;
@@ -63,11 +73,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, {kDevice, device.has_index() ? device.index() : device_now});
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return new_stream(device.has_index() ? device.index() : device_now);
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high) const override {
+    return new_stream(device.has_index() ? device.index() : device_now, high);
   }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    return new_stream(device.has_index() ? device.index() : device_now);
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return new_stream(device.has_index() ? device.index() : device_now, priority < 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = current_stream(stream.device_index());
@@ -80,12 +90,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock;
     int polls = settings().late ? static_cast<int>(draw() % 2) : 0;
-    return over(clock_of(agent_of(stream)), polls);
+    return over(clock_of(agent_of(stream)), in_front(agent_of(stream)), polls);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     raise_remembered();
     count_synchronisation("stream.synchronize");
-    await_held([&] { return clock_of(agent_of(stream)); });
+    await_held(agent_of(stream));
     Lock lock;
     host_learns(clock_of(agent_of(stream)));
   }
@@ -99,7 +109,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
           found.join(clock_of(agent));
       return found;
     };
-    await_held(all);
+    await_held(all, {});
     Lock lock;
     host_learns(all());
   }
@@ -115,6 +125,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     // What the host has done before is before whatever waits for the event, too.
     clock_of(agent_of(stream)).join(clock_of(kHost));
     found.clock = clock_of(agent_of(stream));
+    found.in_front = in_front(agent_of(stream));
     found.at = std::chrono::steady_clock::now();
     found.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
     found.polls = settings().late ? static_cast<int>(draw() % 4) : 0;
@@ -124,14 +135,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event)
       return;
     Lock lock;
-    clock_of(agent_of(stream)).join(static_cast<Event*>(event)->clock);
+    const auto& found = *static_cast<Event*>(event);
+    stand_behind(agent_of(stream), found.clock, found.in_front);
+    clock_of(agent_of(stream)).join(found.clock);
   }
   bool queryEvent(void* event) const override {
     if (!event)
       return true;
     Lock lock;
     auto& found = *static_cast<Event*>(event);
-    return found.seen = over(found.clock, found.polls);
+    return found.seen = over(found.clock, found.in_front, found.polls);
   }
   void synchronizeEvent(void* event) const override {
     raise_remembered();
@@ -139,9 +152,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       count_synchronisation("event.synchronize");
     if (!event)
       return;
-    await_held([&] { return static_cast<Event*>(event)->clock; });
+    const auto& found = *static_cast<Event*>(event);
+    await_held([&] { return found.clock; }, found.in_front);
     Lock lock;
-    host_learns(static_cast<Event*>(event)->clock);
+    host_learns(found.clock);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
