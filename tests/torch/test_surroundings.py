@@ -100,3 +100,24 @@ def test_what_was_set_for_steps_behind_a_checkpoint_that_is_loaded_is_forgotten(
         scripted.end()
     scripted.apply(2)
     assert layer.temperature == 5.0
+
+
+def test_what_is_left_of_a_step_trains_what_the_step_began_with():
+    """The script has thawed one parameter and frozen another for the next step, and added a group."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(module[1].parameters(), lr=1.0)
+    surroundings = Surroundings(module, "cpu", lambda: optimizer.param_groups)
+    assert not surroundings.trains_others
+    module[0].weight.requires_grad_(True)
+    module[1].bias.requires_grad_(False)
+    optimizer.add_param_group({"params": [module[0].weight]})
+    for _ in range(2):
+        with surroundings.restored():
+            assert [each.requires_grad for each in module.parameters()] == [False, False, True, True]
+            assert len(optimizer.param_groups) == 1
+        assert [each.requires_grad for each in module.parameters()] == [True, False, True, False]
+        assert optimizer.param_groups[1]["params"] == [module[0].weight]
+    assert surroundings.trains_others
+    surroundings.remember_trained()
+    assert not surroundings.trains_others

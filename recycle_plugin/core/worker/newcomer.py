@@ -55,7 +55,7 @@ class Newcomer:
         from_top: bool = True,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
-        self._asked = self._said = False
+        self.asked = self._said = False  # for the state, and that it is here
         self._renewed = 0  # how often a part of the state had been asked for anew when that was said
         self._hash_at: set[int] = set()  # the steps after which the coordinator wants the state's hash
         self._heard = 0  # words of those that replay
@@ -86,11 +86,11 @@ class Newcomer:
         if self._entered:
             return False
         self._position = step
-        if not self._asked and step < self._view.committed:
+        if not self.asked and step < self._view.committed:
             self._tell_behind(step)
             return True  # not the last one: behind that the script may end, with a state that it does not have
-        if not self._asked:
-            self._asked = True
+        if not self.asked:
+            self.asked = True
             self._port.send(CatchUp(self._view.rank))
         what = f"the state of stage {self._loop.seat.stage} from its peers, for step {step}"
         while True:

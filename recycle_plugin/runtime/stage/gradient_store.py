@@ -51,6 +51,11 @@ class TorchGradients:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters = list(parameters)
 
+    def train(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Have slots for these from now on; all are empty."""
+        self.zero()
+        self.parameters = list(parameters)
+
     def zero(self) -> None:
         """Empty all slots."""
         for parameter in self.parameters:

@@ -91,12 +91,16 @@ class Gradients:
         tied: Sequence[TiedWeight],
     ) -> None:
         self._buckets, self._store, self._gradients = buckets, store, gradients
-        self._places = {parameter: place for place, parameter in enumerate(gradients.parameters)}
+        self.find_places()
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._step = 0  # that is being applied, or was applied last
         self._factors: list[Callable[[torch.Tensor], torch.Tensor]] = []  # by which its gradients were scaled
         self._in_place: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # by parameter, with the version
+
+    def find_places(self) -> None:
+        """Go by the parameters that the gradients have now."""
+        self._places = {parameter: place for place, parameter in enumerate(self._gradients.parameters)}
 
     def forget(self) -> None:
         """Drop all contributions, and their sum."""
@@ -237,12 +241,14 @@ class Gradients:
         self._in_place = {one: (gradient, gradient._version) for one, gradient in here if gradient is not None}
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """What ``step`` applies to each of ``parameters``, for other workers, None where it leaves one as it is: as it
-        is in the store, where nobody changes it.
+        """What ``step`` applies to each of ``parameters``, for other workers, None where it leaves one as it is, also
+        since it was frozen: as it is in the store, where nobody changes it.
         """
         own, over_stages = self._sums(step), self._of("tied", step)
-        places = [self._places[parameter] for parameter in parameters]
-        return [over_stages[place] if place in self._tied else own[place] for place in places]
+        places = map(self._places.get, parameters)
+        return [
+            None if place is None else over_stages[place] if place in self._tied else own[place] for place in places
+        ]
 
     def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
         """What REDUCE and TIE of ``step`` leave at a worker that has been told what they come to for the parameters of

@@ -323,7 +323,12 @@ class OptimizerState:
         return {"attributes": compared(self._get_attributes())}
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Set what :meth:`settings` has given."""
+        """Set what :meth:`settings` has given.  Raises RecycleError where it is of another number of groups."""
+        if len(settings) != len(self.optimizer.param_groups):
+            raise RecycleError(
+                f"the optimizer has {len(self.optimizer.param_groups)} groups here, and {len(settings)} at the worker "
+                "that gives its state, whose script has added some meanwhile: the next process of this seat has them"
+            )
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
             for name, told in given.items():
                 value = Putting().back(told, group.get(name, MISSING))
@@ -417,6 +422,13 @@ def of_parameters(
     """A part that has these parameters as its tensors, and nothing that goes by value."""
     named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
     return StatePart(name, lambda: named, follow=follow)
+
+
+def add_parameters(part: StatePart, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Have ``part``, which :func:`of_parameters` has made, hold these too."""
+    named = part.tensors()
+    assert isinstance(named, dict), "it is of parameters"
+    named.update((f"{part.name}/{called}", parameter) for called, parameter in parameters.items())
 
 
 # --- a tensor's bytes -----------------------------------------------------------------------------------

@@ -40,13 +40,27 @@ class Surroundings:
         self.remember()
 
     def remember(self) -> None:
-        """Remember autocast and the layers' modes, as a step begins."""
+        """Remember autocast, the layers' modes and what is trained, as a step begins."""
         self._autocast = torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
         self._modes = [(part, part.training) for part in self._module.modules()]
+        self.remember_trained()
+
+    def remember_trained(self) -> None:
+        """Remember which parameters require a gradient, and how many groups the optimizer has."""
+        self._trained = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
+        self._group_count = len(self._groups())
+
+    @property
+    def trains_others(self) -> bool:
+        """Whether the script has frozen or thawed parameters, or added groups, since that was remembered."""
+        return len(self._groups()) != self._group_count or any(
+            parameter.requires_grad != trained for parameter, trained in self._trained
+        )
 
     def leave(self) -> None:
         """Remember numbers and words as they are now, before the script may change them for the next step."""
-        owners: list[MutableMapping[str, Any]] = [*self._groups(), *map(vars, self._module.modules())]
+        # groups come last, where scripts add some: places of layers stay as they are
+        owners: list[MutableMapping[str, Any]] = [*map(vars, self._module.modules()), *self._groups()]
         # to look for them takes longer than to look at them
         if [len(owner) for owner in owners] != [len(owner) for owner in self._owners]:
             self._places = [
@@ -79,7 +93,7 @@ class Surroundings:
 
     def is_layers(self, place: Place) -> bool:
         """Whether it is a layer that has this place, and not the optimizer."""
-        return place[0] >= len(self._groups())
+        return place[0] < sum(1 for _ in self._module.modules())
 
     @property
     def other_modes(self) -> bool:
@@ -102,10 +116,16 @@ class Surroundings:
         enabled, dtype = self._autocast
         modes = [(part, part.training) for part in self._module.modules()]
         _set(self._modes)
+        trained, groups = [(parameter, parameter.requires_grad) for parameter, _ in self._trained], self._groups()
+        added = groups[self._group_count :]
+        del groups[self._group_count :]
+        _require(self._trained)
         try:
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._kind, dtype, enabled):
                 yield
         finally:
+            _require(trained)
+            groups.extend(added)
             _set(modes)
 
 
@@ -262,13 +282,18 @@ class AsStarted:
     def __init__(self, module: torch.nn.Module) -> None:
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
 
-    def check(self) -> None:
-        """Raise RecycleError where a script has frozen or thawed a parameter since."""
-        changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
-        if changed is not None:
+    @property
+    def changed(self) -> str | None:
+        """The name of a parameter that a script has frozen or thawed since, None where there is none."""
+        return next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
+
+    def check(self, where: str = "in such a job") -> None:
+        """Raise RecycleError where a script has frozen or thawed a parameter since; ``where`` that can't be."""
+        if self.changed is not None:
             raise RecycleError(
-                f"requires_grad of {changed} has changed since training was set up: "
-                "freeze and thaw parameters before that, or set the learning rate of their group to 0 by a scheduler"
+                f"requires_grad of {self.changed} has changed since training was set up, and that is not followed "
+                f"{where}: freeze and thaw parameters before that, or set the learning rate of their group to 0 by a "
+                "scheduler"
             )
 
 
@@ -279,6 +304,12 @@ def is_plain(name: str, value: Any) -> bool:
         and name != "training"
         and (type(value) is not tuple or all(is_plain("", each) for each in value))
     )
+
+
+def _require(trained: list[tuple[torch.nn.Parameter, bool]]) -> None:
+    for parameter, wanted in trained:
+        if parameter.requires_grad != wanted:
+            parameter.requires_grad_(wanted)
 
 
 def _set(modes: list[tuple[torch.nn.Module, bool]]) -> None:

@@ -56,13 +56,16 @@ KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad_"})
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
 GRADIENT: Any = torch.Tensor.grad  # descriptors, which types know as tensors
 DATA: Any = torch.Tensor.data
+REQUIRES: Any = torch.Tensor.requires_grad
 DESCRIBING = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in PROPERTIES),
         *(getattr(torch.Tensor, name) for name in METHODS),
         *(GRADIENT.__get__, GRADIENT.__set__, GRADIENT.__delete__),
+        *(REQUIRES.__set__, torch.Tensor.requires_grad_),
     ]
-)  # no value is read: between two steps there are no gradients, whatever zero_grad() drops
+)  # no value is read: between two steps there are no gradients, whatever zero_grad() drops; what is trained counts for
+# the next step (runtime/state/surroundings.py)
 
 
 class FirstTouch(TorchFunctionMode):

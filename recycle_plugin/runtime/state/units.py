@@ -116,8 +116,8 @@ class _Spare:
 class StageUnits:
     """The units of ``state``, read for one newcomer, or written there.
 
-    ``parameters``: those whose gradients are summed, by name; ``gradients``: who has the sums.  ``spent(seconds)`` is
-    told how long copying has taken.
+    ``parameters``: those whose gradients are summed, or were, by name; ``gradients``: who has the sums.
+    ``spent(seconds)`` is told how long copying has taken.
     """
 
     state: StageState
@@ -128,6 +128,11 @@ class StageUnits:
     _stepped: dict[str, torch.Tensor] = field(default_factory=dict)  # what the optimizer steps, by name
     _readings: dict[str, _Reading] = field(default_factory=dict)
     _spare: _Spare = field(default_factory=lambda: _Spare())
+
+    def train(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have units of these ``parameters`` from now on, and of no others."""
+        self.parameters = parameters
+        self._contents.clear()
 
     # --- at the source -----------------------------------------------------------------------------
 

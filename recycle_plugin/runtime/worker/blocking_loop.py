@@ -52,6 +52,11 @@ class BlockingLoop:
         return self._newcomer.clock
 
     @property
+    def asked(self) -> bool:
+        """Whether this newcomer has asked for its stage's state."""
+        return self._newcomer.asked
+
+    @property
     def enters(self) -> bool:
         """Whether this newcomer trains its script's next step itself, as far as is known."""
         return self._newcomer.enters

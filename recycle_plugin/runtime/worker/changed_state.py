@@ -62,7 +62,14 @@ def stage_units(
     framework: Framework, state: StageState, gradients: Gradients, spent: Callable[[float], None] = lambda seconds: None
 ) -> StageUnits:
     """The units of a worker's ``state``, for one newcomer, or of one (runtime/state/units.py)."""
-    return StageUnits(state, summed(framework), gradients, spent)
+    return StageUnits(state, ever_summed(framework, state), gradients, spent)
+
+
+def ever_summed(framework: Framework, state: StageState) -> dict[str, torch.Tensor]:
+    """The parameters whose gradients are summed, or were before a script froze them: all are a newcomer's too."""
+    weights = state.parts["weights"].tensors()
+    found = {name.removeprefix("weights/"): one for name, one in weights.items()}
+    return found if framework.masters is None else {**summed(framework)}
 
 
 def summed(framework: Framework) -> dict[str, torch.nn.Parameter]:

@@ -111,6 +111,15 @@ class Entry:
         """
         return self._parts.log is None and (self._loop is None or not self._loop.enters)
 
+    def check_trained(self) -> None:
+        """Raise RecycleError where the state is on its way already, which is of what was trained before."""
+        if self._loop is not None and self._loop.asked:
+            raise RecycleError(
+                "the script of a worker that comes back freezes or thaws parameters, or adds groups, after step "
+                f"{self._script.position}, while the state of its stage is on its way: its next process gets that with "
+                "these"
+            )
+
     def check_caught_up(self) -> None:
         """Raise RecycleError where the script touches parameters that are not those of its step."""
         if not self.caught_up:

@@ -30,6 +30,7 @@ from recycle_plugin.runtime.devices.kinds import accelerator_at
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Gradients, WorkerContributions
 from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
@@ -38,9 +39,10 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.fingerprint import fingerprint
+from recycle_plugin.runtime.state.stage_state import add_parameters
 from recycle_plugin.runtime.state.surroundings import AsStarted
 from recycle_plugin.runtime.state.undo import NoUndo
-from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
+from recycle_plugin.runtime.worker.changed_state import ever_summed, stage_state, stage_units
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
 from recycle_plugin.runtime.worker.on_join import OnJoin
@@ -75,7 +77,8 @@ class Parts:
             model.device.repeatable()
             session.device_link = THROUGH_HOST  # NCCL adds in an order of its own
         self.as_started = AsStarted(model.module)
-        blocks = BlockSums(framework.gradients, self.blocks()) if settings.exact else None
+        self._summed = framework.gradients
+        blocks = BlockSums(self._summed, self.blocks()) if settings.exact else None
         self.stage = self._make_stage(blocks)
         self.transport = open_mover(session, model.device)
         self.store = self._make_store()
@@ -152,7 +155,7 @@ class Parts:
         )
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
-        framework, where = self.framework, self.framework.gradients
+        framework, where = self.framework, self._summed
         self.contributions = WorkerContributions(where, blocks, framework.model.device)
         gradients = self.gradients = Gradients(framework.buckets, self.store, where, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.chunk}
@@ -246,6 +249,34 @@ class Parts:
         """Count on so many micro-batches a replica from now on."""
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self.stage.resize(micro_batches, self.blocks() if self.settings.exact else None)
+
+    def retrain(self) -> None:
+        """Train what requires a gradient from now on, by an optimizer that may have more groups; all steps are
+        committed.  Raises RecycleError where that is not supported.
+        """
+        framework, module, summed_in = self.framework, self.framework.model.module, self._summed
+        changed = self.as_started.changed
+        if changed is None:
+            return
+        if framework.masters is not None or not isinstance(summed_in, TorchGradients):
+            self.as_started.check("in bf16 and fp16, by shards, and where a framework has gradients of its own")
+        if self.log is not None:
+            self.as_started.check("in a job with recycle.log")
+        if self.topology.tie(self.seat.chunk):
+            self.as_started.check("in a stage that shares weights with others")
+        known = {*summed_in.parameters, *self.state.optimizer.parameters().values()}
+        more = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        if (strange := next((name for name, one in more.items() if one not in known), None)) is not None:
+            raise RecycleError(
+                f"{strange} requires a gradient, and the optimizer does not have it: call "
+                "optimizer.add_param_group() before the next step"
+            )
+        assert isinstance(summed_in, TorchGradients), "as checked above"
+        self.as_started = AsStarted(module)
+        summed_in.train(more.values())
+        self.gradients.find_places()
+        add_parameters(self.state.parts["weights"], more)
+        self.world.units.train(ever_summed(framework, self.state))
 
     def finish(self) -> None:
         """Report what was held at most, and close what is written along; the last step is committed."""

@@ -147,12 +147,12 @@ class Trainer:
     def _train(self) -> float:
         with self.lifted():
             self._begin_training()
+            self._see_trained()
             if self._entry is not None and (past := self._entry.past_loss()) is not None:
                 return past
             if self._scripted is not None:  # of what a checkpoint has nothing is replayed
                 self._scripted.forget(self._session.view.durable)
                 self._scripted.begin(self.step + 1)
-            self._parts.as_started.check()
             self.start()
             if not self._running.settled and (self._surroundings.other_modes or self._surroundings.changed()):
                 self.settle()  # with what the script has changed for the next step as it was
@@ -169,6 +169,17 @@ class Trainer:
                 raise
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return mean(self.losses)
+
+    def _see_trained(self) -> None:
+        """Train what the script has thawed since the last step, and not what it has frozen."""
+        if not self._surroundings.trains_others:
+            return
+        if self._entry is not None:
+            self._entry.check_trained()
+        else:
+            self.settle()  # with what was trained before
+        self._parts.retrain()
+        self._surroundings.remember_trained()
 
     def _saves_at(self, end: JobEnded) -> bool:
         """Whether a checkpoint is made before the script is left: if ``end`` asks for one, and in a job that makes
