@@ -38,10 +38,11 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides, requires
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE
+from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import unfinished
 from recycle_plugin.core.vocabulary.roster import Member
@@ -215,7 +216,7 @@ def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:
 @no_collections()
 def worked_out(plan: Plan, costs: CostModel, resume: Resume, seat: Seat) -> None:
     """Work out what is left to do for ``seat``, as a worker does."""
-    held = {Seat.parse(name): unpack(packed) for name, packed in resume.held.items()}
+    held = {Seat.parse(name): PackedData(packed) for name, packed in resume.held.items()}
     for recovery in unfinished(partial(recover, plan, costs), resume.committed, held):
         assert recovery.program(seat)
 

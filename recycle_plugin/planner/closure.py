@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.packed_data import packed_data
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, Torn
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -135,21 +136,43 @@ class Holdings:
         return found
 
 
+class Rows:
+    """Data of one kind, as it is read: where each piece of it is from, and its micro-batches as text."""
+
+    def __init__(self) -> None:
+        self._of: list[tuple[int, int, int]] = []  # of each piece: stage and replica of who has it, its own stage
+        self._counts: list[int] = []
+        self._names: list[str] = []
+
+    def add(self, seat: Seat, stage: int, names: str) -> None:
+        """Takes in that the worker at ``seat`` has data of the micro-batches ``names`` (core/vocabulary/packed_data.py)
+        of ``stage``.
+        """
+        self._of.append((seat.stage, seat.replica, stage))
+        self._counts.append(names.count(" ") + 1)
+        self._names.append(names)
+
+    def arrays(self, shape: Topology) -> tuple[Array, Array, Array, Array]:
+        """Of each datum: stage and replica of who has it, its own stage, its column.  What can't be of such a job, as a
+        confused worker may say, is left out.
+        """
+        numbers = np.fromstring(" ".join(self._names).replace(".", " "), np.int64, sep=" ").reshape(-1, 2)
+        at, who, stage = np.repeat(np.array(self._of, np.int64).reshape(-1, 3), self._counts, axis=0).T
+        replica, index = numbers.T
+        limits = ((replica, shape.replicas), (index, shape.micro_batches), (stage, shape.stages))
+        fits = np.all([(number >= 0) & (number < limit) for number, limit in limits], axis=0)
+        column = replica * shape.micro_batches + index
+        return at[fits], who[fits], stage[fits], column[fits]
+
+
 def _rows(held: Held, step: int, shape: Topology) -> dict[str, tuple[Array, Array, Array, Array]]:
-    """By kind, of each datum: stage and replica of who has it, its own stage, its column.  What can't be of such a job,
-    as a confused worker may say, is left out.
-    """
-    rows: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in (*MADE_OF_BLOCK, *TRAVELS)}
+    """By kind, the data of ``step``, as :meth:`Rows.arrays` gives them."""
+    rows = {kind: Rows() for kind in (*MADE_OF_BLOCK, *TRAVELS)}
     for seat, have in held.items():
-        for kind, stage, micro_batch, of in have:
-            if of == step and micro_batch is not None and kind in rows:
-                rows[kind].append((seat.stage, seat.replica, stage, *micro_batch))
-    found, limits = {}, (shape.stages, shape.replicas, shape.micro_batches)
-    for kind, each in rows.items():
-        numbers = np.array(each, np.int64).reshape(-1, 5)
-        at, who, stage, replica, index = numbers[((numbers[:, 2:] >= 0) & (numbers[:, 2:] < limits)).all(axis=1)].T
-        found[kind] = at, who, stage, replica * shape.micro_batches + index
-    return found
+        for (kind, stage, of), names in packed_data(have).names.items():
+            if of == step and names and kind in rows:
+                rows[kind].add(seat, stage, names)
+    return {kind: each.arrays(shape) for kind, each in rows.items()}
 
 
 def closure(plan: Plan, step: int, held: Held, whose: Collection[int], stages: Collection[int]) -> Rest:

@@ -8,9 +8,10 @@ from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.messages.from_workers import Stepped, SurvivorReport
-from recycle_plugin.core.vocabulary.dataflow import Datum, pack
+from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.packed_data import pack
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 MICRO_BATCHES = 2  # of each of two replicas of one stage; replica 1 lives

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, provides, requires
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.machine_constants import by_name
+from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -43,7 +44,7 @@ data = st.builds(
 
 @given(st.frozensets(data, max_size=30))
 def test_what_a_worker_holds_travels_as_text(held) -> None:
-    assert unpack(pack(held)) == held
+    assert PackedData(pack(held)) == held
 
 
 def start(planned) -> dict[Seat, set[Datum]]:

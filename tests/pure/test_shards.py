@@ -26,9 +26,10 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
 )
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import Datum, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction
+from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -220,7 +221,7 @@ def test_a_generation_is_taken_up_by_all_or_by_none():
 
 def test_a_datum_is_held_only_if_every_shard_holds_it():
     both, one = Datum("act", 1, MicroBatch(0, 0), 3), Datum("reduced", 1, None, 3)
-    assert unpack(held_by_all([pack({both, one}), pack({both})])) == {both}
+    assert PackedData(held_by_all([pack({both, one}), pack({both})])) == {both}
     assert held_by_all([pack({both, one})]) == pack({both, one})
     assert drawn_by_all([{"3": "0.0 0.1", "4": "0.0"}, {"3": "0.1 0.0=0.2"}]) == {"3": "0.1"}
     assert drawn_by_all([{"3": "0.0"}]) == {"3": "0.0"}
@@ -290,7 +291,7 @@ def test_a_lost_shard_takes_its_seat_and_what_the_seats_hold_is_what_all_their_s
         for one in report(membership, 1, (0, 1, 2, 3, 6, 7), lambda rank: pack({mine}) if rank in (0, 1, 2) else {})
         if isinstance(one, Resume)
     ]
-    assert {seat: set(unpack(held)) for seat, held in resume.held.items()} == {
+    assert {seat: set(PackedData(held)) for seat, held in resume.held.items()} == {
         "0.0": {mine},
         "1.0": set(),
         "1.1": set(),

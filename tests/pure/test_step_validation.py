@@ -16,8 +16,9 @@ from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Contribution, Exited, SurvivorReport
-from recycle_plugin.core.vocabulary.dataflow import Datum, pack
+from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.packed_data import pack
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from tests.support.membership import said, started, step
 

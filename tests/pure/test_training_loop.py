@@ -7,9 +7,10 @@ import pytest
 from recycle_plugin.core.messages.contributions import LOSS, Contributions
 from recycle_plugin.core.messages.from_coordinator import End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Contribution
-from recycle_plugin.core.vocabulary.dataflow import Datum, pack
+from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.packed_data import pack
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.loop_worker import MEMBERS, SHAPE, Worker
 

@@ -13,8 +13,8 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.from_workers import OutOfData
 from recycle_plugin.core.vocabulary.causes import Cause
-from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def batches_behind(course: Course, committed: int, reports: Reports) -> StepBatc
     if not course.shrinks:
         return course.batches
     assert course.job is not None, "a job that trains has begun"
-    held = {Seat.parse(seat): unpack(packed) for seat, packed in reports.holdings.items()}
+    held = {Seat.parse(seat): PackedData(packed) for seat, packed in reports.holdings.items()}
     whole = course.job.policy.replicas(course.attendance.view(reports.generation.roster))
     return course.batches.changed(whole, committed, held, course.job.stages)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.from_workers import Stepped
-from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Draw, Place
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+from recycle_plugin.core.vocabulary.packed_data import PackedData
 
 
 @dataclass
@@ -170,7 +170,7 @@ def ended_iterators(reports: Reports) -> dict[int, int]:
 def _summed(reports: Reports, step: int) -> bool:
     """Whether somebody has a gradient sum of ``step``, or has applied it."""
     return any(
-        datum.micro_batch is None and (datum.step == step + 1 if datum.kind == "params" else datum.step == step)
+        not names and (group.step == step + 1 if group.kind == "params" else group.step == step)
         for packed in reports.holdings.values()
-        for datum in unpack(packed)
+        for group, names in PackedData(packed).names.items()
     )

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recycle_plugin.core.vocabulary.dataflow import pack, unpack
 from recycle_plugin.core.vocabulary.iterator_draws import Batches
 from recycle_plugin.core.vocabulary.iterator_draws import pack as pack_drawn
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 
 
 def held_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The data that all shards of a seat hold, given what each has ``reported`` (core.vocabulary.dataflow.pack)."""
+    """The data that all shards of a seat hold, given what each has ``reported`` (core.vocabulary.packed_data.pack)."""
     first, *others = reported
-    return pack(unpack(first).intersection(*map(unpack, others))) if others else first
+    return pack(frozenset(PackedData(first)).intersection(*map(PackedData, others))) if others else first
 
 
 def drawn_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:

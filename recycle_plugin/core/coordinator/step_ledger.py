@@ -19,9 +19,9 @@ from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contri
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed
 from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.losses import Loss, mean, number
+from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
@@ -225,7 +225,7 @@ class StepLedger:
         """
         if self.validation.rejection(step) is None:
             return False
-        return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
+        return behind or bool(uninformed({Seat.parse(seat): PackedData(packed) for seat, packed in held.items()}, step))
 
     def _tell_collected(self, step: int, name: str, values: dict[str, Loss], out: CoordinatorOutput) -> None:
         out.tell(WORKERS, Collected(step, name, values))

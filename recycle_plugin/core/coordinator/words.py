@@ -40,8 +40,8 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import WORKER, ToCoordinator
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 if TYPE_CHECKING:
@@ -150,8 +150,9 @@ def _of_report(message: SurvivorReport, course: Course) -> str | None:
     """What is wrong with a report for the newest generation."""
     committed = course.committed
     try:
-        held, drawn = unpack(message.held), unpack_drawn(message.held_draws)
-        steps = [*drawn, *map(int, message.places), *(each.step for each in held)]
+        held, drawn = PackedData(message.held), unpack_drawn(message.held_draws)
+        held.check()
+        steps = [*drawn, *map(int, message.places), *(each.step for each in held.names)]
     except ValueError as error:
         return f"nobody can read what it reports to hold: {error}"
     if message.loaded:
@@ -159,7 +160,7 @@ def _of_report(message: SurvivorReport, course: Course) -> str | None:
     if not committed <= message.stepped <= committed + 1:  # of a newcomer too, which has followed so far
         return f"it has applied {message.stepped} steps, and {committed} are committed"
     stages = range(course.attendance.shape.stages)
-    if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held):
+    if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.names):
         return f"it holds what is nowhere yet: {str(message)[:SHOWN]}"
     before = course.regrouping.report(message.worker)
     if before is not None and _says(before) != _says(message):

@@ -183,8 +183,8 @@ class SurvivorReport(OfWorker, running=True, most=1 << 22):
     """A worker has stopped for ``generation``, and says what it has.
 
     It has applied ``stepped`` steps, made the plan ``digest``, by which a step takes ``period_us``, while no plan's
-    takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data
-    ``held_draws`` (core.vocabulary.iterator_draws.pack).  ``timings``: seconds that it took to notice and to plan.
+    takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.packed_data.pack), and of plain iterators'
+    data ``held_draws`` (core.vocabulary.iterator_draws.pack).  ``timings``: seconds that it took to notice and to plan.
     ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: the generation from which data
     is valid there (core/worker/step_store.py).  ``places``: where its plain iterator stood behind the last applied
     step, and behind the next where that was begun, by their numbers; nothing where it does not stand at its replica's

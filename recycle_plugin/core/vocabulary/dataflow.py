@@ -8,9 +8,6 @@ stages two steps are in flight and an activation of step k must never be taken f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
-from itertools import repeat
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -143,33 +140,3 @@ def provides(instruction: Instruction) -> tuple[Datum, ...]:
             return made("norm")
         case Op.STEP:
             return (Datum("params", stage, None, step + 1),)
-
-
-def pack(data: Iterable[Datum]) -> dict[str, str]:
-    """Packs ``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1",
-    "reduced 1@16": ""}. Costs time in proportion to the data, times the logarithm of that.
-    """
-    found: dict[str, list[str]] = {}
-    for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
-        names = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
-        names += [str(datum.micro_batch)] if datum.micro_batch else []
-    return {key: " ".join(names) for key, names in found.items()}
-
-
-def unpack(packed: dict[str, str]) -> frozenset[Datum]:
-    """The set of data that :func:`pack` has put into ``packed``.  Raises ValueError where a number in it is
-    malformed.
-    """
-    found: set[Datum] = set()
-    for key, names in packed.items():
-        kind, _, where = key.partition(" ")
-        stage, _, step = where.partition("@")
-        micro_batches: Iterable[MicroBatch | None] = map(_micro_batch, names.split()) if names else (None,)
-        found.update(map(Datum, repeat(kind), repeat(int(stage)), micro_batches, repeat(int(step))))
-    return frozenset(found)
-
-
-@lru_cache(maxsize=1 << 16)
-def _micro_batch(name: str) -> MicroBatch:
-    replica, _, index = name.partition(".")
-    return MicroBatch(int(replica), int(index))

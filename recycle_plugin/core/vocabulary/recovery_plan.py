@@ -22,6 +22,7 @@ from typing import Protocol
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.packed_data import groups
 
 Held = Mapping[Seat, AbstractSet[Datum]]
 """What each live worker still has."""
@@ -80,7 +81,7 @@ def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = Fa
         return (recover(committed + 1, held, also_back=back),)
     recovery_plans: list[RecoveryPlan] = []
     for step in (committed + 1, committed + 2):
-        if any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have):
+        if any(group.step == step and group.kind != "params" for have in held.values() for group in groups(have)):
             recovery_plans.append(recover(step, held))
             held = surviving(held, recovery_plans[-1])
     return tuple(recovery_plans)

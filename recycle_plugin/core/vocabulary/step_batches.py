@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.packed_data import groups
 
 Held = Mapping[Seat, AbstractSet[Datum]]
 SUMMED = frozenset({"inner", "wgrad", "reduced"})
@@ -132,11 +133,12 @@ class StepBatches:
 
 
 def _begun(step: int, held: Held) -> bool:
-    return any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have)
+    return any(group.step == step and group.kind != "params" for have in held.values() for group in groups(have))
 
 
 def _stays(step: int, held: Held, stages: int) -> bool:
     """Whether what the lost have contributed to ``step`` is in all sums, or is to be."""
-    summed = {datum.stage for have in held.values() for datum in have if datum.kind == "reduced" and datum.step == step}
-    applied = any(datum.kind == "params" and datum.step > step for have in held.values() for datum in have)
+    have = [group for each in held.values() for group in groups(each)]
+    summed = {group.stage for group in have if group.kind == "reduced" and group.step == step}
+    applied = any(group.kind == "params" and group.step > step for group in have)
     return applied or len(summed) == stages

@@ -26,12 +26,13 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.dataflow import of_layers, pack, unpack
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, end_before
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.losses import Loss
+from recycle_plugin.core.vocabulary.packed_data import PackedData, groups, pack
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import (
     Held,
@@ -388,7 +389,7 @@ class TrainingLoop:
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
         started = self._port.clock()
-        reported: Held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        reported: Held = {Seat.parse(seat): PackedData(packed) for seat, packed in resume.held.items()}
         if resume.unfilled:
             reported = before(reported, resume.unfilled)
         if resume.batches is not None:
@@ -411,7 +412,9 @@ class TrainingLoop:
                 resumed=True,
                 share=self._batches.share(recovery.step),
                 applied=any(
-                    datum.kind == "params" and datum.step > recovery.step for have in held.values() for datum in have
+                    group.kind == "params" and group.step > recovery.step
+                    for have in held.values()
+                    for group in groups(have)
                 ),
             )
             undo |= self.seat in recovery.undo

@@ -1,0 +1,47 @@
+"""Packed data is the set that it was made of, whatever is asked of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.packed_data import Group, PackedData, groups, pack, packed_data
+
+OF_ONE, OF_ALL = ("act", "grad", "stash", "inner", "wgrad", "data"), ("reduced", "tied", "norm", "params")
+NUMBER = st.integers(0, 12)
+DATA = st.one_of(
+    st.builds(Datum, st.sampled_from(OF_ONE), NUMBER, st.builds(MicroBatch, NUMBER, NUMBER), NUMBER),
+    st.builds(Datum, st.sampled_from(OF_ALL), NUMBER, st.none(), NUMBER),
+)
+
+
+@given(st.frozensets(DATA, max_size=40), st.frozensets(DATA, max_size=40))
+def test_it_is_the_set_that_was_packed(data, others):
+    packed = PackedData(pack(data))
+    packed.check()
+    assert packed == data and len(packed) == len(data)
+    assert {datum for datum in data | others if datum in packed} == data
+    assert packed - others == data - others and packed & others == data & others and packed | others == data | others
+    assert pack(packed) == pack(data)
+
+
+@given(st.frozensets(DATA, max_size=40))
+def test_groups_are_the_same_packed_or_not(data):
+    assert set(groups(data)) == set(groups(packed_data(data))) == {Group(*datum[:2], datum.step) for datum in data}
+
+
+@pytest.mark.parametrize("key", ("wgrad", "wgrad 1", "wgrad x@3", "wgrad 1@", ""))
+def test_a_malformed_group_is_an_error(key):
+    with pytest.raises(ValueError):
+        PackedData({key: "0.1"})
+
+
+@pytest.mark.parametrize(
+    "names", ("0", "0.x", "0.1,0.2", "0.1 ", " 0.1", "0.1  0.2", "-1.0", "0.1.2", "1e3.0", f"0.{10**9}", "٣.1")
+)
+def test_what_is_no_list_of_micro_batches_is_named(names):
+    with pytest.raises(ValueError, match="^wgrad of stage 1 is of "):
+        PackedData({"wgrad 1@3": names}).check()
