@@ -95,6 +95,37 @@ def test_what_all_have_read_is_kept_no_longer() -> None:
     assert reads(boards, 1, "link", (0,)) == {1: {"0": b"again"}}
 
 
+class Looked(dict):
+    """Counts the records that are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, rank: int) -> object:
+        self.looks += 1
+        return super().__getitem__(rank)
+
+    def values(self):
+        self.looks += len(self)
+        return super().values()
+
+
+def test_a_post_costs_a_look_at_those_who_read_its_board_however_many_ranks_there_are() -> None:
+    looks = []
+    for ranks in (4, 400):
+        boards = Boards()
+        boards._present = found = Looked()
+        for rank in range(ranks):
+            reads(boards, rank, f"pair {rank // 2}", (rank, rank ^ 1))
+        found.looks = 0
+        assert posts(boards, 0, "pair 0", b"zero") == {0: {"0": b"zero"}, 1: {"0": b"zero"}}
+        looks.append(found.looks)
+        assert posts(boards, 1, "pair 0", b"one") == {0: {"1": b"one"}, 1: {"1": b"one"}}
+        for rank in range(2, ranks):
+            posts(boards, rank, "another", b"", 2)
+        assert not boards._readers, "one board was read, and the rest are of a generation that is over"
+    assert looks == [2, 2]
+
+
 def test_what_is_kept_of_a_rank_is_bounded() -> None:
     boards = Boards()
     posts(boards, 0, "begun", bytes(SHARE // 2 - EACH), ALWAYS)

@@ -147,7 +147,7 @@ def assert_same_training(
     did.  Who has come back by the end counts like the others.
     """
     assert result.code == 0, result.output[-6000:]
-    assert {event["seat"] for event in result.of("lost")} == lost
+    assert {event["seat"] for event in result.of("lost")} == lost, result.output[-6000:]
     at_the_end = {result.seat_of(rank) for rank in result.records}
     never_away = {result.seat_of(rank) for rank in result.pids} - lost - left
     assert never_away <= at_the_end <= never_away | {event["seat"] for event in result.of("caught_up")}

@@ -55,6 +55,7 @@ class Boards:
     def __init__(self) -> None:
         self._always: dict[int, OfRank] = {}
         self._present: dict[int, OfRank] = {}
+        self._readers: dict[str, set[int]] = {}  # by board the ranks that have a wish there
 
     def has_room(self, message: Post | ReadBoard) -> bool:
         """Whether ``message`` fits into its rank's share."""
@@ -62,13 +63,16 @@ class Boards:
         return self._used(self._always.get(message.rank)) + self._used(self._of(message)) + size <= SHARE
 
     def post(self, post: Post, gone: AbstractSet[WorkerId], out: CoordinatorOutput) -> None:
-        """Keep a value, and send it to those who wait for it and are not ``gone``.  Cost: one look at each rank."""
+        """Keep a value, and send it to those who wait for it and are not ``gone``.  Cost: one look at each reader of
+        the board.
+        """
         of_rank = self._of(post)
         if of_rank is None or post.board in of_rank.values or not self.has_room(post):
             return
-        (self._always if post.generation == ALWAYS else self._present)[post.rank] = of_rank
+        self._keep(post, of_rank)
         of_rank.values[post.board] = post.value
-        for reader in list(self._present.values()):
+        for rank in sorted(self._readers.get(post.board, ())):
+            reader = self._present[rank]
             wish = reader.wishes.get(post.board)
             if wish is not None and post.rank in wish.missing and reader.worker not in gone:
                 wish.missing.remove(post.rank)
@@ -88,9 +92,24 @@ class Boards:
         out.tell(asked.worker, Posted(asked.board, found))
         of_rank = self._of(asked)
         if asked.generation != ALWAYS and of_rank is not None and self.has_room(asked):
-            self._present[asked.rank] = of_rank
+            self._keep(asked, of_rank)
+            self._readers.setdefault(asked.board, set()).add(asked.rank)
             of_rank.wishes[asked.board] = wish = Wish(asked.ranks, {*asked.ranks}.difference(there))
             self._clear_if_read(asked.board, wish)
+
+    def _keep(self, message: Post | ReadBoard, of_rank: OfRank) -> None:
+        """Have this be the rank's record from now on; what it had wished for in an earlier one goes."""
+        kept = self._always if message.generation == ALWAYS else self._present
+        before = kept.get(message.rank)
+        kept[message.rank] = of_rank
+        if before is not None and before is not of_rank:
+            for board in before.wishes:
+                self._reads_no_more(message.rank, board)
+
+    def _reads_no_more(self, rank: int, board: str) -> None:
+        self._readers[board].remove(rank)
+        if not self._readers[board]:
+            del self._readers[board]
 
     def _of(self, message: Post | ReadBoard) -> OfRank | None:
         """The record of the message's rank in its generation, a new one if need be; None if the rank has spoken of a
@@ -118,6 +137,7 @@ class Boards:
             for reader in filter(None, readers):
                 reader.values.pop(board, None)
                 del reader.wishes[board]
+                self._reads_no_more(reader.worker.rank, board)
 
 
 def _has_read(reader: OfRank, board: str) -> bool:
