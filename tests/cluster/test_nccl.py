@@ -166,14 +166,41 @@ def test_who_comes_back_adds_up_over_nccl_too(launch, on_the_host, tmp_path):
     assert_over_nccl(tmp_path, "")
 
 
-def test_deepspeed_survives_a_kill(server, tmp_path, references):
-    """Whose optimizer has buckets of its own."""
-    kill, counted = "kill 0.1 before 1REDUCE@5", {"name": "over_false_nccl", "folder": str(tmp_path)}
-    with launching(server, tmp_path, Run, DEEPSPEED) as launch:
-        result = launch(faults(kill), OVER, script=WRAPPED, **on_deepspeed(counted), **LATE).finish()
-    assert_same_training(result, references(server, DEEPSPEED, SQUARE), {"0.1"})
+@pytest.mark.parametrize(
+    "kill", ["kill 0.1 at recovery.resume:2", "kill 2.0 at recovery.report:2", "kill 0.0 before 0SA0.1>0.1@14"]
+)
+def test_another_is_lost_as_one_comes_back(launch, on_the_host, tmp_path, kill):
+    """Links of the membership that lets it in are left as they are made."""
+    over, first = {"name": "over_false_nccl", "folder": str(tmp_path)}, "kill 1.1 before 1REDUCE@5"
+    late = lambda *more, **job: launch(*more, **job, **LATE)
+    result = comes_back(late, tmp_path, first, OVER, shape=THREE, wraps=(over,), later=(kill,)).finish()
+    assert result.code == 0, result.output[-6000:]
+    assert {event["seat"] for event in result.of("lost")} == {"1.1", kill.split()[1]}
+    assert difference(result, on_the_host(f"steps={LONG}")).tolerated
     assert_in_order(result)
-    assert_over_nccl(tmp_path, "0.1")
+
+
+DEEPSPEEDS = {
+    "a kill": ("", ("kill 0.1 before 1REDUCE@5",)),
+    "tied weights, and another loss in the recovery": (
+        "model.tied=true",
+        ("kill 0.1 before 1TIE@7", "kill 1.0 at recovery.resume:2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("job, kills", DEEPSPEEDS.values(), ids=DEEPSPEEDS)
+def test_deepspeed_survives(server, tmp_path, references, job, kills):
+    """Whose optimizer has buckets of its own."""
+    counted, more = {"name": "over_false_nccl", "folder": str(tmp_path)}, [job] if job else []
+    with launching(server, tmp_path, Run, DEEPSPEED) as launch:
+        result = launch(faults(*kills), OVER, *more, script=WRAPPED, **on_deepspeed(counted), **LATE).finish()
+    lost = {kill.split()[1] for kill in kills}
+    assert_same_training(result, references(server, DEEPSPEED, SQUARE, *more), lost)
+    assert_in_order(result)
+    for seat in lost:
+        (tmp_path / f"{seat}.json").unlink(missing_ok=True)
+    assert_over_nccl(tmp_path, "")
 
 
 # --- boundary tensors --------------------------------------------------------------------------------
