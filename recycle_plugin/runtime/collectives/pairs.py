@@ -40,7 +40,7 @@ from recycle_plugin.runtime.movers.outbox import Message, Outbox, Word
 from recycle_plugin.runtime.movers.tcp import DEATH_S, LINGER_S, Transport
 from recycle_plugin.runtime.movers.wire import Apart, LinkOver, dtype_of, shapes_of
 
-CONNECT_S = 30.0  # for one link to be made
+CONNECT_S = 15.0  # for one link to be made, whose first operation may be stuck too: sooner than workers are given up
 LOST_S = 10.0  # until what a broken link has lost has come by the host; then the coordinator hears of it
 STUCK_S = 10.0  # for an operation, from its start here on: sooner than workers are given up by default
 LOOK_S = 1.0  # between two looks at what is under way
