@@ -47,7 +47,7 @@ def recover(
         Seat(replica, stage) for stage in range(plan.stages) for replica in set(rest.home[stage][reads[stage]].tolist())
     }
     undo = stepped & readers
-    closing = _closing(plan, step, held, lacking, held.keys() - stepped | undo)
+    closing = Closing(plan, step, held, lacking, held.keys() - stepped | undo)
     return Recovery(plan, costs, step, rest, closing, holders, undo | also_back)
 
 
@@ -63,28 +63,38 @@ def _sums(plan: Plan, step: int, held: Held, members: Collection[Seat]) -> tuple
     return {stage: seat for stage, seat in holders.items() if stage in lacking}, sorted(lacking)
 
 
-def _closing(
-    plan: Plan, step: int, held: Held, lacking: Collection[int], behind: Collection[Seat]
-) -> dict[Seat, tuple[Instruction, ...]]:
-    """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by nobody,
-    and STEP, by who is ``behind``.
+class Closing(Mapping[Seat, tuple[Instruction, ...]]):
+    """What each seat does behind its micro-batches: REDUCE where a stage lacks its result, TIE where one of a tie lacks
+    its own, then VALIDATE, by all or by nobody, and STEP, by who is ``behind``.
 
     Where somebody has stepped the norm was told to all, and VALIDATE finds it there (core/messages/contributions.py):
-    nobody waits for one again.
+    nobody waits for one again.  Each worker asks for its own seat only.
     """
-    untied = {seat.chunk for seat, have in held.items() if of_layers("tied", seat, step) not in have}
-    apart = {stage for tie in plan.view.topology.ties if untied.intersection(tie) for stage in tie}
-    closing: dict[Seat, tuple[Instruction, ...]] = {}
-    for seat in held:
+
+    def __init__(self, plan: Plan, step: int, held: Held, lacking: Collection[int], behind: Collection[Seat]) -> None:
+        self._ops, self._step, self._held = plan.policy.closing(tied=True), step, held
+        self._lacking, self._behind, ties = lacking, behind, plan.view.topology.ties
+        untied = (
+            {seat.chunk for seat, have in held.items() if of_layers("tied", seat, step) not in have} if ties else ()
+        )
+        self._apart = {stage for tie in ties if set(tie).intersection(untied) for stage in tie}
+
+    def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
+        if seat not in self._held:
+            raise KeyError(seat)
         runs = {
-            Op.REDUCE: seat.stage in lacking,
-            Op.TIE: seat.chunk in apart,
-            Op.VALIDATE: bool(behind),
-            Op.STEP: seat in behind,
+            Op.REDUCE: seat.stage in self._lacking,
+            Op.TIE: seat.chunk in self._apart,
+            Op.VALIDATE: bool(self._behind),
+            Op.STEP: seat in self._behind,
         }
-        ops = plan.policy.closing(tied=True)
-        closing[seat] = tuple(Instruction(op, seat.chunk, None, step) for op in ops if runs[op])
-    return closing
+        return tuple(Instruction(op, seat.chunk, None, self._step) for op in self._ops if runs[op])
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 @dataclass(frozen=True)
