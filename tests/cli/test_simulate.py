@@ -88,7 +88,7 @@ def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
         ("--mtbf 10m --lost 1.2", "write losses into a trace"),
         ("--mtbf 10m --machine moon", "one of local, cluster, free"),
         ("--mtbf 10m --hours 0", "more than 0"),
-        ("--mtbf 1m --hours 5", "without a worker"),
+        ("--mtbf 1m --hours 5 --back never", "without a worker"),
         ("--mtbf 10m --placement stage", "--preset"),
         ("--mtbf 10m --png x.png", "go with --fault"),
         ("--mtbf 10m --restart", "go with --fault"),

@@ -24,11 +24,14 @@ gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
 recycle simulate --costs F=2,I=2,W=2,step=1 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
 
 With --fault the steps are played instruction by instruction and drawn; --png writes what the runtime's runs write.
+"kill 1.2 before 2I1.3@1": the worker of replica 1, stage 2 dies before the input gradient of replica 1's micro-batch 3
+in step 1; "kill 1.2 after 2STEP@1": behind its optimizer's step.
 
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
 of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
 """
 PLACEMENTS = ("alone", "replica", "stage")
+RESTARTED = "1s"  # after which a supervisor starts the next process of a lost worker
 _SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -61,7 +64,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
     made.add_argument(
-        "--back", metavar="TIME", help="with --mtbf: a lost worker returns after this time (default: never)"
+        "--back",
+        metavar="TIME",
+        help="with --mtbf: after what time a lost worker's process is started again, or never (default: 1s, as the "
+        "plugin does where the host lives)",
     )
     made.add_argument(
         "--machine",
@@ -126,7 +132,7 @@ def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
             raise ValueError(f"trace {found.trace} does not say when it ends: add 'hour end' or --hours")
         return changes, length if length is not None else end
     length = 6 * traces.HOUR_S if length is None else length
-    back = span(found.back, "--back") if found.back is not None else None
+    back = None if found.back == "never" else span(found.back or RESTARTED, "--back")
     return traces.regular(span(found.mtbf, "--mtbf"), length, back, found.seed if found.random else None), length
 
 
