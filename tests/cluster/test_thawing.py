@@ -113,3 +113,9 @@ def test_a_job_with_a_log_is_refused_in_one_line(start):
 def test_a_thawed_parameter_without_a_group_is_refused_in_one_line(start):
     said = "0.linear.weight requires a gradient, and the optimizer does not have it: call optimizer.add_param_group()"
     assert_one_line(start(forgets=True).finish(), said)
+
+
+def test_replicas_that_freeze_other_parameters_are_refused_in_one_line(start):
+    """Which are as large, so that their sums can be made: of gradients of different parameters."""
+    said = "replicas have frozen or thawed other parameters before step 7: have all of them change the same"
+    assert_one_line(start(apart=True, recycle={"check_replicas": 0}).finish(), said)

@@ -1,8 +1,9 @@
 """A pipeline whose script thaws and freezes layers between steps, and gives its optimizer another group.
 
-RECYCLE_TEST_THAWING: {"folder", "faults", "steps", "held", "recycle", "plain", "forgets"}: before the steps ``held``
-members wait for a file ``goSTEP`` in the folder; ``recycle`` is the plugin's section, ``{"enabled": false}`` for stock
-DeepSpeed; ``plain``: in plain torch; ``forgets``: to add the group.  Each rank writes its losses and weights.
+RECYCLE_TEST_THAWING: {"folder", "faults", "steps", "held", "recycle", "plain", "forgets", "apart"}: before the steps
+``held`` members wait for a file ``goSTEP`` in the folder; ``recycle`` is the plugin's section, ``{"enabled": false}``
+for stock DeepSpeed; ``plain``: in plain torch; ``forgets``: to add the group; ``apart``: each replica freezes another
+layer.  Each rank writes its losses and weights.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ def change(step: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> No
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 3e-2})
         if step == THAWED and layer.number % 2 == 0:
             layer.linear.requires_grad_(True)
-        if step == FROZEN and layer.number == 1:
+        if step == FROZEN and job.get("apart") and layer.number % 2 == int(os.environ["RANK"]) % 2:
+            layer.linear.requires_grad_(False)
+        elif step == FROZEN and layer.number == 1:
             layer.linear.bias.requires_grad = False
-        if step == FROZEN and layer.number == 2:
+        elif step == FROZEN and layer.number == 2:
             layer.linear.requires_grad_(False)
 
 

@@ -92,6 +92,7 @@ class Gradients:
     ) -> None:
         self._buckets, self._store, self._gradients = buckets, store, gradients
         self.find_places()
+        self._retrained: tuple[int, int] | None = None  # the step from which on, and a hash of what
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._step = 0  # that is being applied, or was applied last
@@ -102,6 +103,13 @@ class Gradients:
         """Go by the parameters that the gradients have now."""
         self._places = {parameter: place for place, parameter in enumerate(self._gradients.parameters)}
 
+    def retrain(self, step: int, trained: int) -> None:
+        """Go by the parameters that the gradients have now, from ``step`` on, before whose sum the stage's workers
+        compare ``trained``, a hash below 2 ** 63 of which these are.
+        """
+        self.find_places()
+        self._retrained = step, trained
+
     def forget(self) -> None:
         """Drop all contributions, and their sum."""
         self._gradients.zero()
@@ -111,14 +119,28 @@ class Gradients:
         parameter.
 
         None where this worker has the sum already, and only gives it to others.  ``agree()`` is called when all of it
-        is here, and the contributions are as they were.
+        is here, and the contributions are as they were.  Raises RecycleError where the stage's workers train other
+        parameters from ``step`` on, and not all the same.
         """
+        if holder is None and self._retrained is not None and self._retrained[0] == step:
+            self._compare_trained(step, self._retrained[1])
         owners = self._blocks.owners(self._buckets.group) if self._blocks is not None and holder is None else None
         reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
         agree()
         if self._whole(step) is not None:
             return None  # here was what the others got
         return self._take(reduced)
+
+    def _compare_trained(self, step: int, trained: int) -> None:
+        group = self._buckets.group
+        _, live = group.live_position()
+        told = torch.empty(live, dtype=torch.int64)
+        group.exchange(told, torch.tensor([trained]).repeat(live), [1] * live, [1] * live)
+        if told.unique().numel() > 1:
+            raise RecycleError(
+                f"the scripts of a stage's replicas have frozen or thawed other parameters before step {step}: have "
+                "all of them change the same (a random choice needs the same seed on all ranks)"
+            )
 
     def reduce_alone(self) -> list[torch.Tensor]:
         """Sum the stage's contributions, all of which are here: one tensor for each parameter."""

@@ -178,7 +178,7 @@ class Trainer:
             self._entry.check_trained()
         else:
             self.settle()  # with what was trained before
-        self._parts.retrain()
+        self._parts.retrain(self.step + 1)
         self._surroundings.remember_trained()
 
     def _saves_at(self, end: JobEnded) -> bool:
