@@ -119,3 +119,8 @@ def test_replicas_that_freeze_other_parameters_are_refused_in_one_line(start):
     """Which are as large, so that their sums can be made: of gradients of different parameters."""
     said = "replicas have frozen or thawed other parameters before step 7: have all of them change the same"
     assert_one_line(start(apart=True, recycle={"check_replicas": 0}).finish(), said)
+
+
+def test_a_layer_that_is_thawed_by_its_forward_is_refused_in_one_line(start):
+    said = "parameters were frozen or thawed, or groups added to the optimizer, inside of step 1"
+    assert_one_line(start(inside=True).finish(), said)

@@ -1,9 +1,9 @@
 """A pipeline whose script thaws and freezes layers between steps, and gives its optimizer another group.
 
-RECYCLE_TEST_THAWING: {"folder", "faults", "steps", "held", "recycle", "plain", "forgets", "apart"}: before the steps
-``held`` members wait for a file ``goSTEP`` in the folder; ``recycle`` is the plugin's section, ``{"enabled": false}``
-for stock DeepSpeed; ``plain``: in plain torch; ``forgets``: to add the group; ``apart``: each replica freezes another
-layer.  Each rank writes its losses and weights.
+RECYCLE_TEST_THAWING: {"folder", "faults", "steps", "held", "recycle", "plain", "forgets", "apart", "inside"}: before
+the steps ``held`` members wait for a file ``goSTEP`` in the folder; ``recycle`` is the plugin's section, ``{"enabled":
+false}`` for stock DeepSpeed; ``plain``: in plain torch; ``forgets``: to add the group; ``apart``: each replica freezes
+another layer; ``inside``: forwards thaw.  Each rank writes its losses and weights.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Layer(nn.Module):
         self.requires_grad_(number % 2 == 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if job.get("inside"):
+            self.linear.requires_grad_(True)
         return torch.tanh(self.linear(x))
 
 

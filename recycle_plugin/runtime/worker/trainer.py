@@ -167,6 +167,7 @@ class Trainer:
                 if self._framework.saves_last and self._saves_at(end):
                     self.save(self.folder)
                 raise
+            self._check_kept()
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return mean(self.losses)
 
@@ -180,6 +181,14 @@ class Trainer:
             self.settle()  # with what was trained before
         self._parts.retrain(self.step + 1)
         self._surroundings.remember_trained()
+
+    def _check_kept(self) -> None:
+        """Raise RecycleError where what is trained has changed in a step: what has begun goes by what was before."""
+        if self._surroundings.trains_others:
+            raise RecycleError(
+                f"parameters were frozen or thawed, or groups added to the optimizer, inside of step {self.step}, as "
+                "by a layer's forward or a hook: do that between two steps"
+            )
 
     def _saves_at(self, end: JobEnded) -> bool:
         """Whether a checkpoint is made before the script is left: if ``end`` asks for one, and in a job that makes
