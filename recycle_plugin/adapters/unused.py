@@ -14,11 +14,11 @@ from recycle_plugin.adapters.unlaunched import AfterImport
 from recycle_plugin.runtime.control.session import Session
 
 SAID = (
-    "the script's optimizer steps, and the plugin has no part in it, so that the loss of a worker ends the job: no "
-    "deepspeed.initialize has met a config with a recycle section, nor is there a Pipeline or Replicas of the "
-    "plugin's. Where the plugin is to be left out, start the script without recycle_plugin.launch"
+    "the script's optimizer steps, and the plugin has no part in it so far: no deepspeed.initialize has met a config "
+    "with a recycle section, nor is there a Pipeline or Replicas of the plugin's. Unless one follows, the loss of a "
+    "worker ends the job. Where the plugin is to be left out, start the script without recycle_plugin.launch"
 )
-SEVERAL = 3  # steps: a script may try its optimizer out before
+SEVERAL = 3  # steps: a script may try its optimizer out before, or train a helper
 
 
 def watch(session: Session) -> None:
