@@ -372,6 +372,15 @@ def test_costs_of_each_stage_in_a_file(tmp_path):
     )
 
 
+def test_costs_that_lack_something_name_it(tmp_path):
+    for text, named in (
+        ('{"forward": [1], "weight": [1]}', "no input"),
+        ('{"forward": [1], "inputs": 2}', "no input, no weight, unknown key inputs"),
+    ):
+        (path := tmp_path / "costs.json").write_text(text)
+        assert message({"costs": str(path)}).startswith(f"recycle.costs: {path} has no costs: {named}; write ")
+
+
 @pytest.mark.parametrize(
     "change", [{"forward": [1, -1]}, {"forward": "a"}, {"forward": 3}, {"forward": [1.5, 1]}, {"input": [1]}, {"x": 1}]
 )

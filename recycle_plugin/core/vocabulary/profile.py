@@ -252,6 +252,10 @@ def read_costs(path: str | Path) -> Profile | CostModel:
         found = json.loads(text)
         if not isinstance(found, dict) or "forward" not in found:
             return _profile(found)
+        known = [field.name for field in fields(CostModel)]
+        wrong = [f"no {name}" for name in known[:3] if name not in found]
+        if wrong := wrong + [f"unknown key {name}" for name in found if name not in known]:
+            raise ValueError(", ".join(wrong))
         costs: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
         return CostModel(**costs)
     except (ValueError, TypeError, KeyError) as error:
