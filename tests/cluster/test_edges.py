@@ -32,8 +32,8 @@ def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):
     result = launch(**strike_at(moment, rank)).finish()
     assert_one_line(
         result,
-        f"the job ends: rank {rank}: its process was killed by signal 9 (SIGKILL) before training started: start the job "
-        "again",
+        f"the job ends: rank {rank}: its process was killed by signal 9 (SIGKILL) before training started: start the "
+        "job again",
     )
     with early_folder(result) as folder:
         (end,) = [event for event in read_events(folder / EVENTS) if event["event"] == "end"]
