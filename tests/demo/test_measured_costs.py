@@ -64,10 +64,12 @@ def test_a_traced_run_leaves_them_for_the_doctor(folder, tmp_path, capsys):
 
 
 def test_work_that_was_run_again_after_a_loss_is_in_no_cost(folder):
-    """A span of step 6, which was interrupted."""
+    """Step 6 was interrupted: the spans of that step, late and long, are more than those of all steps before."""
     trace(folder)
     late = TraceFile(folder / "trace", Seat(1, 1), print)
-    late.ran(Span(Seat(1, 1), Instruction.parse("1F0.0@6"), 102_780_000, 103_100_000))
+    for at in range(102_780_000, 102_820_000, 1000):
+        for name in ("F0.0", "I0.0", "W0.0", "REDUCE", "STEP"):
+            late.ran(Span(Seat(1, 1), Instruction.parse(f"1{name}@6"), at, 103_100_000))
     late.close()
     report.write(folder)
     assert read_costs(folder / "costs.json") == COSTS
