@@ -84,11 +84,14 @@ TORCHRUNS = {
 
 def test_torchruns_own_store_keeps_its_port():
     """The job's port follows from it, so that all ranks know it; others' jobs beside it have other ones."""
-    ports = {
-        int(described(TORCHRUNS | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})["MASTER_PORT"])
-        for port in range(29500, 29600)
-    }
-    assert len(ports) == 100 and all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in ports)
+    of_agents = TORCHRUNS | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ports = {port: int(described(of_agents | {"MASTER_PORT": str(port)})["MASTER_PORT"]) for port in range(1, 1 << 16)}
+    assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in ports.values())
+    assert not [store for store, port in ports.items() if port == store]
+    assert len({ports[store] for store in range(29500, 29600)}) == 100
+
+
+def test_a_port_that_torchrun_leaves_is_the_jobs():
     alone = described(TORCHRUNS | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert alone["MASTER_PORT"] == "29500" and alone["LOCAL_SIZE"] == "4"
 

@@ -54,8 +54,14 @@ def _of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """
     port = int(environment["MASTER_PORT"])
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port = FIRST_PORT + port * PRIME % PORTS
+        port = _beside(port)
     return dict(environment) | {"LOCAL_SIZE": environment["LOCAL_WORLD_SIZE"], "MASTER_PORT": str(port)}
+
+
+def _beside(port: int) -> int:
+    """A port that follows from ``port``, and is another one."""
+    # the same one would need FIRST_PORT + port * (PRIME - 1) + 1 to be a multiple of PORTS: it is odd, and PORTS is even
+    return FIRST_PORT + (port * PRIME + 1) % PORTS
 
 
 def _of_srun(environment: Mapping[str, str]) -> dict[str, str]:
