@@ -31,6 +31,17 @@ def test_the_report_names_origins_and_transitions(capsys) -> None:
     assert said.count("lost ") > 5 and "back " in said
 
 
+def test_a_lost_worker_is_back_after_a_second_unless_told_otherwise(capsys) -> None:
+    job = f"{JOB} --costs F=20,I=20,W=20 --mtbf 20m --hours 0.5 --machine free --json".split()
+    changes = {}
+    for back in ((), ("--back", "1s"), ("--back", "never")):
+        assert main([*job, *back]) == 0
+        found = json.loads(capsys.readouterr().out)
+        changes[back] = [(round(each["at_s"]), len(each["lost"]), len(each["joined"])) for each in found["transitions"]]
+    assert changes[()] == changes["--back", "1s"] == [(1200, 1, 0), (1201, 0, 1)]
+    assert changes["--back", "never"] == [(1200, 1, 0)]
+
+
 def test_free_changes_cost_only_work(capsys) -> None:
     assert main(f"{JOB} --costs F=20,I=20,W=20 --mtbf 20m --hours 1 --machine free --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
