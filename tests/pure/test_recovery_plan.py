@@ -25,6 +25,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import Torn, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import lowered, plan, recover
+from recycle_plugin.planner.closure import Rows
 from tests.support.planned import costs, jobs, policies, wide_jobs
 
 SHAPE = Topology(3, 4, 6)
@@ -45,6 +46,15 @@ data = st.builds(
 @given(st.frozensets(data, max_size=30))
 def test_what_a_worker_holds_travels_as_text(held) -> None:
     assert PackedData(pack(held)) == held
+
+
+@pytest.mark.parametrize(("stage", "names"), [(4, "0.0"), (-1, "0.0"), (0, "3.0"), (0, "0.6"), (0, "0.6 3.0 9.9")])
+def test_what_can_t_be_of_the_job_is_in_no_array(stage, names) -> None:
+    """Of 3 replicas with 4 stages and 6 micro-batches each."""
+    rows = Rows()
+    rows.add(Seat(2, 1), stage, names)
+    rows.add(Seat(1, 3), 3, f"2.5 0.1 {names}" if stage == 0 else "2.5 0.1")
+    assert [each.tolist() for each in rows.arrays(SHAPE)] == [[3, 3], [1, 1], [3, 3], [17, 1]]
 
 
 def start(planned) -> dict[Seat, set[Datum]]:
