@@ -121,6 +121,8 @@ def test_replicas_that_freeze_other_parameters_are_refused_in_one_line(start):
     assert_one_line(start(apart=True, recycle={"check_replicas": 0}).finish(), said)
 
 
-def test_a_layer_that_is_thawed_by_its_forward_is_refused_in_one_line(start):
-    said = "parameters were frozen or thawed, or groups added to the optimizer, inside of step 1"
-    assert_one_line(start(inside=True).finish(), said)
+@pytest.mark.parametrize("inside, plain", ((True, False), (False, True)), ids=("thaws", "freezes"))
+def test_a_forward_that_changes_what_is_trained_is_refused_in_one_line(start, inside, plain):
+    """A forward that freezes its weight has run in the same step, and what is left of its backward is behind that."""
+    said = f".linear.weight was {'thawed' if inside else 'frozen'} inside of step 2, as by a layer's forward"
+    assert_one_line(start(inside=inside, plain=plain, call=5).finish(), said)

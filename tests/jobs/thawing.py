@@ -1,9 +1,10 @@
 """A pipeline whose script thaws and freezes layers between steps, and gives its optimizer another group.
 
-RECYCLE_TEST_THAWING: {"folder", "faults", "steps", "held", "recycle", "plain", "forgets", "apart", "inside"}: before
-the steps ``held`` members wait for a file ``goSTEP`` in the folder; ``recycle`` is the plugin's section, ``{"enabled":
-false}`` for stock DeepSpeed; ``plain``: in plain torch; ``forgets``: to add the group; ``apart``: each replica freezes
-another layer; ``inside``: forwards thaw.  Each rank writes its losses and weights.
+RECYCLE_TEST_THAWING: {"folder", "faults", "steps", "held", "recycle", "plain", "forgets", "apart", "inside", "call"}:
+before the steps ``held`` members wait for a file ``goSTEP`` in the folder; ``recycle`` is the plugin's section,
+``{"enabled": false}`` for stock DeepSpeed; ``plain``: in plain torch; ``forgets``: to add the group; ``apart``: each
+replica freezes another layer; ``inside``: forwards thaw (true) or freeze (false) their layer, from the ``call`` of this
+number on.  Each rank writes its losses and weights.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ class Layer(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number, self.linear = number, nn.Linear(WIDTH, WIDTH)
+        self.number, self.linear, self.calls = number, nn.Linear(WIDTH, WIDTH), 0
         generator = torch.Generator().manual_seed(number)
         for parameter in self.linear.parameters():
             nn.init.normal_(parameter, std=0.4, generator=generator)
         self.requires_grad_(number % 2 == 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if job.get("inside"):
-            self.linear.requires_grad_(True)
+        self.calls += self.training and torch.is_grad_enabled()
+        if "inside" in job and self.calls >= job.get("call", 1):
+            self.linear.requires_grad_(job["inside"])
         return torch.tanh(self.linear(x))
 
 

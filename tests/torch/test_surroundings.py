@@ -108,9 +108,10 @@ def test_what_is_left_of_a_step_trains_what_the_step_began_with():
     module[0].requires_grad_(False)
     optimizer = torch.optim.SGD(module[1].parameters(), lr=1.0)
     surroundings = Surroundings(module, "cpu", lambda: optimizer.param_groups)
-    assert not surroundings.trains_others
+    assert surroundings.retrained == ""
     module[0].weight.requires_grad_(True)
     module[1].bias.requires_grad_(False)
+    assert surroundings.retrained == "0.weight was thawed"
     optimizer.add_param_group({"params": [module[0].weight]})
     for _ in range(2):
         with surroundings.restored():
@@ -118,6 +119,6 @@ def test_what_is_left_of_a_step_trains_what_the_step_began_with():
             assert len(optimizer.param_groups) == 1
         assert [each.requires_grad for each in module.parameters()] == [True, False, True, False]
         assert optimizer.param_groups[1]["params"] == [module[0].weight]
-    assert surroundings.trains_others
+    assert surroundings.retrained == "groups of the optimizer were added or removed"
     surroundings.remember_trained()
-    assert not surroundings.trains_others
+    assert surroundings.retrained == ""

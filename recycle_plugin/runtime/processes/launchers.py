@@ -60,7 +60,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _beside(port: int) -> int:
     """A port that follows from ``port``, and is another one."""
-    # the same one would need FIRST_PORT + port * (PRIME - 1) + 1 to be a multiple of PORTS: it is odd, and PORTS is even
+    # the same one would need a multiple of PORTS, which is even, in FIRST_PORT + port * (PRIME - 1) + 1, which is odd
     return FIRST_PORT + (port * PRIME + 1) % PORTS
 
 

@@ -51,11 +51,17 @@ class Surroundings:
         self._group_count = len(self._groups())
 
     @property
-    def trains_others(self) -> bool:
-        """Whether the script has frozen or thawed parameters, or added groups, since that was remembered."""
-        return len(self._groups()) != self._group_count or any(
-            parameter.requires_grad != trained for parameter, trained in self._trained
-        )
+    def retrained(self) -> str:
+        """What the script has frozen, thawed or added to the optimizer since that was remembered, in words; else
+        empty.
+        """
+        if len(self._groups()) != self._group_count:
+            return "groups of the optimizer were added or removed"
+        changed = next((one for one, trained in self._trained if one.requires_grad != trained), None)
+        if changed is None:
+            return ""
+        name = next((name for name, one in self._module.named_parameters() if one is changed), "a parameter")
+        return f"{name} was {'thawed' if changed.requires_grad else 'frozen'}"
 
     def leave(self) -> None:
         """Remember numbers and words as they are now, before the script may change them for the next step."""

@@ -160,20 +160,25 @@ class Trainer:
             if self._framework.compute is None:  # a script that runs its forward itself says in which mode
                 self._framework.model.module.train()
             self._surroundings.remember()
+            step = self.step + 1
             try:
-                self._checkpoints.make_if_due(self.step + 1)
-                self.losses = self._running.train(self.step + 1)
+                self._checkpoints.make_if_due(step)
+                self.losses = self._running.train(step)
             except JobEnded as end:
                 if self._framework.saves_last and self._saves_at(end):
                     self.save(self.folder)
                 raise
-            self._check_kept()
+            except RuntimeError as error:
+                if not isinstance(error, RecycleError):  # autograd's, of a weight whose gradient was still to come
+                    self._check_kept(step)
+                raise
+            self._check_kept(step)
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return mean(self.losses)
 
     def _see_trained(self) -> None:
         """Train what the script has thawed since the last step, and not what it has frozen."""
-        if not self._surroundings.trains_others:
+        if not self._surroundings.retrained:
             return
         if self._entry is not None:
             self._entry.check_trained()
@@ -182,12 +187,11 @@ class Trainer:
         self._parts.retrain(self.step + 1)
         self._surroundings.remember_trained()
 
-    def _check_kept(self) -> None:
-        """Raise RecycleError where what is trained has changed in a step: what has begun goes by what was before."""
-        if self._surroundings.trains_others:
+    def _check_kept(self, step: int) -> None:
+        """Raise RecycleError where what is trained has changed in ``step``: what has begun goes by what was before."""
+        if retrained := self._surroundings.retrained:
             raise RecycleError(
-                f"parameters were frozen or thawed, or groups added to the optimizer, inside of step {self.step}, as "
-                "by a layer's forward or a hook: do that between two steps"
+                f"{retrained} inside of step {step}, as by a layer's forward or a hook: do that between two steps"
             )
 
     def _saves_at(self, end: JobEnded) -> bool:
