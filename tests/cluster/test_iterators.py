@@ -217,29 +217,37 @@ def test_epochs_that_micro_batches_do_not_divide(train):
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
+def in_turn(launch, tmp_path, case, *runs):
+    """The results of jobs of ``case`` one after the other, each with its shape, and what its job has besides."""
+    results = []
+    for number, (shape, more) in enumerate(runs):
+        job = {"folder": str(tmp_path / f"run{number}"), "case": case, "each": 100, "faults": []} | more
+        job |= {"replicas": shape.replicas, "stages": shape.stages}
+        started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+        results.append(started.finish())
+    return results
+
+
 def test_a_job_goes_on_at_each_iterators_place(launch, tmp_path):
     """A checkpoint of a job that has lost a worker: its iterators have given unequally much.  A script that skips by
     itself is told; with another number of replicas it is said what changes.
     """
-    shape, saved, results = SQUARE, str(tmp_path / "saved"), []
-    runs = (
-        ({"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"]}, SQUARE),
-        ({"steps": 9, "loaded": saved, "resume": True}, SQUARE),
-        ({"steps": 7, "loaded": saved}, SQUARE),
-        ({"steps": 7, "loaded": saved, "resume": True}, Shape(3)),
+    saved = str(tmp_path / "saved")
+    first, second, skips, third = in_turn(
+        launch,
+        tmp_path,
+        "plain",
+        (SQUARE, {"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"]}),
+        (SQUARE, {"steps": 9, "loaded": saved, "resume": True}),
+        (SQUARE, {"steps": 7, "loaded": saved}),
+        (Shape(3), {"steps": 7, "loaded": saved, "resume": True}),
     )
-    for number, (more, here) in enumerate(runs):
-        job = {"folder": str(tmp_path / f"run{number}"), "case": "plain", "each": 100, "faults": []} | more
-        job |= {"replicas": here.replicas, "stages": here.stages}
-        started = launch(shape=here, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
-        results.append(started.finish())
-    first, second, skips, third = results
     assert [each["seat"] for each in first.of("lost")] == ["0.0"] and not second.of("lost")
-    flat = [count for each in counts(second, shape) for count in each]  # there is room for 3 replicas
+    flat = [count for each in counts(second, SQUARE) for count in each]  # there is room for 3 replicas
     used = [flat[:100], flat[100:200]]
     numbers = [sum(each) for each in used]
     assert used == [[1] * number + [0] * (100 - number) for number in numbers] and not any(flat[200:])
-    assert sum(numbers) == 9 * shape.replicas * A_STEP and numbers[0] < numbers[1]
+    assert sum(numbers) == 9 * SQUARE.replicas * A_STEP and numbers[0] < numbers[1]
     assert [each["text"] for each in skips.of("data") if "unevenly, since workers were missing" in each["text"]]
     assert not [each for each in second.of("data") if "unevenly" in each["text"]]
     (said,) = [each["text"] for each in third.of("data") if "the checkpoint is of 2 replicas" in each["text"]]
@@ -250,19 +258,16 @@ def test_a_job_goes_on_with_each_loaders_state(launch, tmp_path):
     """Loaders whose order is by a seed, which is another one in the job that goes on: what was read is not read again,
     and nothing is left out.  Another number of replicas reads up to where together they have given as much.
     """
-    saved, results = str(tmp_path / "saved"), []
-    runs = (
-        ({"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"], "seed": 1}, SQUARE),
-        ({"steps": 9, "loaded": saved, "resume": True, "seed": 2}, SQUARE),
-        ({"steps": 7, "loaded": saved, "seed": 1}, SQUARE),
-        ({"steps": 7, "loaded": saved, "resume": True, "seed": 1}, Shape(3)),
+    saved = str(tmp_path / "saved")
+    _, second, places_itself, third = in_turn(
+        launch,
+        tmp_path,
+        "stateful",
+        (SQUARE, {"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"], "seed": 1}),
+        (SQUARE, {"steps": 9, "loaded": saved, "resume": True, "seed": 2}),
+        (SQUARE, {"steps": 7, "loaded": saved, "seed": 1}),
+        (Shape(3), {"steps": 7, "loaded": saved, "resume": True, "seed": 1}),
     )
-    for number, (more, here) in enumerate(runs):
-        job = {"folder": str(tmp_path / f"run{number}"), "case": "stateful", "each": 100, "faults": []} | more
-        job |= {"replicas": here.replicas, "stages": here.stages}
-        started = launch(shape=here, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
-        results.append(started.finish())
-    _, second, places_itself, third = results
     flat = [count for each in counts(second, SQUARE) for count in each]  # there is room for 3 replicas
     numbers = [sum(flat[:100]), sum(flat[100:200])]
     assert sum(numbers) == 9 * SQUARE.replicas * A_STEP and numbers[0] < numbers[1]
