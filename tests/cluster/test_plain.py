@@ -280,9 +280,8 @@ class Part(nn.Module):  # of the inputs, for the processes' parts of the first l
 def test_the_documents_scripts_run_as_they_stand(plain_server, tmp_path):
     """Each, though a worker is lost; only the number of steps is smaller."""
     blocks = re.findall(r"```python\n(.*?)```", Path("recycle_plugin/docs/jobs.md").read_text(), re.DOTALL)
-    pipeline, shared, replicas = (
-        next(block for block in blocks if word in block) for word in ("Pipeline(", "seat_group", "Replicas(")
-    )
+    words = "Pipeline(", "seat_group", "Replicas(", "replica_mesh("
+    pipeline, shared, replicas, fsdp = (next(block for block in blocks if word in block) for word in words)
     settings = f'settings={{"run_dir": {str(tmp_path / "run")!r}, "faults": ["kill 1.0 before 0REDUCE@3"]}}'
     data, trains = pipeline[: pipeline.index("pipeline = ")], pipeline[pipeline.index("pipeline = ") :]
     trains = trains.replace("settings={}", settings).replace('"checkpoint"', repr(str(tmp_path / "saved")))
@@ -292,6 +291,7 @@ def test_the_documents_scripts_run_as_they_stand(plain_server, tmp_path):
         data + trains: 4,
         data + shared + PART + by_parts.replace("stages=2,", "stages=2, shards=2,"): 8,
         data + model + replicas.replace("micro_batches=4", f"micro_batches=4, {settings}"): 2,
+        data + model + fsdp.replace("micro_batches=4", f"micro_batches=4, {settings}"): 4,
     }
     for number, (text, workers) in enumerate(scripts.items()):
         script = tmp_path / f"train{number}.py"

@@ -49,6 +49,10 @@ class PlainFiles:
     def read(self, state: StageState, folder: Path) -> None:
         """Load everything from the checkpoint ``folder``.  Raises RecycleError where it is not one of this job."""
         file = folder / self._name
+        if (folder / ".metadata").is_file():
+            raise RecycleError(
+                f"load(): {folder} is one of torch.distributed.checkpoint: give Replicas(…, dcp=True) to load it"
+            )
         if not file.is_file():
             raise RecycleError(
                 f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages"
@@ -69,12 +73,7 @@ class PlainFiles:
                 f"load(): {folder} is of a job with shards={contents.get('shards', 1)}, and this one has "
                 f"shards={self.shards}; use as many"
             )
-        for what, kind in self.kinds.items():
-            if contents["kinds"][what] != kind:
-                raise RecycleError(
-                    f"load(): {folder} is of a job whose {what} is {contents['kinds'][what]}, and here it is {kind}; "
-                    "give the same"
-                )
+        check_kinds(contents["kinds"], self.kinds, folder)
         try:
             self.module.load_state_dict(contents["layers"])
         except RuntimeError as error:
@@ -102,6 +101,15 @@ class PlainFiles:
             "small": state.small(),
             "tensors": rest,
         }
+
+
+def check_kinds(saved: Mapping[str, str], kinds: Mapping[str, str], folder: Path) -> None:
+    """Raise RecycleError where the checkpoint ``folder`` was ``saved`` with other classes than these."""
+    for what, kind in kinds.items():
+        if saved.get(what, kind) != kind:
+            raise RecycleError(
+                f"load(): {folder} is of a job whose {what} is {saved[what]}, and here it is {kind}; give the same"
+            )
 
 
 def chosen(folder: Path, tag: str | None) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import meet
 from recycle_plugin.runtime.stage.ports import Compute
+from recycle_plugin.settings.schema import Settings
 
 
 class Replicas(PlainJob):
@@ -23,8 +25,10 @@ class Replicas(PlainJob):
     a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``. The first call
     is made twice, which has to give the same.  Layers stay in the mode, of training or evaluation, that the script has
     put them in. A parameter that gets no gradient in a step is stepped by one of zeros, as with DeepSpeed. ``clip``,
-    ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches. Raises RecycleError
-    where something does not fit, and SettingsError.
+    ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches. ``dcp``: checkpoints
+    have the format of torch.distributed.checkpoint, as they always do where ``fully_shard`` shards the module.  That is
+    done before, among the processes of a replica (:func:`replica_mesh`); then the loss is the mean over these too.
+    Raises RecycleError where something does not fit, and SettingsError.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Replicas(PlainJob):
         *,
         scheduler: Any = None,
         clip: float = 0.0,
+        dcp: bool = False,
         settings: dict[str, Any] | None = None,
     ) -> None:
         chosen = settings_of(settings, split_backward=False)
@@ -45,12 +50,33 @@ class Replicas(PlainJob):
                 "recycle.split_backward: a backward that the script calls is not split; leave it out, or set it to "
                 "false"
             )
-        line, workers = session_with(chosen), int(os.environ["WORLD_SIZE"])
+        line, workers, shards = session_with(chosen), int(os.environ["WORLD_SIZE"]), None
+        if _is_sharded(module):
+            from recycle_plugin.adapters.plain.sharded import Shards  # see below
+
+            _refuse_log(chosen)
+            shards = Shards(line, module, micro_batches)
+            compute = shards.computing(compute)
         if workers < 2:
             raise RecycleError(
                 "one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m "
                 "recycle_plugin.launch --workers 2"
             )
-        place = meet(line, Topology(workers, 1, micro_batches))
-        super().__init__(line, chosen, place, module, optimizer, scheduler, None, clip, compute=compute)
+        place = meet(line, Topology(workers, 1, micro_batches)) if shards is None else shards.place
+        super().__init__(
+            line, chosen, place, module, optimizer, scheduler, None, clip, compute=compute, shards=shards, dcp=dcp
+        )
         self._trainer.feed.source = lambda step, micro_batch: None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on ``module`` or a part of it."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # half a second's import, and then there is none
+    return tensor is not None and any(isinstance(each, tensor.DTensor) for each in module.parameters())
+
+
+def _refuse_log(settings: Settings) -> None:
+    if settings.log is not None:
+        raise RecycleError(
+            "recycle.log with fully_shard: what several workers of one seat log can't be replayed yet; leave it out"
+        )

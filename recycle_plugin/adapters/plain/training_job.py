@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,12 +20,15 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
-from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer, check_scheduler
-from recycle_plugin.runtime.stage.ports import Compute, Framework, MadeStage, StageModel, trained
-from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.stage.fitness import check_elementwise, check_layers, check_optimizer, check_scheduler
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, Compute, Framework, MadeStage, StageModel, trained
+from recycle_plugin.runtime.stage.randomness import keyed, named
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
+
+if TYPE_CHECKING:  # half a second's import, which jobs without shards do without
+    from recycle_plugin.adapters.plain.sharded import Shards
 
 
 def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
@@ -76,7 +79,8 @@ def device_of_all(module: nn.Module) -> Device:
 
 class PlainJob:
     """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session, which has its
-    ``place``.  ``make(stage)``: another one's module, made once more.
+    ``place``.  ``make(stage)``: another one's module, made once more.  ``shards``: of a module that the processes of a
+    replica share, what this one has.  ``dcp``: checkpoints have the format of torch.distributed.checkpoint.
     """
 
     def __init__(
@@ -92,23 +96,35 @@ class PlainJob:
         micro_batch_size: int = 1,
         compute: Compute | None = None,
         make: Callable[[int], nn.Module] | None = None,
+        shards: Shards | None = None,
+        dcp: bool = False,
     ) -> None:
         self.seat, self.module, self.optimizer, self.scheduler = place.seat, module, optimizer, scheduler
         topology = place.topology
         check_layers(module)
         check_optimizer(module, optimizer)
         check_scheduler(scheduler)
-        device = device_of_all(module)
+        held = module if shards is None else shards
+        if shards is not None:
+            check_elementwise(optimizer, "fully_shard")
+            shards.take(optimizer)
+        device = device_of_all(held)
         if not clip >= 0:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
-        stage, peers = self.seat.stage, place.peers
+        stage, peers, shard = self.seat.stage, place.peers, place.shard
         assert line.hooks.startup is not None, "there are groups"
-        with line.hooks.startup.building(trained(module)):
-            make_alike((*module.parameters(), *module.buffers()), peers)
+        with line.hooks.startup.building(trained(held)):
+            make_alike((*held.parameters(), *held.buffers()), peers)
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
-        self._files = PlainFiles(self.seat, topology.stages, module, kinds, place.shards, place.shard)
+        self._files: CheckpointFormat = PlainFiles(self.seat, topology.stages, module, kinds, place.shards, shard)
+        if dcp or shards is not None:
+            from recycle_plugin.adapters.plain.distributed_files import DistributedFiles, Unsharded  # half a second's
+
+            check_elementwise(optimizer, "dcp=True")
+            weights = shards or Unsharded(dict(module.named_parameters()))
+            self._files = DistributedFiles(module, weights, optimizer, kinds, shard)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
-        model = StageModel(module, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
+        model = StageModel(held, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
         steps = PlainOptimizer(optimizer, scheduler)
         self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
@@ -130,7 +146,7 @@ class PlainJob:
             micro_batch_size=micro_batch_size,
             batch=lambda: batch,
             next_batch=_no_iterator,
-            forward=lambda seed, place: keyed(seed, device),
+            forward=lambda seed, place: keyed(seed if shards is None else named(seed, f"shard {shard}"), device),
             clipping=clip,
             state=(scheduler_part(lambda: scheduler, lambda: optimizer), steps.counters),
             compute=compute,

@@ -24,7 +24,8 @@ class ScriptHooks:
       when the job has come to its planned end.
     * ``startup``: what a newcomer's predecessor's collectives gave before its first step (collectives' Startup, which
       stands above), once there are groups; ``seat_group``: of the workers that hold this one's seat with it, None where
-      it does so alone.
+      it does so alone; ``place``: this worker's among the seats (collectives' HeldSeat), where the script has asked
+      for it before it trains.
     """
 
     trains: bool = False
@@ -34,6 +35,7 @@ class ScriptHooks:
     at_end: Callable[[], None] = lambda: None
     startup: Any = None
     seat_group: ProcessGroup | None = None
+    place: Any = None
 
 
 class TrainingThread:

@@ -12,6 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from recycle_plugin.errors import RecycleError
 
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
 
 def check_layers(module: torch.nn.Module) -> None:
     """Raise RecycleError for a layer that can't be run again by a peer; the message names it and says what to use
@@ -67,6 +69,16 @@ def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
             "gradient would not be summed over replicas: "
             "give a module that has all of them, such as nn.ModuleList([one, other]), or the optimizer those of the "
             "module"
+        )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Raise RecycleError for an optimizer that may not step each element by itself, which ``what`` asks for."""
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
+        raise RecycleError(
+            f"{kind.__name__} with {what} is not supported yet, since nobody knows whether it steps each element of a "
+            f"weight by itself: use one of torch.optim's {', '.join(ELEMENTWISE)}"
         )
 
 

@@ -171,12 +171,14 @@ def touch(*given: Any) -> None:
 
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """All tensors in what a call of torch's gets."""
+    """All tensors in what a call of torch's gets, and those that a tensor is made of, as a DTensor of its shard."""
     rest = [given]
     while rest:
         one = rest.pop()
         if isinstance(one, torch.Tensor):
             yield one
+            flatten = getattr(type(one), "__tensor_flatten__", None)  # of tensors that hold others
+            rest.extend(() if flatten is None else [getattr(one, name) for name in flatten(one)[0]])
         elif isinstance(one, (list, tuple)):
             rest.extend(one)
         elif isinstance(one, dict):
