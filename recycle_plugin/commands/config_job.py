@@ -18,8 +18,9 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import spread, stages_at_risk
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read_costs
+from recycle_plugin.core.vocabulary.profile import Profile, read_measured
 from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.settings import activation_cap as caps
 from recycle_plugin.settings.schema import Settings
@@ -35,8 +36,9 @@ _SLOTS = re.compile(r"(\S+)\s+slots=(\d+)")
 class ConfiguredJob:
     """A job as it is configured.
 
-    ``hosts``: the seats of each, rank 0's first.  ``origin``: where ``costs`` are from.  ``mismatch``: how the batch
-    sizes contradict each other, one line or "".
+    ``hosts``: the seats of each, rank 0's first.  ``origin``: where ``costs`` are from.  ``samples``: of a micro-batch.
+    ``mismatch``: how the batch sizes contradict each other, one line or "".  ``measured``: what a run of this model has
+    held on each stage, if the costs are a run's.
     """
 
     config: dict[str, Any]
@@ -49,7 +51,14 @@ class ConfiguredJob:
     hosts: dict[str, tuple[Seat, ...]]
     spare_slots: int
     clipping: float
+    samples: int
     mismatch: str
+    measured: tuple[StageBytes, ...] = ()
+
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether it is known what a micro-batch holds."""
+        return self.profile is not None or bool(self.measured)
 
     @property
     def replicas(self) -> int:
@@ -73,6 +82,11 @@ class ConfiguredJob:
     def busiest(self) -> int:
         """Micro-batches of the busiest worker after one loss, at most."""
         return min(len(self.shape.batch), self.busiest_blocks * self.policy.blocks(self.shape).size)
+
+    @property
+    def ordinary(self) -> int:
+        """Micro-batches of each worker while all of them are there."""
+        return self.shape.micro_batches
 
     def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
         """The planned period and its lower bound in microseconds, without the ``lost`` seats and what goes with them.
@@ -133,7 +147,7 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
     if half(config) == FP16:
         settings = settings.in_fp16(clip)
     policy = settings.policy(settings.waits_for_norm(clip), found.pp)
-    costs, origin, taken = costs_of(found, settings, shape, samples)
+    costs, origin, taken, measured = costs_of(found, settings, shape, samples)
     if not any((*costs.forward, *costs.input, *costs.weight)):
         raise ValueError(
             f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more"
@@ -141,7 +155,8 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
     if taken is not None and settings.activation_cap == caps.AUTO:
         policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
     hosts, spare = placement(found.hostfile, shape, settings.placement)
-    return ConfiguredJob(config, settings, shape, policy, costs, origin, taken, hosts, spare, clip, mismatch)
+    known = costs, origin, taken, hosts, spare, clip, samples, mismatch, measured
+    return ConfiguredJob(config, settings, shape, policy, *known)
 
 
 def config_of(path: str) -> dict[str, Any]:
@@ -199,13 +214,14 @@ def clipping(config: dict[str, Any], path: str) -> float:
 
 def costs_of(
     found: argparse.Namespace, settings: Settings, shape: Topology, samples: int
-) -> tuple[CostModel, str, Profile | None]:
-    """The cost model, where it comes from, and the profile behind it; the command line goes before the config.
+) -> tuple[CostModel, str, Profile | None, tuple[StageBytes, ...]]:
+    """The cost model, where it comes from, and the profile, or the bytes that a run has measured, behind it; the
+    command line goes before the config.
 
     Raises ValueError for a profile that does not fit the job.
     """
     if found.profile is None:
-        costs, taken = settings.cost_model(shape, samples), settings.profile()
+        costs, taken, measured = settings.cost_model(shape, samples), settings.profile(), settings.measured()
         origin = (
             taken.title
             if taken
@@ -213,27 +229,29 @@ def costs_of(
             if settings.costs
             else "equal, F = I = W = 1 ms: no profile given"
         )
-        return costs, origin, taken
-    given = profile_of(found.profile)
+        return costs, origin, taken, measured
+    given, measured = profile_of(found.profile)
     if isinstance(given, CostModel):
         if given.stages != shape.stages:
             raise ValueError(f"--profile {found.profile}: costs of {given.stages} stages, and --pp is {shape.stages}")
-        return given, f"of each stage, as {found.profile} has them", None
+        return given, f"of each stage, as {found.profile} has them", None, measured
     if given.micro_batch != samples:
         raise ValueError(
             f"--profile {found.profile}: measured with micro-batches of {given.micro_batch}, "
             f"and the job's have {samples}; measure again with recycle profile --micro-batch {samples}"
         )
     try:
-        return given.costs(shape.stages, shape.replicas, not settings.split_backward), given.title, given
+        return given.costs(shape.stages, shape.replicas, not settings.split_backward), given.title, given, ()
     except ValueError as error:
         raise ValueError(f"--pp {shape.stages}: {error}; lower --pp") from None
 
 
-def profile_of(path: str) -> Profile | CostModel:
-    """Read a profile, or the costs of each stage; raises ValueError where ``path`` has none."""
+def profile_of(path: str) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
+    """Read a profile, or the costs of each stage, with the bytes that a run has measured; raises ValueError where
+    ``path`` has none.
+    """
     try:
-        return read_costs(path)
+        return read_measured(path)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} has ")
         raise ValueError(

@@ -62,7 +62,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument(
         "--profile",
         metavar="FILE",
-        help="costs and bytes from the JSON file that recycle profile wrote (default: the config's)",
+        help="costs and bytes from a traced run's costs.json, or of recycle profile --out (default: the config's)",
     )
     made.add_argument(
         "--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"'

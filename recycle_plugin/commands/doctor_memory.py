@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from recycle_plugin.commands.config_job import ConfiguredJob
-from recycle_plugin.commands.doctor_section import Section, aligned, gib, times
-from recycle_plugin.commands.losses import stages_text
+from recycle_plugin.commands.doctor_section import Section, aligned, gib, times, unit
+from recycle_plugin.commands.losses import clipped, stages_text
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, WorkerBytes
 from recycle_plugin.settings.wording import SECTION, shown
 
@@ -19,18 +20,20 @@ PARTS = {
     "activations": "activations",
     "working": "running",
     "between": "between",
+    "today": "today",
     "peak": "peak",
     "host": "host",
 }
 OF_A_PARAMETER = ("weights", "masters", "optimizer", "undo", "sum", "contributions", "new", "second", "scaled", "work")
 NO_PROFILE = (
-    "of each stage: not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it"
+    "of each stage: not known without a profile: --profile takes the costs.json of a traced run, which has measured "
+    "its own model, or what recycle profile --out FILE says of a GPT"
 )
 
 
 def memory(job: ConfiguredJob) -> Section:
     """The section on the memory of a worker: how many micro-batches make a loss cheap, bytes of a parameter, and of
-    each stage, which only a profile knows.  Raises PlanError.
+    each stage, which only a profile or a run of the model knows.  Raises PlanError.
     """
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
@@ -41,26 +44,70 @@ def memory(job: ConfiguredJob) -> Section:
     if job.survives:
         data["activation_cap"], said = _enough(job)
         lines = (said, *lines)
-    table, wrong = list(_moments(each)), tuple[str, ...]()
-    if job.profile is None:
+    table = list(_moments(each))
+    if not job.knows_bytes:
         return Section("memory", "Memory of a worker", data, (NO_PROFILE, *lines), (), tuple(table))
-    rows, device = held_bytes(job), job.profile.device_bytes
-    has = "the profile does not say how much the device has" if device is None else f"the device has {gib(device)}"
+    rows, room = held_bytes(job), _room(job)
     lines = (
-        f"{has}; kept: boundary tensors of two steps, after one loss; activations: at the cap; "
+        *_origin(job, room),
+        "kept: boundary tensors of two steps, after one loss; activations: at the cap; "
         "running: what an instruction needs, an estimate",
-        "between: steps; peak: within one; host: beside these, where the device is not the host",
+        "between: steps; today, with all workers, and peak, after one loss: the most within one; host: beside these, "
+        "where the device is not the host",
         *lines,
     )
-    wrong = _too_much(rows, device) if device is not None else ()
+    wrong = (*(_too_much(rows, room.device) if room.device is not None else ()), *_too_full(job, rows, room))
+    size, name = unit(max(row["peak"] for row in rows))
     stages = [
         ("stage", *PARTS.values()),
-        *((str(stage), *(f"{row[part] / (1 << 30):.2f}" for part in PARTS)) for stage, row in enumerate(rows)),
+        *((str(stage), *(f"{row[part] / size:.2f}" for part in PARTS)) for stage, row in enumerate(rows)),
     ]
-    table += ["", "GiB", *aligned(stages, tuple(range(1, len(stages[0]))))]
-    return Section(
-        "memory", "Memory of a worker", data | {"device": device, "stages": rows}, lines, wrong, tuple(table)
+    table += ["", name, *aligned(stages, tuple(range(1, len(stages[0]))))]
+    data |= {"measured": bool(job.measured), "device": room.device, "host": room.host, "stages": rows}
+    return Section("memory", "Memory of a worker", data, lines, wrong, tuple(table))
+
+
+class Room(NamedTuple):
+    """Bytes that a worker's device has, and that a host has for all its workers; None where that is not known.
+
+    ``apart``: the device's memory is not the host's.
+    """
+
+    device: int | None
+    host: int | None
+    apart: bool = True
+
+
+def _room(job: ConfiguredJob) -> Room:
+    if not job.measured:
+        assert job.profile is not None, "one of the two knows bytes"
+        return Room(job.profile.device_bytes, None)
+    apart = job.measured[0].apart
+    devices, hosts = ([getattr(each, name) for each in job.measured] for name in ("device_bytes", "host_bytes"))
+    return Room(min(devices) if apart else None, min(hosts), apart)
+
+
+def _origin(job: ConfiguredJob, room: Room) -> Iterator[str]:
+    """Whose bytes these are, and what they have to fit into."""
+    device = "the profile does not say how much the device has" if room.device is None else _has("device", room.device)
+    if not job.measured:
+        yield device
+        return
+    first = job.measured[0]
+    yield (
+        f"measured, in the run of the costs, on {first.device}: state, gradients, what a micro-batch holds, boundary "
+        "tensors; the rest follows from these and from the settings here"
     )
+    host = f"{_has('host', room.host or 0)} for all its workers, beside what their processes take"
+    yield f"{device}; {host}" if room.apart else host
+    if first.samples != job.samples:
+        yield f"measured with micro-batches of {first.samples}, and the job's have {job.samples}: run it with these"
+    if (first.masters > 0) != (_dtype(job) != "fp32"):
+        yield f"measured {'with' if first.masters else 'without'} fp32 masters, and the job is in {_dtype(job)}"
+
+
+def _has(what: str, size: int) -> str:
+    return f"the {what} has {gib(size)}"
 
 
 def _enough(job: ConfiguredJob) -> tuple[dict, str]:
@@ -79,7 +126,7 @@ def _enough(job: ConfiguredJob) -> tuple[dict, str]:
         low, high = (low, middle) if period(middle) <= goal else (middle + 1, high)
     least = period(high)
     cost = "nothing" if least <= free else times(least / free)
-    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.profile else ""
+    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.knows_bytes else ""
     data = {"least": high, "period_one_lost_us": now, "period_one_lost_us_changed": least}
     held = f"{SECTION}.activation_cap {shown(job.settings.activation_cap)}"
     if now <= goal:
@@ -136,6 +183,19 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
     return (f"{stages_text(over)}: {gib(max(row['peak'] for row in rows))} of {gib(device)}; use more stages{smaller}",)
 
 
+def _too_full(job: ConfiguredJob, rows: list[dict], room: Room) -> Iterator[str]:
+    """A line for each host whose workers take more than it has, together."""
+    if room.host is None:
+        return
+    for host, seats in job.hosts.items():
+        need = sum(rows[seat.stage]["host" if room.apart else "peak"] for seat in seats)
+        if need > room.host:
+            yield (
+                f"{clipped(host)}: its workers take {gib(need)} together, of {gib(room.host)}; put fewer on it, or set "
+                f"{SECTION}.keep_bytes or {SECTION}.activation_cap"
+            )
+
+
 def _cap(row: dict, device: int) -> int:
     """The micro-batches for which there is room; 0 where the device is too small without any."""
     if max(row["summing"], row["stepping"]) > device:
@@ -143,26 +203,42 @@ def _cap(row: dict, device: int) -> int:
     return max(0, (device - row["computing"] + row["activations"]) // max(1, row["each"]))
 
 
+class _Stage(NamedTuple):
+    """What is known of a stage: of its parameters, of a running instruction, and of what it sends to the next one."""
+
+    worker: WorkerBytes
+    working: int
+    boundary: int
+
+
+def _stages(job: ConfiguredJob) -> Iterator[_Stage]:
+    settings = job.settings.undo, _blocks(job), _scales(job)
+    if job.measured:
+        for stage, each in enumerate(job.measured):
+            # while an I runs, what it was made of and what it leaves are both there; of each weight a new gradient
+            both = min(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage])
+            yield _Stage(WorkerBytes.of_run(each, *settings), both + each.largest + 2 * each.boundary, each.boundary)
+        return
+    profile, stages = job.profile, job.stages
+    assert profile is not None, "one of the two knows bytes"
+    known = zip(profile.worker_bytes(stages, *settings), profile.working_bytes(stages))
+    for stage, (worker, working) in enumerate(known):
+        yield _Stage(worker, working, profile.boundary_bytes * (stage < stages - 1))
+
+
 def held_bytes(job: ConfiguredJob) -> list[dict]:
-    """Bytes that a worker of each stage holds, by what for; ``each``: of one micro-batch, ``peak``: of all at most.
+    """Bytes that a worker of each stage holds, by what for; ``each``: of one micro-batch; ``today``, with all workers,
+    and ``peak``, after one loss: of all at most.
 
     ``kept``: boundary tensors stay until their step is committed, and two steps may be under way.
     """
-    profile, stages, policy = job.profile, job.stages, job.policy
-    assert profile is not None, "only a profile knows bytes"
-    working, workers = (
-        profile.working_bytes(stages),
-        profile.worker_bytes(stages, job.settings.undo, _blocks(job), _scales(job)),
-    )
+    stages, before = list(_stages(job)), 0
     rows = []
-    for stage, worker in enumerate(workers):
-        each = max(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage] * policy.split_backward)
-        room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes
-        most = each * (job.busiest if room is not None else min(job.busiest, policy.cap(stage, stages)))
-        made = (stage > 0) + (stage < stages - 1)
-        kept = 2 * made * job.busiest * profile.boundary_bytes
-        activations = most if room is None else min(most, room)
-        peaks = worker.peaks(kept + activations + working[stage])
+    for number, (worker, working, boundary) in enumerate(stages):
+        each = max(job.costs.activation_bytes[number], job.costs.pending_bytes[number] * job.policy.split_backward)
+        made, before = boundary + before, boundary
+        (kept, activations), now = (_of_batches(job, number, each, made, most) for most in (job.busiest, job.ordinary))
+        peaks = worker.peaks(kept + activations + working)
         rows.append(
             {
                 "each": each,
@@ -172,11 +248,22 @@ def held_bytes(job: ConfiguredJob) -> list[dict]:
                 "contributions": worker.contributions,
                 "kept": kept,
                 "activations": activations,
-                "working": working[stage],
+                "working": working,
                 "between": sum(worker.between.values()),
                 **peaks,
+                "today": max(worker.peaks(sum(now) + working).values()),
                 "peak": max(peaks.values()),
                 "host": worker.on_host + kept,
             }
         )
     return rows
+
+
+def _of_batches(job: ConfiguredJob, stage: int, each: int, made: int, most: int) -> tuple[int, int]:
+    """Bytes that a worker of ``stage`` keeps of what it has made for others, ``made`` a micro-batch, and holds for its
+    own backwards, ``each`` a micro-batch, with ``most`` of these at most.
+    """
+    policy = job.policy
+    room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes
+    held = each * (most if room is not None else min(most, policy.cap(stage, job.stages)))
+    return 2 * made * most, held if room is None else min(held, room)

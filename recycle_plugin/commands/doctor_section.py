@@ -53,5 +53,12 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
+def unit(size: int) -> tuple[int, str]:
+    """The bytes and the name of the unit in which ``size`` is written."""
+    return (1 << 30, "GiB") if size >= (1 << 30) / 10 else (1 << 20, "MiB")
+
+
 def gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"
+    """Bytes in words, as "1.25 GiB"; below a tenth of that in MiB."""
+    each, name = unit(size)
+    return f"{size / each:.2f} {name}"

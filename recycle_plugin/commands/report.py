@@ -13,8 +13,8 @@ from recycle_plugin.observability.run_summary import end
 DESCRIPTION = """\
 Write report.html to a run folder: what happened and what it cost in one sentence, why the job ended, throughput and
 loss with the failures marked, with recycle.trace the schedule before and after, and the events.  The file needs
-nothing else, and no network.  With recycle.trace costs.json is there too: what instructions took, for recycle.costs of
-other runs.
+nothing else, and no network.  With recycle.trace costs.json is there too: what instructions took and stages hold, for
+recycle.costs of other runs and for recycle doctor.
 
 recycle report runs/train
 recycle report runs/train --follow

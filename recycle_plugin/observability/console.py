@@ -39,6 +39,7 @@ QUIET = {
     "catching_up",
     "committed",
     "loss",
+    "memory",
     "moved",
     "peak",
     "recovery_plan",

@@ -8,10 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
+from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.profile import MEMORY
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 
 Took = Mapping[tuple[Op, int], Sequence[int]]  # by operation and stage, microseconds of each time that it was run
 
@@ -49,6 +52,20 @@ def measured_costs(spans: Iterable[Span], stages: int, steps: range) -> CostMode
 def as_written(costs: CostModel) -> dict[str, object]:
     """The costs as the setting reads them; those that are nothing are left out."""
     return {field.name: value for field in fields(costs) if (value := getattr(costs, field.name))}
+
+
+def measured_bytes(events: Iterable[Mapping[str, Any]], stages: int) -> dict[str, object]:
+    """What the ``memory`` ``events`` of a run say of each of ``stages``, for the same file; empty if one is missing."""
+    said = {event["stage"]: event for event in events}
+    if said.keys() != {*range(stages)}:
+        return {}
+    rows = [said[stage] for stage in range(stages)]
+    names = [field.name for field in fields(StageBytes)]
+    return {
+        "activation_bytes": [row["activation"] for row in rows],
+        "pending_bytes": [row["pending"] for row in rows],
+        MEMORY: [{name: row[name] for name in names} for row in rows],
+    }
 
 
 def _of(took: Took, op: Op, stage: int) -> int:

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
-from recycle_plugin.observability.measured_costs import as_written, measured_costs
+from recycle_plugin.observability.measured_costs import as_written, measured_bytes, measured_costs
 from recycle_plugin.observability.run_history import EVENTS, WARM_UP, Failure, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
 from recycle_plugin.observability.screen import printed, screen
@@ -55,12 +55,15 @@ def write(folder: Path, again_s: int | None = None) -> Path:
 
 
 def costs_of(history: RunHistory, spans: Sequence[Span]) -> str | None:
-    """What instructions took before the first failure, behind the first steps, as JSON for the setting ``costs``; None
-    where that was not traced.
+    """What instructions took before the first failure, behind the first steps, and what stages hold, as JSON for the
+    setting ``costs`` and for ``recycle doctor``; None where that was not traced.
     """
     steps = range(min(history.commits, default=0) + WARM_UP, history.last_before + 1)
     costs = measured_costs(spans, history.shape.stages, steps)
-    return None if costs is None else json.dumps(as_written(costs), indent=1) + "\n"
+    if costs is None:
+        return None
+    found = as_written(costs) | measured_bytes(history.of("memory"), history.shape.stages)
+    return json.dumps(found, indent=1) + "\n"
 
 
 def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list[Content]]]:

@@ -19,7 +19,8 @@ from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read_costs
+from recycle_plugin.core.vocabulary.profile import Profile, read_measured
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
 from recycle_plugin.settings.contradictions import refuse_contradictions, refuse_shrinking
@@ -385,10 +386,19 @@ class Settings(BaseModel):
 
     def given_costs(self) -> Profile | CostModel | None:
         """What ``costs`` names.  Raises :class:`SettingsError` where that can't be read."""
+        return self._given()[0]
+
+    def measured(self) -> tuple[StageBytes, ...]:
+        """The bytes that a run has measured of each stage, if ``costs`` names a run's file.  Raises as
+        :meth:`given_costs` does.
+        """
+        return self._given()[1]
+
+    def _given(self) -> tuple[Profile | CostModel | None, tuple[StageBytes, ...]]:
         if self.costs is None:
-            return None
+            return None, ()
         try:
-            return read_costs(self.costs)
+            return read_measured(self.costs)
         except OSError as error:
             raise SettingsError("costs", f"{self.costs}: {error.strerror}", f"write {COSTS}") from None
         except ValueError as error:

@@ -332,6 +332,7 @@ def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
         "computing": 64 * MIB + 760 * MIB,
         "summing": 64 * MIB + 8 * MIB + 4 * MIB,  # the second buffer, and a piece that comes back from the host
         "stepping": 56 * MIB + 8 * MIB,  # what Adam works with
+        "today": 824 * MIB - 2 * 3 * MIB,  # less is kept
         "peak": 824 * MIB,
         "host": 2 * 9 * MIB,
     }
@@ -425,8 +426,8 @@ Versions here
   megatron-core  0.16.0  needs >=0.16,<0.17
 
 Memory of a worker
-  of each stage: not known without a profile: recycle profile --out FILE measures one, --profile
-    FILE takes it
+  of each stage: not known without a profile: --profile takes the costs.json of a traced run, which
+    has measured its own model, or what recycle profile --out FILE says of a GPT
   recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
   bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is
     there until that is known
@@ -482,9 +483,11 @@ Versions here
 
 Memory of a worker
 ! stages 0-1: 1.39 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 1
-  the device has 0.59 GiB; kept: boundary tensors of two steps, after one loss; activations: at the
-    cap; running: what an instruction needs, an estimate
-  between: steps; peak: within one; host: beside these, where the device is not the host
+  the device has 0.59 GiB
+  kept: boundary tensors of two steps, after one loss; activations: at the cap; running: what an
+    instruction needs, an estimate
+  between: steps; today, with all workers, and peak, after one loss: the most within one; host:
+    beside these, where the device is not the host
   recycle.activation_cap 6 is enough: from 3 micro-batches (0.59 GiB) on one loss costs 1.47x
   bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is
     there until that is known
@@ -500,9 +503,9 @@ Memory of a worker
   all                   24             28         32       36        36
 
   GiB
-  stage  state  undo   sum  contributions  kept  activations  running  between  peak  host
-  0       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05  1.39  0.02
-  1       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05  1.39  0.02
+  stage  state  undo   sum  contributions  kept  activations  running  between  today  peak  host
+  0       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05   1.38  1.39  0.02
+  1       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05   1.38  1.39  0.02
 
 4 things to change, marked with !
 """

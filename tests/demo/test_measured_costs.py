@@ -5,6 +5,7 @@ comes last, STEP 3 ms.
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 
 import pytest
 
@@ -12,8 +13,9 @@ from recycle_plugin.cli import main
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.core.vocabulary.profile import read_costs
+from recycle_plugin.core.vocabulary.profile import read_costs, read_measured
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.observability import report
 from recycle_plugin.observability.measured_costs import measured_costs
 from recycle_plugin.observability.trace import TraceFile
@@ -61,6 +63,22 @@ def test_a_traced_run_leaves_them_for_the_doctor(folder, tmp_path, capsys):
     assert found["job"]["costs"] == f"of each stage, as {folder / 'costs.json'} has them"
     assert main([*asked, "--pp", "3"]) == 2
     assert "costs of 2 stages, and --pp is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stages", ((0, 1), (1,)))
+def test_what_stages_hold_is_there_if_each_has_said_it(folder, stages):
+    said = {"time": 100.9, "event": "memory", "text": "", "rank": 0, "activation": 70, "pending": 30}
+    held = {field.name: 5 for field in fields(StageBytes)} | {"device": "cpu"}
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(said | held | {'stage': stage, 'weights': stage})}\n" for stage in stages)
+    trace(folder)
+    report.write(folder)
+    costs, memory = read_measured(folder / "costs.json")
+    if len(stages) < 2:
+        assert (costs, memory) == (COSTS, ())
+        return
+    assert costs == replace(COSTS, activation_bytes=(70, 70), pending_bytes=(30, 30))
+    assert memory == tuple(StageBytes(**(held | {"weights": stage})) for stage in stages)
 
 
 def test_work_that_was_run_again_after_a_loss_is_in_no_cost(folder):

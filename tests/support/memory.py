@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, WorkerBytes
 from tests.support.cluster import ForkServer, Run
 from tests.support.jobs import DEEPSPEED, PLAIN, STANDIN, Shape, Vehicle
@@ -84,7 +86,7 @@ class Comparison:
 
 
 def measured(server: ForkServer, folder: Path, case: Case) -> list[dict]:
-    """Run the job; what each worker has measured."""
+    """Run the job; what each worker has measured, and as ``said`` what it says of its stage by itself."""
     shape, sizes = SIZES[case.vehicle]
     more = [*sizes, f"steps={STEP + 1}", *case.overrides()]
     plan = {"script": case.vehicle.script, "folder": str(folder / "memory"), "step": STEP}
@@ -103,18 +105,33 @@ def measured(server: ForkServer, folder: Path, case: Case) -> list[dict]:
         left = job.clean()
     files = sorted((folder / "memory").glob("rank*.json"))
     assert result.code == 0 and len(files) == shape.ranks and not left, result.output[-6000:]
-    return [json.loads(path.read_text()) for path in files]
+    said = {event["stage"]: event for event in result.of("memory")}
+    found = [json.loads(path.read_text()) for path in files]
+    return [each | {"said": said[Seat.parse(each["seat"]).stage]} for each in found]
 
 
 def compared(case: Case, found: dict) -> Iterator[Comparison]:
-    """What the formula says of a worker, beside what it has measured.
+    """What the formula says of a worker, beside what it has measured."""
+    apart = case.vehicle is STANDIN
+    yield from _beside(case, found, WorkerBytes(found["parameters"], case.dtype, *_settings(case), apart=apart))
 
-    torch's Adam takes two of the largest parameter for itself, since layers' weights come one by one, and a weight
+
+def compared_as_said(case: Case, found: dict) -> Iterator[Comparison]:
+    """The same of what the worker says of its stage by itself, with which the formula goes on."""
+    said = StageBytes(**{field.name: found["said"][field.name] for field in fields(StageBytes)})
+    yield from _beside(case, found, WorkerBytes.of_run(said, *_settings(case)))
+
+
+def _settings(case: Case) -> tuple[str, int | None, bool]:
+    return case.undo, case.blocks, case.clipped
+
+
+def _beside(case: Case, found: dict, worker: WorkerBytes) -> Iterator[Comparison]:
+    """torch's Adam takes two of the largest parameter for itself, since layers' weights come one by one, and a weight
     gradient of its size is made before it is added.  Steps were settled, so that the last sum is gone.
     """
-    parameters, largest = found["parameters"], GRADIENT * found["largest"]
-    apart = case.vehicle is STANDIN
-    worker = WorkerBytes(parameters, case.dtype, case.undo, case.blocks, case.clipped, 2 * largest, apart)
+    largest = GRADIENT * found["largest"]
+    worker = replace(worker, work=2 * largest)
     expected = {
         "settled": sum(worker.settled.values()),
         "between": sum(worker.between.values()),
@@ -123,4 +140,4 @@ def compared(case: Case, found: dict) -> Iterator[Comparison]:
     counted = {moment: sum(found[moment].values()) for moment in ("settled", "between")}
     counted |= {moment: max(found["peaks"].get(op, 0) for op in ops) for moment, ops in MOMENTS.items()}
     for moment, size in expected.items():
-        yield Comparison(case, found["seat"], parameters, moment, size, counted[moment])
+        yield Comparison(case, found["seat"], found["parameters"], moment, size, counted[moment])

@@ -470,11 +470,8 @@ class Crashed(OfWorker):
 
 NOTED: dict[str, dict[str, type]] = {
     **{kind: {} for kind in ("behind", "catching_up", "checkpoint", "data", "fused", "helpers", "log", "log_budget")},
-    **{
-        kind: {}
-        for kind in ("log_boundaries", "loss_scale", "moved", "peak", "recovery_plan", "restored", "served", "stage")
-    },
-    **{kind: {} for kind in ("stranger", "warning", "zero")},
+    **{kind: {} for kind in ("log_boundaries", "loss_scale", "memory", "moved", "peak", "recovery_plan", "restored")},
+    **{kind: {} for kind in ("served", "stage", "stranger", "warning", "zero")},
     "fault": {"fault": str, "seat": str, "struck_at": float},
     "unwritten": {"path": str},
     "written": {"path": str},

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes, stages_bytes
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, STATE_BYTES, WorkerBytes
 
 ORIGINS = ("measured", "analytic")
+MEMORY = "memory"  # the key of a run's costs.json that has what each stage holds
 
 
 @dataclass(frozen=True)
@@ -247,17 +249,28 @@ def read_costs(path: str | Path) -> Profile | CostModel:
     """The profile in the JSON file ``path``, or the costs of each stage, which are a :class:`CostModel`'s fields and
     have ``forward`` among them.  Raises as :func:`read` does.
     """
+    return read_measured(path)[0]
+
+
+def read_measured(path: str | Path) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
+    """What :func:`read_costs` gives, and the bytes that a run has measured of each stage, if the file has them."""
     text = Path(path).read_text()
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or "forward" not in found:
-            return _profile(found)
+            return _profile(found), ()
+        memory = found.pop(MEMORY, None)
         known = [field.name for field in fields(CostModel)]
         wrong = [f"no {name}" for name in known[:3] if name not in found]
         if wrong := wrong + [f"unknown key {name}" for name in found if name not in known]:
             raise ValueError(", ".join(wrong))
-        costs: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
-        return CostModel(**costs)
+        given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
+        costs = CostModel(**given)
+        if memory is None:
+            return costs, ()
+        if not (costs.activation_bytes and costs.pending_bytes):
+            raise ValueError(f"{MEMORY} without activation_bytes and pending_bytes")
+        return costs, stages_bytes(memory, costs.stages)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} has no costs: {error}") from None
 

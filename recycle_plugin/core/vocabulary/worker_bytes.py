@@ -29,15 +29,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
+
 WEIGHTS = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTERS = {"fp32": 0, "bf16": 4, "fp16": 4}
 GRADIENT = 4
 ADAM = 8
 """Bytes of a parameter; Adam has m and v in fp32."""
-UNDO_BYTES = {"snapshot": GRADIENT + ADAM, "host_snapshot": 0, "inverse": 0}
-"""Bytes of a parameter with Adam on the device that it is trained on, by the setting ``undo``."""
-UNDO_HOST_BYTES = {"snapshot": 0, "host_snapshot": GRADIENT + ADAM, "inverse": 0}
-"""Bytes of a parameter with Adam in host memory, by the setting ``undo``."""
 STATE_BYTES = {dtype: WEIGHTS[dtype] + MASTERS[dtype] + ADAM + GRADIENT for dtype in WEIGHTS}
 """Bytes of a parameter with Adam, and of one gradient: what training without this plugin takes too."""
 EXACT_BUCKET = 1 << 22  # numbers that exact mode copies at once, in whole parameters
@@ -50,7 +48,7 @@ class WorkerBytes:
 
     ``blocks``: exact mode's, None where it is off; ``scales``: gradients are clipped or unscaled; ``work``: bytes that
     the optimizer takes in its step; ``apart``: of a device whose memory is not the host's, through which gradients are
-    summed.  All results are in bytes.
+    summed.  ``measured``: what a run had in the place of these parameters with Adam.  All results are in bytes.
     """
 
     parameters: int
@@ -60,28 +58,45 @@ class WorkerBytes:
     scales: bool = False
     work: int = 0
     apart: bool = False
+    measured: StageBytes | None = None
+
+    @classmethod
+    def of_run(cls, of: StageBytes, undo: str, blocks: int | None = None, scales: bool = False) -> WorkerBytes:
+        """A worker of a stage that a run has measured, by the settings of its job.
+
+        On an accelerator torch's optimizers work on all parameters at once, on the host on one after the other.
+        """
+        work = of.gradient if of.apart else 2 * of.largest
+        return cls(of.gradient // GRADIENT, "fp32", undo, blocks, scales, work, of.apart, of)
 
     @property
     def gradient(self) -> int:
-        """One gradient of all parameters, in fp32."""
-        return GRADIENT * self.parameters
+        """One gradient of all parameters, in fp32 where nothing is measured."""
+        return GRADIENT * self.parameters if self.measured is None else self.measured.gradient
 
     @property
     def state(self) -> dict[str, int]:
-        """What a step changes, by part."""
+        """What a step changes, by part; measured, with what no step changes."""
+        if (of := self.measured) is not None:
+            return {"weights": of.weights, "masters": of.masters, "optimizer": of.optimizer, "frozen": of.frozen}
         each = {"weights": WEIGHTS[self.dtype], "masters": MASTERS[self.dtype], "optimizer": ADAM}
         return {part: size * self.parameters for part, size in each.items()}
 
     @property
+    def _copies(self) -> int:
+        """What of the state is copied to take a step back: weights of masters follow these."""
+        return (self.state["masters"] or self.state["weights"]) + self.state["optimizer"]
+
+    @property
     def on_host(self) -> int:
         """What takes a step back in host memory that is not the device's."""
-        return UNDO_HOST_BYTES[self.undo] * self.parameters * self.apart
+        return self._copies * (self.undo == "host_snapshot") * self.apart
 
     @property
     def settled(self) -> dict[str, int]:
         """By part, once the last step is committed."""
-        each = UNDO_BYTES[self.undo] + UNDO_HOST_BYTES[self.undo] * (not self.apart)
-        return self.state | {"undo": each * self.parameters}
+        here = self.undo == "snapshot" or (self.undo == "host_snapshot" and not self.apart)
+        return self.state | {"undo": self._copies * here}
 
     @property
     def between(self) -> dict[str, int]:
@@ -94,7 +109,7 @@ class WorkerBytes:
 
     def computing(self, committed: bool = False) -> dict[str, int]:
         """By part, in the last weight gradient of a step.  ``committed``: it is known that the step before is."""
-        new = WEIGHTS[self.dtype] * self.parameters if MASTERS[self.dtype] else 0
+        new = self.state["weights"] if self.state["masters"] else 0
         return (self.settled if committed else self.between) | {"contributions": self.contributions, "new": new}
 
     def summing(self, committed: bool = False) -> dict[str, int]:

@@ -38,6 +38,7 @@ from recycle_plugin.runtime.stage.boundary import (
     with_gradients,
 )
 from recycle_plugin.runtime.stage.gradient_store import Slots, empty, swapped
+from recycle_plugin.runtime.stage.held_bytes import HeldBytes
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.ports import StageModel, Told
@@ -88,7 +89,8 @@ class Stage:
     ``deferred`` splits the backward, None leaves it fused.  ``randomness``: the context in which a micro-batch of a
     step draws in its forward ("") and in the halves of its backward ("input", "weight").  ``blocks``: exact mode's
     sums; ``masters``: those of a model in bf16 or fp16.  ``fused`` is told the names of layers whose backward is split
-    no more, and ``warn`` what may go wrong.  ``tried``: others have seen that its forward may be run again.
+    no more, and ``warn`` what may go wrong.  ``tried``: others have seen that its forward may be run again.  ``held``:
+    what a micro-batch holds.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Stage:
         self._blocks = blocks
         self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
+        self.held = HeldBytes(model.module)
         self.loss_scale = 1.0  # what losses are multiplied by before the backward
         # the forward and the halves of a backward of which the first changes no state
         self._watched = {"forward"} if tried else set()
@@ -242,6 +245,7 @@ class Stage:
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
             made = self._differentiate(stash, grads)
         self._collect()
+        self.held.left(pending, early)
         return made, Inner(pending, early)
 
     @contextmanager
@@ -343,7 +347,7 @@ class Stage:
         module, before = self._model.module, ModuleState(self._model.module)
         if self._model.keyed:
             rehearsal = Rehearsal(module, before, self._blocks is not None, self._warn)
-            rehearsal.once(_made(*self._computed(key, given)))
+            rehearsal.once(self.held.forward(lambda: _made(*self._computed(key, given)), given.inputs))
             computed = self._computed(key, given)
             rehearsal.twice(_made(*computed))
             return computed

@@ -46,6 +46,7 @@ from recycle_plugin.runtime.state.undo import NoUndo
 from recycle_plugin.runtime.worker.changed_state import ever_summed, stage_state, stage_units
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
+from recycle_plugin.runtime.worker.measured_bytes import stage_bytes
 from recycle_plugin.runtime.worker.on_join import OnJoin
 from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.scaling import LossScale
@@ -228,9 +229,19 @@ class Parts:
         if not self._checked:  # what the optimizer's first step has made
             self.state.check()
             self._checked = True
+            self._say_memory()
         every = self.settings.check_replicas
         if every and step % every == 0 and not self.replays_along():  # of that the others have done so long ago
             self.say_fingerprint(step)
+
+    def _say_memory(self) -> None:
+        """Tell what this stage's workers hold, once for the stage."""
+        held, stage = self.stage.held if isinstance(self.stage, Stage) else None, self.seat.stage
+        first = self.seat.replica == self.framework.shard == self.session.view.incarnation == 0
+        if held is not None and held.activation is not None and first:
+            found = stage_bytes(self.framework, self.state, held)
+            text = f"stage {stage}: a micro-batch holds {found['activation']} bytes, a gradient {found['gradient']}"
+            self.session.note("memory", text, stage=stage, **found)
 
     def say_fingerprint(self, step: int) -> None:
         """Send the state's hash, for the coordinator to compare it with those of the other replicas."""

@@ -1,0 +1,63 @@
+"""What a run has measured of the memory of one stage of its own model, for ``recycle doctor`` (docs/planning.md).
+
+It is in the run's ``costs.json``, under ``memory``, with an object for each stage; what a micro-batch holds is beside
+it, as ``activation_bytes`` and ``pending_bytes`` of a :class:`~recycle_plugin.core.vocabulary.cost.CostModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+HOST = "cpu"
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one worker of a stage behind its first step.
+
+    What a step changes: ``weights`` that are trained, their fp32 ``masters`` in bf16 and fp16, and the ``optimizer``'s
+    state with all else.  ``frozen``: parameters that are not trained, and buffers.  ``gradient``: one of all trained
+    parameters, as it is summed; the largest of these has ``largest`` bytes.  ``boundary``: what goes to the next stage
+    for one micro-batch.  ``device``: torch's name for the kind that all this was on, which has ``device_bytes``, and
+    its host ``host_bytes``.  ``samples``: of a micro-batch.  Raises ValueError for a size that is no whole number of at
+    least 0.
+    """
+
+    weights: int
+    masters: int
+    optimizer: int
+    frozen: int
+    gradient: int
+    largest: int
+    boundary: int
+    device: str
+    device_bytes: int
+    host_bytes: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "device":
+                if not isinstance(value, str):
+                    raise ValueError(f"memory.device is {value!r}: a name")
+            elif type(value) is not int or value < 0:
+                raise ValueError(f"memory.{field.name} is {value!r}: a whole number of at least 0")
+
+    @property
+    def apart(self) -> bool:
+        """Whether the device's memory is not the host's."""
+        return self.device != HOST
+
+
+def stages_bytes(found: Any, stages: int) -> tuple[StageBytes, ...]:
+    """The bytes of each of ``stages`` stages from their JSON.  Raises ValueError for what is none."""
+    wanted = {field.name for field in fields(StageBytes)}
+    if not isinstance(found, Sequence) or len(found) != stages:
+        raise ValueError(f"memory is no list with an object for each of {stages} stages")
+    for each in found:
+        if not isinstance(each, dict) or each.keys() != wanted:
+            raise ValueError(f"memory has an entry without, or with more than, {', '.join(sorted(wanted))}")
+    return tuple(StageBytes(**each) for each in found)

@@ -1,0 +1,97 @@
+"""What a micro-batch holds on a stage between its forward and its weight gradients, counted once.
+
+Storages are counted, each once, and without those of parameters and buffers.  What autograd saves is seen in the first
+forward, which is run for a check only (runtime/stage/repeatable.py), so no other forward differs for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from recycle_plugin.runtime.devices.port import Tensors
+from recycle_plugin.runtime.stage.gradient_store import Slots
+from recycle_plugin.runtime.stage.split_backward import PendingWeights
+
+NO_HOOKS = "saved tensor hooks"  # in torch's errors where a forward allows none, as with torch.func.grad
+
+
+class HeldBytes:
+    """Bytes of a micro-batch on the stage of ``module``; None where they were not counted.
+
+    ``activation``: from F until I or B, its inputs and outputs included.  ``pending``: from I until W.  ``boundary``:
+    what goes to the next stage.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.activation: int | None = None
+        self.pending: int | None = None
+        self.boundary: int | None = None
+
+    def forward(self, run: Callable[[], Tensors], inputs: Tensors) -> Tensors:
+        """Run a forward of ``inputs``, and count what its graph holds then; returns its outputs, as ``run()`` does.
+
+        Where the forward allows no hooks on saved tensors, it is run once more, and nothing is counted.
+        """
+        saved: list[weakref.ref[_Saved]] = []
+        try:
+            with _seen(saved):
+                outputs = run()
+        except RuntimeError as error:
+            if NO_HOOKS not in str(error):
+                raise
+            return run()
+        alive = [each.tensor for one in saved if (each := one()) is not None]
+        self.activation = self._count((*alive, *inputs, *outputs))
+        self.boundary = sum(tensor.nbytes for tensor in outputs)
+        return outputs
+
+    def left(self, pending: PendingWeights | None, early: Slots | None) -> None:
+        """Count what an I has left for W, the first time."""
+        if self.pending is None:
+            made = () if early is None else tuple(each for each in early if each is not None)
+            self.pending = (0 if pending is None else pending.nbytes) + self._count(made)
+
+    def _count(self, tensors: Iterable[torch.Tensor]) -> int:
+        own = {place for place, _ in _storages((*self._module.parameters(), *self._module.buffers()))}
+        return sum(size for place, size in dict(_storages(tensors)).items() if place not in own)
+
+
+class _Saved:
+    """A tensor that a graph has saved: this object lives as long as the graph needs it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # so that no mode sees it
+            # without its graph: an operator that saves its own output would hold itself, and never be freed
+            self.tensor = tensor.data
+
+
+@contextmanager
+def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[None]:
+    """A context in which ``saved`` gets what graphs save."""
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        kept = _Saved(tensor)
+        saved.append(weakref.ref(kept))
+        return kept
+
+    with saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        yield
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Where the storages of ``tensors`` are, and their bytes; of a tensor without one its own."""
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, or of a framework's own kind
+            yield id(tensor), tensor.numel() * tensor.element_size()
+        else:
+            yield storage.data_ptr(), storage.nbytes()
