@@ -15,7 +15,18 @@ from recycle_plugin.cli import main
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.runs import await_reports
 from tests.support.cluster import Result, Run
-from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, curve, faults, held
+from tests.support.jobs import (
+    CHECKPOINT,
+    LOSS_TOLERANCE,
+    SAMPLES,
+    STEPS,
+    WRAPPED,
+    Shape,
+    after_step,
+    curve,
+    faults,
+    held,
+)
 
 
 def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
@@ -52,6 +63,28 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     await_reports(run.mark)
     assert told["text"] == f"{run.folder / 'report.html'} is being written"
     assert "(0.0 in step " in (run.folder / "report.html").read_text()
+
+
+def test_tensorboard_reads_one_run_of_all_steps_when_rank_0_dies(launch, tmp_path):
+    """Two workers have written to it, one after the other; TensorBoard's own reader makes one run of that."""
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    monitor = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}}
+    wrap = json.dumps([{"name": "with_config"} | monitor])
+    job = launch(faults("kill 0.0 before 0F0.1@8"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
+    result = job.finish()
+    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == {"0.0"}, result.output[-6000:]
+    assert len([*(tmp_path / "board").iterdir()]) == 2
+    board = reading.EventAccumulator(str(tmp_path / "board")).Reload()
+
+    def read(name: str) -> dict[int, float]:
+        return {each.step // SAMPLES: each.value for each in board.Scalars(name)}
+
+    assert read("Train/Samples/train_loss") == pytest.approx(dict(enumerate(result.losses, 1)), abs=1e-6)
+    assert read("Train/Samples/lr").keys() == {*range(1, STEPS + 1)}
+    live = read("Recycle/live_workers")
+    assert live[6] == 4 and live[STEPS] == 3 and read("Recycle/membership_changes")[STEPS] == 1
 
 
 @pytest.mark.plain_too
