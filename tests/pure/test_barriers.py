@@ -110,6 +110,17 @@ def test_a_worker_hears_of_the_meeting_or_of_the_change_whichever_came_first(ord
         line.check()
 
 
+def test_a_newcomer_is_not_through_what_the_members_have_met_at_before_it_was_one():
+    """Scripts come to a place of the same name again."""
+    newcomer, generation = ControlView(0, 1), Generation(1, (), 0, "return", 0.0)
+    for message in (BarrierPassed("here", {}, 4), generation, Resume(1, 4)):
+        newcomer.take(message)
+    newcomer.adopt(generation)
+    assert newcomer.barrier_passed("here", 1) is None
+    newcomer.take(BarrierPassed("here", {}, 5))
+    assert newcomer.barrier_passed("here", 1) == BarrierPassed("here", {}, 5)
+
+
 @pytest.mark.parametrize("loaded", (1, 2, 9))
 def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
     membership = started()

@@ -186,7 +186,8 @@ class ControlView:
                 self.evaluated = max(self.evaluated, message.evaluation + len(message.evaluations) - 1)
                 self.place, self._unfilled = message.place, message.unfilled
             case BarrierPassed():
-                self._barriers_passed[message.place] = message
+                if not self.outside:  # else it is the members', and another one may have the same name later
+                    self._barriers_passed[message.place] = message
                 self.evaluated = max(self.evaluated, ended_at(message.place) or 0)
             case Serving():
                 self._sources.append(message)
