@@ -3,11 +3,14 @@
 RECYCLE_TEST_HUGGING_FACE holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of
 ZeRO; ``samples``, ``evaluated``: how many there are of each; ``uneven``: whether samples have labels on some of their
 tokens only; ``iterable``: whether those to train come as a stream; ``arguments``: more of TrainingArguments';
-``metrics``: whether predictions are gathered; ``kills``: [rank, where, number] of each process that kills itself: in
-the "step" of that number, in its forward; in the "log" behind it, before others have its loss; "evaluating", behind so
-many batches of all evaluations; or "writing", in the middle of the model's file of the checkpoint of that step;
-``resume``: a checkpoint that is gone on from, or null; ``patience``: of EarlyStoppingCallback, or 0; ``recycle``: more
-settings.
+``metrics``: whether predictions are gathered; ``kills``: [rank, where, number] of each process that kills itself, with
+the number of the process behind them if the rank's first one is not meant: in the "step" of that number, in its
+forward, 0 being the process's first one; as it is "beginning" to train, 0; "giving" its state to others, 0; in the
+"log" behind a step, before others have its loss; "evaluating", behind so many batches of all evaluations; or "writing",
+in the middle of the model's file of the checkpoint of that step; ``held``: the steps before which ranks wait for a file
+``goSTEP`` in the folder; ``resume``: a checkpoint that is gone on from, or null; ``patience``: of
+EarlyStoppingCallback, or 0, and its ``threshold``; ``own``: whether the script has its own way to get batches;
+``recycle``: more settings.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 job = json.loads(os.environ["RECYCLE_TEST_HUGGING_FACE"])
 FOLDER, RANK = Path(job["folder"]), int(os.environ["RANK"])
+INCARNATION = int(os.environ.get("RECYCLE_INCARNATION", "0"))
 
 
 def die(where: str, number: int) -> None:
-    if [RANK, where, number] in job["kills"]:
+    if [RANK, where, number] + [INCARNATION] * bool(INCARNATION) in job["kills"]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -54,33 +59,54 @@ class Watched:
 
     def __init__(self, gpt: GPT2LMHeadModel) -> None:
         self.steps, self._save = 0, gpt.save_pretrained
-        gpt.register_forward_pre_hook(self._before)
+        gpt.register_forward_pre_hook(self._before, with_kwargs=True)
         gpt.save_pretrained = self._write
 
-    def _before(self, gpt: GPT2LMHeadModel, _: object) -> None:
+    def _before(self, gpt: GPT2LMHeadModel, _: object, batch: dict[str, torch.Tensor]) -> None:
         if gpt.training:
+            trained.setdefault(self.steps + 1, []).extend(batch["input_ids"][:, 0].tolist())
             die("step", self.steps + 1)
+            if len(trained) == 1:
+                die("step", 0)
 
     def _write(self, folder: str, *arguments: Any, **named: Any) -> None:
         self._save(folder, *arguments, **named)
         written.append(folder)
-        if [RANK, "writing", self.steps] in job["kills"]:
+        if [RANK, "writing", self.steps] in job["kills"] and not INCARNATION:
             os.truncate(Path(folder) / "model.safetensors", 1000)
             die("writing", self.steps)
 
 
-class Watching(TrainerCallback):
+class Watching(TrainerCallback, ExportableState):
     def __init__(self, watched: Watched) -> None:
         self.watched, self.batches = watched, 0
 
+    def state(self) -> dict[str, Any]:
+        if self.watched.steps:
+            die("giving", 0)
+        return {"args": {}, "attributes": {}}
+
+    def on_train_begin(self, args, state, control, **more):
+        die("beginning", 0)
+
+    def on_step_begin(self, args, state, control, **more):
+        self.watched.steps = state.global_step
+
     def on_step_end(self, args, state, control, **more):
         self.watched.steps = state.global_step
+        if state.global_step + 1 in job["held"]:
+            endings.wait_for(FOLDER / f"go{state.global_step + 1}")
         if control.should_log:
             die("log", state.global_step)
 
     def on_prediction_step(self, args, state, control, **more):
         self.batches += 1
         die("evaluating", self.batches)
+
+
+class OwnBatches(Trainer):
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        return [next(epoch_iterator) for _ in range(num_batches)], None
 
 
 def seen(found) -> dict[str, float]:
@@ -92,6 +118,7 @@ def seen(found) -> dict[str, float]:
 
 
 evaluated: list[list[int]] = []
+trained: dict[int, list[int]] = {}  # the numbers of the samples, by step
 written: list[str] = []
 
 
@@ -128,13 +155,16 @@ def main() -> None:
     } | job["arguments"]
     evaluated_on = Samples(job["evaluated"], first=FIRST_EVALUATED, uneven=job["uneven"])
     trained_on = Samples(job["samples"], uneven=job["uneven"])
-    trainer = Trainer(
+    trainer = (OwnBatches if job["own"] else Trainer)(
         model=gpt,
         args=TrainingArguments(deepspeed=config(), **arguments),
         train_dataset=Stream(trained_on) if job["iterable"] else trained_on,
         eval_dataset=evaluated_on,
         compute_metrics=seen if job["metrics"] else None,
-        callbacks=[Watching(Watched(gpt)), *([EarlyStoppingCallback(job["patience"])] if job["patience"] else [])],
+        callbacks=[
+            Watching(Watched(gpt)),
+            *([EarlyStoppingCallback(job["patience"], job["threshold"])] if job["patience"] else []),
+        ],
     )
     trainer.train(resume_from_checkpoint=job["resume"])
     record: dict[str, Any] = {"history": trainer.state.log_history, "steps": trainer.state.global_step}
@@ -148,6 +178,7 @@ def main() -> None:
     for name, parameter in engine.module.named_parameters():
         with zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
             weights[name] = parameter.detach().float().flatten().tolist()
+    record |= {"incarnation": INCARNATION, "trained": trained, "total_loss": trainer._total_loss_scalar}
     record |= {"evaluated": evaluated, "written": written, "weights": weights, "losses": []}
     record |= {"first": trainer.is_world_process_zero(), "best": trainer.state.best_model_checkpoint}
     endings.leave(FOLDER, record)

@@ -25,9 +25,12 @@ JOB = {
     "arguments": {},
     "metrics": True,
     "kills": [],
+    "held": [],
     "iterable": False,
     "resume": None,
+    "own": False,
     "patience": 0,
+    "threshold": 0.0,
     "recycle": {},
 }
 Start = Callable[..., Result]
@@ -35,15 +38,18 @@ Start = Callable[..., Result]
 
 @contextmanager
 def starting(server: ForkServer, folder: Path) -> Iterator[Start]:
-    """``start(stage=3, kills=…)`` runs a job of the Trainer's, or of ``script``; at the end nothing of any of them may
-    be left.
+    """``start(stage=3, kills=…)`` runs a job of the Trainer's, or of ``script``, and waits for the newcomers of one
+    replica where members are held; at the end nothing of any of them may be left.
     """
     runs: list[Run] = []
 
     def start(ranks: int = RANKS, script: str = SCRIPT, **more: Any) -> Result:
         place = folder / f"run{len(runs)}"
-        job = json.dumps(JOB | more | {"folder": str(place)})
-        runs.append(here(server, place, ranks, script, [], RECYCLE_TEST_HUGGING_FACE=job))
+        job = JOB | more | {"folder": str(place)}
+        runs.append(here(server, place, ranks, script, [], RECYCLE_TEST_HUGGING_FACE=json.dumps(job)))
+        for times, step in enumerate(job["held"], 1):
+            runs[-1].hear("newcomer", times * ranks // job["replicas"])
+            (place / f"go{step}").touch()
         return runs[-1].finish()
 
     try:
@@ -64,12 +70,14 @@ PLAIN = {
 BATCH = 2
 
 
-def by_hand(live: Sequence[Sequence[int]], uneven: bool = False, logged: int = 0) -> Trained:
+def by_hand(
+    live: Sequence[Sequence[int]], uneven: bool = False, logged: int = 0, samples: int = JOB["samples"]
+) -> Trained:
     """What a job with the arguments PLAIN trains, of whose steps each is trained by neighbouring ranks (``live``): a
     loss is over all words of theirs.  ``logged``: the step behind which a replica is lost before it has
     given its loss, which is then the mean over the ranks that are left.
     """
-    gpt, data, losses = model(), Samples(JOB["samples"], uneven=uneven), []
+    gpt, data, losses = model(), Samples(samples, uneven=uneven), []
     for step, ranks in enumerate(live):
         begin, end = (BATCH * (RANKS * step + rank) for rank in (ranks[0], ranks[-1] + 1))
         places = range(begin, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,11 @@ def counted(monkeypatch):
     return PartialState._shared_state
 
 
-def team(goes: dict[int, int], between: bool = True, rank: int = 2) -> Team:
-    """Two ranks a host."""
+def team(goes: dict[int, int], between: bool = True, rank: int = 2, alone: Any = None) -> Team:
+    """Two ranks a host; ``alone``: the beginning of this one's script, if that may run by itself."""
     roster = [SimpleNamespace(rank=each, host=f"host{each // 2}") for each in range(RANKS)]
-    return Team(SimpleNamespace(rank=rank, view=SimpleNamespace(roster=roster)), Group(goes), lambda: between)
+    session = SimpleNamespace(rank=rank, view=SimpleNamespace(roster=roster), hooks=SimpleNamespace(startup=alone))
+    return Team(session, Group(goes), lambda: between)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
@@ -76,6 +78,13 @@ def test_the_count_stays_in_the_middle_of_a_step(counted):
     made = team({1: 0}, between=False)
     assert [*made.rows(torch.zeros(1))] == [1, 2, 3]
     assert counted == {"num_processes": 4, "process_index": 2, "local_process_index": 0} and made.live == (0, 1, 2, 3)
+
+
+def test_the_count_stays_while_a_script_has_what_its_predecessor_had(counted):
+    """Of ranks that were alive then."""
+    made = team({1: 0}, alone=SimpleNamespace(alone=True))
+    assert [*made.rows(torch.zeros(1))] == [1, 2, 3]
+    assert counted["num_processes"] == 4 and made.live == (0, 1, 2, 3)
 
 
 def test_objects_of_the_lost_are_left_out(counted):
@@ -129,9 +138,9 @@ def test_what_a_section_implies(driver, implied):
     "more, newcomer, line",
     [
         ({"batch": "constant"}, False, 'recycle.batch "constant" with Accelerate, which draws a fixed number'),
-        ({"rejoin": 3}, False, "recycle.rejoin 3 with Accelerate, which begins at step 1"),
+        ({"rejoin": 3}, False, "recycle.rejoin 3 with Accelerate, whose script begins at step 1"),
         ({"group_sums": "scale"}, False, 'recycle.group_sums "scale" with Accelerate, whose num_processes'),
-        ({}, True, "Accelerate begins at step 1, and the job trains already"),
+        ({}, True, 'recycle.rejoin "never" with Accelerate: a lost replica stays away, and the job trains'),
     ],
 )
 def test_what_is_refused(more, newcomer, line):
@@ -139,6 +148,13 @@ def test_what_is_refused(more, newcomer, line):
     with pytest.raises(RecycleError) as caught:
         entry.check("Accelerate", Settings.from_section(entry.section("Accelerate", REPLICA | more)), session)
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rejoin", ["always", 3])
+def test_replicas_of_a_trainer_come_back_where_that_is_asked_for(rejoin):
+    settings = Settings.from_section(entry.section(entry.TRAINER, REPLICA | {"rejoin": rejoin}))
+    assert (settings.batch, settings.rejoin) == ("shrink", rejoin)
+    entry.check(entry.TRAINER, settings, SimpleNamespace(view=SimpleNamespace(newcomer=True)))
 
 
 @pytest.mark.parametrize("name", ["batch_eval_metrics", "torch_compile", "auto_find_batch_size", "split_batches"])
@@ -149,3 +165,20 @@ def test_what_a_trainer_is_refused(name):
     with pytest.raises(RecycleError, match=f"{name}.* with recycle.replicas"):
         check(given)
     check(SimpleNamespace(accelerator_config=SimpleNamespace(split_batches=False)))
+
+
+def test_the_bar_of_a_first_process_that_comes_back_begins_where_the_job_is(counted):
+    """Else its rate would be of steps that others have made."""
+    from transformers.trainer_callback import ProgressCallback
+
+    from recycle_plugin.adapters.hugging_face.returns import Returns
+
+    session = SimpleNamespace(view=SimpleNamespace(newcomer=True))
+    returns = Returns(team({}), session, SimpleNamespace(device=torch.device("cpu")))
+    callback, state = ProgressCallback(), SimpleNamespace(is_world_process_zero=True, max_steps=9, global_step=7)
+    callback.on_train_begin(None, state, None)
+    returns.began(SimpleNamespace(callbacks=[callback]), state)
+    state.global_step = 8
+    callback.on_step_end(None, state, None)
+    assert (callback.training_bar.initial, callback.training_bar.n, callback.current_step) == (7, 8, 8)
+    callback.training_bar.close()

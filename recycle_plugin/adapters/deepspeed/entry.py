@@ -99,7 +99,7 @@ class Plugin:
                 built = stock(*arguments, **named)
             self._made = True
             if driver is not None and settings.replicas is not None:
-                hugging_face.follow(driver, self.session, built[0])
+                hugging_face.follow(driver, settings, self.session, built[0])
             return built
 
         module.initialize = initialize
@@ -174,7 +174,11 @@ class Plugin:
         self.session.configure(settings.deadlines, settings.group_sums)
         stock, module.DeepSpeedEngine = (
             module.DeepSpeedEngine,
-            engine_class(ReplicaArguments(self.session, settings.for_replicas(), settings.replicas)),
+            engine_class(
+                ReplicaArguments(
+                    self.session, settings.for_replicas(), settings.replicas, hugging_face.loads_last(driver)
+                )
+            ),
         )
         try:
             yield

@@ -12,7 +12,8 @@ from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import shown
 from recycle_plugin.versions import HUGGING_FACE, releases
 
-DRIVERS = {"transformers": "Hugging Face's Trainer", "accelerate": "Hugging Face's Accelerate"}
+TRAINER, LOOP = "Hugging Face's Trainer", "Hugging Face's Accelerate"
+DRIVERS = {"transformers": TRAINER, "accelerate": LOOP}
 MODELS = "transformers.modeling_utils"
 IMPLIED = {"batch": "shrink", "rejoin": "never"}
 
@@ -34,7 +35,7 @@ def section(driver: str | None, given: Any) -> Any:
 
 def check(driver: str, settings: Settings, session: Session) -> None:
     """Raise RecycleError for what is not supported of replicas that ``driver`` trains, before their engine is built."""
-    for release in releases(HUGGING_FACE if driver == DRIVERS["transformers"] else ["accelerate"]):
+    for release in releases(HUGGING_FACE if driver == TRAINER else ["accelerate"]):
         if not release.fits:
             raise RecycleError(f"{release.wrong}, or set recycle.enabled to false")
     loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
@@ -43,20 +44,34 @@ def check(driver: str, settings: Settings, session: Session) -> None:
             f'recycle.batch "{settings.batch}" with {driver}, which draws a fixed number of micro-batches for each '
             f"step: leave it out, and batches shrink while a replica is out; or {loop}"
         )
-    if settings.rejoin != "never":
+    if _returns(settings) and driver != TRAINER:
         raise RecycleError(
-            f"recycle.rejoin {shown(settings.rejoin)} with {driver}, which begins at step 1 in a process that comes "
-            f"back: leave it out, and a lost replica stays away; or {loop}"
+            f"recycle.rejoin {shown(settings.rejoin)} with {driver}, whose script begins at step 1 in a process that "
+            "comes back, and has a place of its own in its data: leave it out, and a lost replica stays away; use "
+            f"{TRAINER}, whose replicas come back; or {loop}"
         )
     if settings.group_sums == "scale":
         raise RecycleError(
             f'recycle.group_sums "scale" with {driver}, whose num_processes counts live ranks: leave it out'
         )
-    if session.view.newcomer:
-        raise RecycleError(f"{driver} begins at step 1, and the job trains already: a lost replica stays away")
+    if session.view.newcomer and not _returns(settings):
+        raise RecycleError(
+            f"recycle.rejoin {shown(settings.rejoin)} with {driver}: a lost replica stays away, and the job trains "
+            "already"
+        )
 
 
-def follow(driver: str, session: Session, engine: Any) -> None:
+def loads_last(driver: str | None) -> bool:
+    """Whether ``driver`` loads checkpoints before its first step and after its last one only."""
+    return driver == TRAINER
+
+
+def _returns(settings: Settings) -> bool:
+    """Whether replicas come back."""
+    return settings.rejoin not in ("never", 0)
+
+
+def follow(driver: str, settings: Settings, session: Session, engine: Any) -> None:
     """Have the packages, which are imported, follow the live ranks from now on; ``engine``: a ReplicaEngine."""
     import torch.distributed as dist
     from accelerate import PartialState
@@ -75,18 +90,21 @@ def follow(driver: str, session: Session, engine: Any) -> None:
     if session.view.is_first:
         session.note(
             "data",
-            f"with {driver} a lost replica stays away until the job is started again, and its micro-batches are in no "
-            "step (batch shrink, rejoin never)",
+            f"with {driver} a lost replica's micro-batches are in no step" + ", until it has come back (batch shrink)"
+            if _returns(settings)
+            else f"with {driver} a lost replica stays away until the job is started again, and its micro-batches are "
+            f"in no step (batch shrink, rejoin {settings.rejoin})",
         )
     team = Team(session, group, lambda: engine.between_steps)
     operations.install(team)
     if MODELS in sys.modules:  # in stock global rank 0 alone writes files of save_pretrained
         first = lambda stock, model, is_main_process: is_main_process and team.is_first
         operations.wrap_method(sys.modules[MODELS].PreTrainedModel, "should_save_on_this_rank", first)
-    if driver == DRIVERS["transformers"]:
+    if driver == TRAINER:
         from recycle_plugin.adapters.hugging_face import trainer
+        from recycle_plugin.adapters.hugging_face.returns import Returns
 
-        trainer.install(team)
+        trainer.install(team, Returns(team, session, engine) if _returns(settings) else None)
     else:
         from recycle_plugin.adapters.hugging_face import loop
 

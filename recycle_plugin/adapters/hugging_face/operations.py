@@ -91,7 +91,7 @@ class Operations:
         """Accelerate's synchronisation of random numbers, which are those of its process 0."""
 
         def synchronize(rank: int) -> None:
-            torch.distributed.broadcast = functools.partial(_broadcast, broadcast, rank)
+            torch.distributed.broadcast = functools.partial(self._synchronized, broadcast, rank)
             try:
                 stock(*arguments, **named)
             finally:
@@ -121,9 +121,14 @@ class Operations:
                 if rank in self._team.agree():
                     raise
 
-
-def _broadcast(stock: Callable[..., Any], rank: int, tensor: torch.Tensor, src: int) -> Any:
-    return stock(tensor, rank)
+    def _synchronized(self, stock: Callable[..., Any], rank: int, tensor: torch.Tensor, src: int) -> None:
+        """The state of a generator, of ``rank``; one that comes back has it from the others, who are beyond that."""
+        if self._team.known:
+            tensor.copy_(self._team.known.pop(0))
+        else:
+            stock(tensor, rank)
+        if self._team.synchronized is not None:
+            self._team.synchronized.append(tensor.detach().cpu().clone())
 
 
 def _refuse_dispatch(stock: Callable[..., Any], of: Any) -> Any:

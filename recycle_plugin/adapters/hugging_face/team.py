@@ -40,6 +40,8 @@ class Team:
         self._hosts: dict[int, str] = {}  # by rank, as far as is known
         self.dealt: tuple[int, ...] = self.live  # whom the last evaluation was dealt to
         self._tell: Callable[[], None] | None = None
+        self.synchronized: list[torch.Tensor] | None = None  # what is kept of Accelerate's synchronisations, if any
+        self.known: list[torch.Tensor] = []  # of these, what a rank that comes back has of the others, in order
 
     @property
     def is_first(self) -> bool:
@@ -147,6 +149,9 @@ class Team:
             self._session.note("warning", text)
 
     def _take(self, there: tuple[int, ...]) -> None:
+        startup = self._session.hooks.startup
+        if startup is not None and startup.alone:  # it is of this rank's predecessor
+            return
         if there != self.live and self._between():
             self._count(there)
         if self._tell is not None and there != self.dealt:

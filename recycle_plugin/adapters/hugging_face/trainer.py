@@ -1,5 +1,5 @@
 """Hugging Face's Trainer over the live ranks: an evaluation that a loss interrupts is repeated, and a checkpoint that
-a lost process was writing is written by the next one.
+a lost process was writing is written by the next one; replicas come back (returns.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from transformers import trainer, trainer_callback, trainer_pt_utils
 
 from recycle_plugin.adapters.hugging_face.operations import replace, wrap_method
+from recycle_plugin.adapters.hugging_face.returns import Returns
 from recycle_plugin.adapters.hugging_face.team import Team
 from recycle_plugin.errors import RecycleError
 
@@ -21,14 +22,18 @@ REFUSED = {
 }
 
 
-def install(team: Team) -> None:
-    """Have Trainers of this process follow ``team``."""
-    made = Seams(team)
+def install(team: Team, returns: Returns | None) -> None:
+    """Have Trainers of this process follow ``team``; ``returns``: where replicas come back."""
+    made = Seams(team, returns)
     replace(trainer_pt_utils, "distributed_concat", made.concat)
     replace(trainer_pt_utils, "distributed_broadcast_scalars", made.scalars)
     for name in ("evaluation_loop", "_save_checkpoint", "save_model"):
         wrap_method(trainer.Trainer, name, getattr(made, name.lstrip("_")))
     wrap_method(trainer_callback.CallbackHandler, "call_event", made.call_event)
+    for name in () if returns is None else ("_run_epoch", "get_batch_samples", "_load_rng_state", "_finalize_training"):
+        wrap_method(trainer.Trainer, name, getattr(returns, name.lstrip("_")))
+    if returns is not None:
+        wrap_method(trainer.Trainer, "_evaluate", returns.evaluate)
 
 
 def check(args: Any) -> None:
@@ -54,8 +59,8 @@ def _give_up() -> None:
 class Seams:
     """What stands in the place of functions and methods of transformers; those that get ``stock`` hand on to it."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, team: Team, returns: Returns | None) -> None:
+        self._team, self._returns = team, returns
 
     def concat(self, tensor: Any, num_total_examples: int | None = None) -> Any:
         """transformers' gather of tensors, alone or nested: the live ranks' rows, one behind the other."""
@@ -102,11 +107,16 @@ class Seams:
         """Tell callbacks who is the first process now."""
         if event == "on_train_begin":
             check(args)
+        if self._returns is not None and not self._returns.hears(event, of, state):
+            return control
         first, before = self._team.is_first, state.is_world_process_zero
         state.is_world_process_zero, state.is_local_process_zero = first, first or args.local_process_index == 0
         if first and not before:
             self._show_progress(of, event, state)
-        return stock(of, event, args, state, control, **named)
+        heard = stock(of, event, args, state, control, **named)
+        if event == "on_train_begin" and self._returns is not None:
+            self._returns.began(of, state)
+        return heard
 
     def _show_progress(self, of: Any, event: str, state: Any) -> None:
         """Open the bar that process 0 has opened when training began."""

@@ -198,8 +198,10 @@ class PushedSteps:
             return self._script.left == 1
         return self.need is Need.STEP or (self._script.left == 1 and not self.ran)
 
-    def join(self) -> Iterator[Any]:
-        """Returns when this worker, which has come back and is a member, is given work."""
+    def open(self) -> Iterator[Any]:
+        """Returns when the next step has begun as far as it can without a micro-batch: those who come back in it are
+        members then, and so is this worker, if it is one of them.
+        """
         yield from self._go_on(Need.MICRO_BATCH)
 
     def begin(self) -> Iterator[Any]:

@@ -38,7 +38,7 @@ class PushedScript(SimulatedScript):
             machine.set_for(1)
         else:
             yield from follow(machine.newcomer, machine.control_view)
-            yield from self._steps.join()
+            yield from self._steps.open()
             machine.met = machine.steps.stepped
         while machine.steps.stepped < self._scenario.steps:
             if (yield from self._run_micro_batch()):

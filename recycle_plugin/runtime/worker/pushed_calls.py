@@ -24,6 +24,7 @@ class PushedCalls:
         self._trainer, self._stage = trainer, stage
         self._steps = PushedSteps(stage.script, trainer.steps)
         self._told: Sequence[Any] | None = None  # how the others apply this worker's first step
+        self._opened = False  # the next step, of which no micro-batch has begun
 
     @property
     def at_boundary(self) -> bool:
@@ -46,6 +47,11 @@ class PushedCalls:
     def between(self) -> bool:
         """Whether the script is between two steps, and not in the middle of one."""
         return self._steps.need is Need.NOTHING
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no micro-batch of the next step has begun here."""
+        return self.between or self._opened
 
     @property
     def begun(self) -> bool:
@@ -72,8 +78,18 @@ class PushedCalls:
     def join(self) -> None:
         """Return when this worker, which comes back, has its stage's state and is given work."""
         self._trainer.join()
-        self._go_on(self._steps.join(), joins=True)
+        self._go_on(self._steps.open(), joins=True)
+        self._opened = True
         self._told = self._trainer.state.optimizer.settings()
+
+    def open(self) -> None:
+        """Begin the next step, if no micro-batch of it has begun, before its first one is there: from then on those who
+        come back take part in what the script asks of all.
+        """
+        if self.untouched:
+            self._go_on(self._steps.open())
+            self._opened = True
+            self._take_told()
 
     def begin(self) -> None:
         """Return when the script may run a micro-batch forward.  Raises RecycleError where another call has to come
@@ -87,10 +103,8 @@ class PushedCalls:
         if self._steps.need is Need.STEP and self._steps.ran:  # not so where a loss has taken micro-batches from it
             raise RecycleError("engine.step() was left out: call it after each engine.backward(loss)")
         self._go_on(self._steps.begin())
-        if self._told is not None:  # which have in them what their scripts do before a step, as this one has again
-            with self._trainer.lifted():
-                self._trainer.state.optimizer.take_settings(self._told)
-            self._told = None
+        self._opened = False
+        self._take_told()
 
     def run(self, made: Made) -> None:
         """Take what the script's forward and backward have made of the micro-batch."""
@@ -116,6 +130,15 @@ class PushedCalls:
             self._trainer.between_steps()
         else:
             self._go_on(self._steps.hear())
+
+    def _take_told(self) -> None:
+        """Apply a first step as the others do, in whose settings is what their scripts do before a step, as this one
+        has again.
+        """
+        if self._told is not None:
+            with self._trainer.lifted():
+                self._trainer.state.optimizer.take_settings(self._told)
+            self._told = None
 
     def _go_on(self, call: Iterator[Any], joins: bool = False) -> Any:
         """The value of ``call``, once it has returned.  ``joins``: as for Trainer.pushing."""

@@ -58,6 +58,7 @@ class ReplicaArguments:
     session: Session
     settings: Settings
     replicas: int
+    loads_last: bool = False  # who drives the engine loads no checkpoint before its last step
 
 
 class ReplicaGroups:
@@ -188,8 +189,12 @@ class ReplicaEngine(DeepSpeedEngine):
 
     @property
     def between_steps(self) -> bool:
-        """Whether the script is between two steps, and not in the middle of one."""
-        return self._steps.between
+        """Whether the script is between two steps, and no micro-batch of the next one has begun."""
+        return self._steps.untouched
+
+    def open_step(self) -> None:
+        """Begin the next step before its first micro-batch is there: ranks that come back are members from then on."""
+        self._steps.open()
 
     def settle(self) -> None:
         """Nothing: each call returns with all steps committed."""
@@ -251,7 +256,7 @@ class ReplicaEngine(DeepSpeedEngine):
         if self._recalled:
             return self._recalled.pop(0)
         if self._steps.begun:
-            if self._job.settings.rejoin != "never":
+            if self._job.settings.rejoin != "never" and not self._job.loads_last:
                 raise RecycleError(
                     "load_checkpoint() after the first step with recycle.replicas, which a replica that comes back "
                     'would not have seen: call it before that, or set recycle.rejoin to "never"'

@@ -1,0 +1,187 @@
+"""Replicas of Hugging Face's Trainer that come back: an unmodified script goes on from the others' step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import GPT2LMHeadModel
+
+from tests.support.cluster import ForkServer, Result
+from tests.support.hugging_face import LOOP, PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
+
+STEPS, HELD = 30, 5
+RETURNS = {"samples": 8 * STEPS, "held": [HELD], "recycle": {"rejoin": "always"}}
+SEVERAL = {"samples": 53, "held": [HELD], "recycle": {"rejoin": "always"}}  # 7 batches an epoch for each rank
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    with starting(server, tmp_path) as start:
+        yield start
+
+
+def returned(result: Result, *ranks: int) -> int:
+    """The step from which on ``ranks`` take part again; nothing was said that should not be, and all have the same
+    weights, to the bit.
+    """
+    assert result.code == 0, result.output[-6000:]
+    assert not result.of("error") and not result.of("warning"), result.output[-6000:]
+    rejoined = {event["rank"]: event["step"] for event in result.of("rejoined")}
+    assert sorted(rejoined) == sorted(ranks), rejoined
+    first, *others = [record["weights"] for record in result.records.values()]
+    assert len(others) == RANKS - 1 and all(other == first for other in others)
+    (step,) = {*rejoined.values()}
+    return step
+
+
+@pytest.mark.parametrize("stage, kill", [(1, [3, "step", 3]), (3, [0, "step", 3]), (2, [2, "log", 2])])
+def test_a_replica_that_comes_back_is_in_losses_and_weights_from_its_first_step_on(start, stage, kill):
+    uneven, logged = kill[1] == "log", kill[2] if kill[1] == "log" else 0
+    result = start(stage=stage, kills=[kill], uneven=uneven, arguments=PLAIN | {"max_steps": STEPS}, **RETURNS)
+    lost = range(2) if kill[0] < 2 else range(2, 4)
+    step, left = returned(result, *lost), range(2, 4) if kill[0] < 2 else range(2)
+    live = [range(RANKS)] * 2 + [left] * (step - 3) + [range(RANKS)] * (STEPS - step + 1)
+    wanted = by_hand(live, uneven=uneven, logged=logged, samples=RETURNS["samples"])
+    for record in result.records.values():
+        assert record["steps"] == STEPS
+        assert history(record) == pytest.approx(wanted.losses, rel=1e-4)
+        for name, values in wanted.weights.items():
+            assert record["weights"][name] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_logged_loss_is_the_mean_of_its_steps_though_the_first_process_comes_back_between_them(start):
+    arguments = PLAIN | {"max_steps": STEPS, "logging_steps": 6}
+    result = start(kills=[[0, "step", 7]], arguments=arguments, metrics=False, **RETURNS | {"held": [9]})
+    step = returned(result, 0, 1)
+    live = [range(RANKS)] * 6 + [range(2, 4)] * (step - 7) + [range(RANKS)] * (STEPS - step + 1)
+    losses = by_hand(live, samples=RETURNS["samples"]).losses
+    means = [sum(losses[begin : begin + 6]) / 6 for begin in range(0, STEPS, 6)]
+    for record in result.records.values():
+        assert history(record) == pytest.approx(means, rel=1e-4)
+        assert history(record, "train_loss") == pytest.approx([sum(losses) / STEPS], rel=1e-4)
+
+
+ORDERS = [
+    (1, {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}),
+    (3, {"train_sampling_strategy": "group_by_length", "dataloader_num_workers": 2, "lr_scheduler_type": "linear"}),
+    (2, {"accelerator_config": {"use_seedable_sampler": False}, "warmup_steps": 9}),
+]
+
+
+@pytest.mark.parametrize("stage, arguments", ORDERS)
+def test_who_comes_back_draws_as_without_a_loss_by_the_same_rates(start, stage, arguments):
+    """Over several epochs, of which the job is in the second one or a later one then."""
+    arguments = arguments | {"max_steps": STEPS, "max_grad_norm": 0.5}
+    held = {"held": [9]}
+    result = start(stage=stage, kills=[[0, "step", 8]], arguments=arguments, metrics=False, **SEVERAL | held)
+    calm = start(stage=stage, arguments=arguments, metrics=False, samples=SEVERAL["samples"])
+    step = returned(result, 0, 1)
+    for rank, record in result.records.items():
+        whole = calm.records[rank]["trained"]
+        begins = step if rank < 2 else 1
+        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
+        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
+        assert len(history(record)) == STEPS
+
+
+@pytest.mark.parametrize("stage, kill", [(1, [0, "evaluating", 8]), (3, [3, "evaluating", 11])])
+def test_a_replica_that_is_lost_in_an_evaluation_comes_back_and_evaluates(start, stage, kill):
+    arguments = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": STEPS}
+    result = start(stage=stage, kills=[kill], arguments=arguments, **RETURNS | {"held": [11]})
+    returned(result, *(range(2) if kill[0] < 2 else range(2, 4)))
+    for record in result.records.values():
+        evaluated_once(record)
+        assert len(history(record, "eval_loss")) == STEPS // 3 + 2
+    first, *others = result.records.values()
+    assert all(history(each, name) == history(first, name) for each in others for name in ("loss", "eval_loss"))
+    written = GPT2LMHeadModel.from_pretrained(result.folder / "model")
+    assert history(first, "eval_accuracy")[-1] == pytest.approx(accuracy(written), abs=1e-6)
+
+
+def test_who_comes_back_as_the_first_process_writes_stops_early_and_loads_the_best_model(start):
+    """No evaluation is as much better as asked for; it comes back behind the second one, and the fourth one is the
+    last.
+    """
+    every = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    arguments = every | {"load_best_model_at_end": True, "max_steps": STEPS}
+    result = start(
+        stage=2, kills=[[0, "step", 3]], patience=3, threshold=9.0, arguments=arguments, **RETURNS | {"held": [11]}
+    )
+    step = returned(result, 0, 1)
+    assert 11 < step < 15
+    for rank, record in result.records.items():
+        assert record["steps"] == 20 and record["first"] == (rank == 0)
+        assert record["after"]["eval_loss"] == pytest.approx(min(history(record, "eval_loss")))
+    state = json.loads((result.folder / "out" / "checkpoint-20" / "trainer_state.json").read_text())
+    assert [line["step"] for line in state["log_history"] if "loss" in line] == [*range(1, 21)]
+    (exported,) = [each for name, each in state["stateful_callbacks"].items() if name == "EarlyStoppingCallback"]
+    assert exported["attributes"] == {"early_stopping_patience_counter": 3}
+
+
+def test_a_job_that_has_resumed_is_come_back_to(start):
+    """From a checkpoint in the middle of an epoch."""
+    saved = start(arguments={"save_strategy": "steps", "save_steps": 5, "max_steps": 5}, metrics=False, samples=53)
+    more = {"resume": str(saved.folder / "out" / "checkpoint-5"), "arguments": {"max_steps": STEPS}, "metrics": False}
+    result = start(kills=[[0, "step", 8]], **more, **SEVERAL | {"held": [10]})
+    calm = start(samples=SEVERAL["samples"], **more)
+    step = returned(result, 0, 1)
+    for rank, record in result.records.items():
+        whole, begins = calm.records[rank]["trained"], step if rank < 2 else 6
+        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
+        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
+        assert len(history(record)) == STEPS
+
+
+def test_a_stream_that_each_rank_reads_goes_on_in_who_comes_back(start):
+    apart = {"accelerator_config": {"dispatch_batches": False}, "max_steps": STEPS}
+    result = start(iterable=True, kills=[[1, "step", 3]], arguments=PLAIN | apart, metrics=False, **RETURNS)
+    step = returned(result, 0, 1)
+    live = [range(RANKS)] * 2 + [range(2, 4)] * (step - 3) + [range(RANKS)] * (STEPS - step + 1)
+    wanted = by_hand(live, samples=RETURNS["samples"])
+    for record in result.records.values():
+        assert history(record) == pytest.approx(wanted.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage, where", [(3, "beginning"), (1, "step")])
+def test_who_dies_as_it_comes_back_comes_back_once_more(start, stage, where):
+    """Others wait for it then, with the words of their batches, or in the step."""
+    more = RETURNS | {"held": [HELD, HELD + 15]}
+    kills = [[0, "step", 3], [0, where, 0, 1]]
+    result = start(stage=stage, kills=kills, arguments=PLAIN | {"max_steps": 2 * STEPS}, metrics=False, **more)
+    assert result.code == 0 and not result.of("error"), result.output[-6000:]
+    assert {rank: record["incarnation"] for rank, record in result.records.items()} == {0: 2, 1: 2, 2: 0, 3: 0}
+    first, *others = result.records.values()
+    assert all(other["weights"] == first["weights"] for other in others)
+    assert all(history(other) == history(first) for other in others) and len(history(first)) == 2 * STEPS
+
+
+def test_the_next_process_gives_the_loop_where_one_dies_in_that(start):
+    """Three replicas of one rank, of which two come back, one after the other."""
+    kills, more = [[2, "step", 3], [0, "giving", 0]], RETURNS | {"held": [HELD, HELD + 15]}
+    arguments = PLAIN | {"max_steps": 2 * STEPS}
+    result = start(3, replicas=3, kills=kills, arguments=arguments, metrics=False, **more)
+    assert result.code == 0 and not result.of("error"), result.output[-6000:]
+    assert {rank: record["incarnation"] for rank, record in result.records.items()} == {0: 1, 1: 0, 2: 1}
+    first, *others = result.records.values()
+    assert all(other["weights"] == first["weights"] for other in others)
+    assert all(history(other) == history(first) for other in others) and len(history(first)) == 2 * STEPS
+
+
+REFUSED = [
+    ({"script": LOOP}, 'recycle.rejoin "always" with Hugging Face\'s Accelerate, whose script begins at step 1'),
+    ({"own": True}, "a get_batch_samples() that does not call Trainer's with recycle.rejoin"),
+    (
+        {"kills": [[1, "step", 3], [0, "giving", 0]], "held": [HELD]},
+        "all ranks are lost that had the state of Trainer's loop, as others came back",
+    ),
+]
+
+
+@pytest.mark.parametrize("more, line", REFUSED)
+def test_what_can_not_come_back_ends_in_one_line(start, more, line):
+    result = start(2, replicas=2, arguments={"max_steps": STEPS}, **{"recycle": {"rejoin": "always"}} | more)
+    (end,) = [said for said in result.output.splitlines() if "end: the job ends: " in said]
+    assert result.code != 0 and line in end, result.output[-6000:]
