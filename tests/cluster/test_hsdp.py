@@ -29,6 +29,7 @@ NOTHING_ELSE = {
     "shards": 2,
     "save": 0,
     "load": "",
+    "lone": 0,
     "wrong": "",
 }
 
@@ -99,6 +100,14 @@ def test_a_replica_comes_back_to_the_shards_of_its_peers(launch, tmp_path):
             assert value == pytest.approx(each["evaluated"][step], abs=5e-6), step
 
 
+def test_a_batch_shrinks_as_long_as_a_replica_is_out(launch, tmp_path):
+    settings = {"unit": "replica", "batch": "shrink", "rejoin": "never", "faults": ["kill 1.0 before 0B1.1@4"]}
+    result = ended_well(started(launch, tmp_path / "run0", settings, lone=4).finish(), "1.0")
+    alike(result)
+    for each in result.records.values():
+        assert each["losses"] == pytest.approx(each["alone"], abs=5e-6) and each["weights_differ"] < 5e-6
+
+
 @pytest.mark.parametrize("more, tolerance", [({"dropout": 0.3}, 5e-6), ({"half": True}, 2e-2)])
 def test_a_survivor_draws_and_rounds_as_the_lost_one(launch, tmp_path, more, tolerance):
     """Each process of a replica has dropout masks of its own.  In bf16 the order of sums shows."""
@@ -118,6 +127,7 @@ def test_a_survivor_draws_and_rounds_as_the_lost_one(launch, tmp_path, more, tol
     "more, said",
     [
         ({"wrong": "mesh"}, "fully_shard over a mesh of the script's own: give it the processes of one replica"),
+        ({"wrong": "unused"}, "replica_mesh(…) without fully_shard: call fully_shard(module, mesh=replica_mesh(…))"),
         ({"wrong": "rest"}, "4.weight is trained and not sharded, so that nobody adds its gradients up"),
         ({"wrong": "optimizer"}, "Adafactor with fully_shard is not supported yet"),
         ({"wrong": "freeze"}, "0.bias is frozen or thawed after Replicas(…) was made"),

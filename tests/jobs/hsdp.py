@@ -5,7 +5,8 @@ and how often it has read weights that were no step's.
 RECYCLE_TEST_HSDP holds as JSON: ``folder``: of the job; ``steps``; ``settings``: the plugin's; ``held``: the step
 before which members wait for a file ``go`` in the folder, or 0; ``clip``; ``half``: FSDP's mixed precision in bf16;
 ``dropout``; ``evaluate``: after each so many steps, 0 for never; ``shards``: processes of a replica, 1 for none;
-``save``: [after which step, where]; ``load``: where from, to save it again at once; ``wrong``: what is refused.
+``save``: [after which step, where]; ``load``: where from, to save it again at once; ``lone``: the step from which on
+only replica 0 contributes, or 0; ``wrong``: what is refused.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def shard(model: nn.Module) -> int:
     if SHARDS == 1:
         return 0
     mesh = init_device_mesh("cpu", (REPLICAS * SHARDS,)) if job["wrong"] == "mesh" else replica_mesh(SHARDS)
+    if job["wrong"] == "unused":
+        return 0
     how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if job["half"] else {}
     for layer in (model[0], model[3]):
         fully_shard(layer, mesh=mesh, **how)
@@ -89,7 +92,11 @@ def alone(steps: int) -> tuple[list[float], dict[int, float]]:
     stepper = torch.optim.Adam(other.parameters(), lr=1e-2)
     losses, evaluations = [], {}
     for step in range(1, steps + 1):
-        places = [(r, m, p) for r in range(REPLICAS) for m in range(MICRO_BATCHES) for p in range(SHARDS)]
+        lone = 0 < job["lone"] <= step
+        stepper.param_groups[0]["lr"] = 1e-2 * (0.5**0.5 if lone else 1)
+        places = [
+            (r, m, p) for r in range(1 if lone else REPLICAS) for m in range(MICRO_BATCHES) for p in range(SHARDS)
+        ]
         total = torch.zeros(())
         for place in places:
             inputs, labels = batch(step, *place)

@@ -105,6 +105,11 @@ class PlainJob:
         check_optimizer(module, optimizer)
         check_scheduler(scheduler)
         held = module if shards is None else shards
+        if shards is None and line.hooks.place is not None:
+            raise RecycleError(
+                "replica_mesh(…) without fully_shard: call fully_shard(module, mesh=replica_mesh(…)) before "
+                "Replicas(…), or leave the mesh out"
+            )
         if shards is not None:
             check_elementwise(optimizer, "fully_shard")
             shards.take(optimizer)
