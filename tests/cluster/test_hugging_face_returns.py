@@ -135,6 +135,20 @@ def test_a_job_that_has_resumed_is_come_back_to(start):
         assert len(history(record)) == STEPS
 
 
+def test_a_script_that_looks_for_a_checkpoint_finds_one_of_the_others_and_goes_on_from_their_step(start):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": STEPS}
+    result = start(
+        stage=3, kills=[[0, "step", 8]], resume="last", arguments=arguments, metrics=False, **RETURNS | {"held": [10]}
+    )
+    calm = start(stage=3, arguments={"max_steps": STEPS}, metrics=False, samples=RETURNS["samples"])
+    step = returned(result, 0, 1)
+    for rank, record in result.records.items():
+        whole, begins = calm.records[rank]["trained"], step if rank < 2 else 1
+        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
+        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
+        assert len(history(record)) == STEPS
+
+
 def test_a_stream_that_each_rank_reads_goes_on_in_who_comes_back(start):
     apart = {"accelerator_config": {"dispatch_batches": False}, "max_steps": STEPS}
     result = start(iterable=True, kills=[[1, "step", 3]], arguments=PLAIN | apart, metrics=False, **RETURNS)

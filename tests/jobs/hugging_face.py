@@ -8,9 +8,9 @@ the number of the process behind them if the rank's first one is not meant: in t
 forward, 0 being the process's first one; as it is "beginning" to train, 0; "giving" its state to others, 0; in the
 "log" behind a step, before others have its loss; "evaluating", behind so many batches of all evaluations; or "writing",
 in the middle of the model's file of the checkpoint of that step; ``held``: the steps before which ranks wait for a file
-``goSTEP`` in the folder; ``resume``: a checkpoint that is gone on from, or null; ``patience``: of
-EarlyStoppingCallback, or 0, and its ``threshold``; ``own``: whether the script has its own way to get batches;
-``recycle``: more settings.
+``goSTEP`` in the folder; ``resume``: a checkpoint that is gone on from, "last" for the last one there is, or null;
+``patience``: of EarlyStoppingCallback, or 0, and its ``threshold``; ``own``: whether the script has its own
+way to get batches; ``recycle``: more settings.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
 job = json.loads(os.environ["RECYCLE_TEST_HUGGING_FACE"])
 FOLDER, RANK = Path(job["folder"]), int(os.environ["RANK"])
@@ -166,7 +167,10 @@ def main() -> None:
             *([EarlyStoppingCallback(job["patience"], job["threshold"])] if job["patience"] else []),
         ],
     )
-    trainer.train(resume_from_checkpoint=job["resume"])
+    resume, saved = job["resume"], arguments["output_dir"]
+    if resume == "last":
+        resume = get_last_checkpoint(saved) if Path(saved).exists() else None
+    trainer.train(resume_from_checkpoint=resume)
     record: dict[str, Any] = {"history": trainer.state.log_history, "steps": trainer.state.global_step}
     record["after"] = trainer.evaluate()
     found = trainer.predict(evaluated_on)

@@ -255,6 +255,10 @@ class ReplicaEngine(DeepSpeedEngine):
         """
         if self._recalled:
             return self._recalled.pop(0)
+        startup = self._job.session.hooks.startup
+        assert startup is not None, "there are groups"
+        if self._job.loads_last and startup.alone:  # it looks for checkpoints, and finds one that the others have saved
+            return load_dir, {}
         if self._steps.begun:
             if self._job.settings.rejoin != "never" and not self._job.loads_last:
                 raise RecycleError(
@@ -268,8 +272,6 @@ class ReplicaEngine(DeepSpeedEngine):
             self._trainer.loaded(whole=True)
             self._steps.loaded()
         self._loaded += 1
-        startup = self._job.session.hooks.startup
-        assert startup is not None, "there are groups"
         startup.remember(_loading(self._loaded), found)
         return found
 
