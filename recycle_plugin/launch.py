@@ -341,7 +341,12 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
 
         return hosted.host(with_credentials(place, command), line)
 
-    return Guard(supervise, host if place.get("RANK") == "0" else None).hold()
+    def stand_by(line: socket.socket) -> int:
+        from recycle_plugin.runtime.processes import hosted
+
+        return hosted.stand_by(with_credentials(place, command), line)
+
+    return Guard(supervise, *((host, stand_by) if place.get("RANK") == "0" else (None, None))).hold()
 
 
 if __name__ == "__main__":

@@ -145,6 +145,11 @@ class SecretFile:
         except OSError as error:
             raise NoSecret(f"the job's secret can't be written to {self.path} ({error.strerror}): {WHERE}") from None
 
+    def adopt(self) -> None:
+        """Take what was made, and read here, for this process's own: the one that has made it is dead."""
+        if not self._given and self._secret is not None:
+            self._made = self._secret.shared
+
     def keep(self) -> None:
         """Write it once more, from time to time: what nobody touches for days is removed from many a system's temporary
         folder.  What another job with the same path has put there stays.  Raises NoSecret.

@@ -44,12 +44,14 @@ QUIET = {
     "peak",
     "recovery_plan",
     "stage",
+    "standby",
     "worker",
 }  # in the log, but no line of their own
 
 LOUD = {
     *STYLES,
     "checkpoint",
+    "coordinator",
     "log_gone",
     "metrics",
     "notice",
@@ -129,6 +131,13 @@ class Announcer:
                 path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]
             }
 
+    def go_on(self, start: Event) -> None:
+        """Log in the folder of the job that ``start`` tells of, as its settings say."""
+        job = start.details["job"]
+        self.wants_report = job["report"]
+        self._quiet = job.get("console") == "quiet"
+        self._open(Path(job["run_dir"]))
+
     def close(self) -> None:
         """Write what waits, and close the log and the live line."""
         if self._live is not None:
@@ -151,16 +160,13 @@ class Announcer:
     def _record(self, event: Event, now: float) -> None:
         here = (
             {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "stop": self._stop, "place": place()}}
-            if event.kind == "start"
+            if event.kind in ("start", "coordinator")
             else {}
         )
         line = event_line(replace(event, details=event.details | here), now)
         self._early.append(line)
         if event.kind == "start":
-            job = event.details["job"]
-            self.wants_report = job["report"]
-            self._quiet = job.get("console") == "quiet"
-            self._open(Path(job["run_dir"]))
+            self.go_on(event)
         if self._log is not None:
             lines, self._early = self._early, []
             self._log.add("\n".join(lines), keep=event.kind not in STEPS)

@@ -366,7 +366,8 @@ class RunHistory:
 
         Empty in logs that don't have it.
         """
-        return self.of("start")[0].get("coordinator", {})
+        last = next((event for event in reversed(self.of("coordinator"))), self.of("start")[0])
+        return last.get("coordinator", {})
 
     @property
     def was_killed(self) -> bool:

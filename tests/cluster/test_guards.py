@@ -15,7 +15,7 @@ import pytest
 
 from recycle_plugin.cli import main
 from tests.support.cluster import Run
-from tests.support.jobs import PLAIN, after_step, assert_one_line, assert_same_training, hold
+from tests.support.jobs import PLAIN, STEPS, after_step, assert_one_line, assert_same_training, hold
 from tests.support.launching import launching
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
@@ -116,11 +116,35 @@ def test_where_the_launcher_ends_the_job_for_a_killed_guard_there_is_a_checkpoin
     )
 
 
-def test_the_coordinators_death_is_told_by_its_guard(start, capsys):
+def in_step(run: Run, number: int = 1) -> tuple[psutil.Process, psutil.Process]:
+    """The coordinator's process, and the ``number``-th that stands by, once it does."""
+    other = run.hear("standby", number)[-1]["pid"]
+    hosts = of_guard(run.launcher.tasks[0].pid, "recycle-host")
+    return next(each for each in hosts if each.pid != other), next(each for each in hosts if each.pid == other)
+
+
+def test_the_coordinators_process_may_be_killed_and_the_next_one_too(start, reference, tmp_path, capsys):
+    """Nobody in the job is lost, nor does a step begin anew; and what comes after, a worker's death, is dealt with."""
+    run = start(**held(tmp_path))
+    after_step(run, 4)
+    for number in (1, 2):
+        host, other = in_step(run, number)
+        host.kill()
+        assert run.hear("coordinator", number)[-1]["coordinator"]["pid"] == other.pid
+    after_step(run, STEPS - 3)  # all wait for the next one
+    os.kill(run.pids()[3], signal.SIGKILL)
+    run.hear("lost")
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert_same_training(result, reference(), {result.seat_of(3)})
+    assert status(run, capsys)["state"] == "finished"
+
+
+def test_where_nobody_stands_by_the_coordinators_death_is_told_by_its_guard(start, capsys):
     run = start("steps=100000")
     after_step(run, 4)
-    (host,) = of_guard(run.launcher.tasks[0].pid, "recycle-host")
-    host.kill()
+    for host in reversed(in_step(run)):
+        host.kill()
     result = run.finish()
     said = "the job ends: the coordinator's process was killed by signal 9; without it nobody can go on"
     assert_one_line(result, f"recycle: {said}")

@@ -20,6 +20,7 @@ from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.state_dump import load
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.messages.contributions import NORM
@@ -38,7 +39,6 @@ from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator import arithmetic, cluster
 from recycle_plugin.lab.simulator import simulated_worker as worker
 from recycle_plugin.lab.simulator.numbers import Numbers
-from recycle_plugin.lab.simulator.state_dump import load
 from recycle_plugin.planner.closure import Holdings
 from recycle_plugin.planner.recovery import Recovery
 

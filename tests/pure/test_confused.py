@@ -22,6 +22,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
+from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.words import Speakers, objection
 from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.encoding import decode, encode
@@ -75,7 +76,6 @@ from recycle_plugin.core.vocabulary.iterator_draws import ALL_ENDED
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.lab.simulator.state_dump import dump
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.metrics import Metrics
 from tests.support.membership import agree, job, member, resumed, said, started, step

@@ -9,6 +9,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, HashAfter, Resume, Serve
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
@@ -24,7 +25,6 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-from recycle_plugin.lab.simulator.state_dump import dump, load
 from tests.support.membership import job, orders, said, step
 
 SEAT, HALVES, STAYING = Seat(0, 1), (4, 5), (0, 1, 2, 3, 6, 7)

@@ -8,12 +8,12 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Answer, Fence, Generation, Refused, Seated, Stay
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskDrain, AskLeave
 from recycle_plugin.core.messages.from_workers import Exited, HostGoes, Leaving, Left, Ready, SurvivorReport, Terminate
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.lab.simulator.state_dump import dump, load
 from tests.support.membership import agree, job, member, orders, said, step
 
 HOSTS = ("alpha", "beta", "alpha", "beta")  # by rank: one replica each

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.coordinator.recorded import PIECE, Recorder
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Recorded
 from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Contribution, SurvivorReport
 from recycle_plugin.core.vocabulary.evaluation_route import end_of, ended_at
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.lab.simulator.state_dump import dump, load
 from tests.support.membership import holds, said, started, step
 
 

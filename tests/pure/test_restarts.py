@@ -12,6 +12,7 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Lease, Recorded, Refused, Restart, Seated
 from recycle_plugin.core.messages.from_workers import (
@@ -32,7 +33,6 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.lab.simulator.state_dump import dump, load
 from tests.support.membership import agree, job, member, orders, said, started, step
 from tests.support.played import DEADLINE_S, IDLE_S, Played
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.coordinator.slow_replicas import STEPS, SlowReplica, SlowReplicas
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -13,7 +14,6 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
-from recycle_plugin.lab.simulator.state_dump import dump, load
 
 STEP_US = 100_000
 

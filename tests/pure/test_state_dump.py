@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from recycle_plugin.core.coordinator import state_dump as module
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
@@ -24,8 +26,6 @@ from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.lab.simulator import campaign, cluster, seeded
-from recycle_plugin.lab.simulator import state_dump as module
-from recycle_plugin.lab.simulator.state_dump import dump, load
 from tests.support.membership import member, started, step
 
 SEEDS = (2, 5, 14, 29)  # kills, ties, rejections, a leave

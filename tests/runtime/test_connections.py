@@ -9,14 +9,17 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
-from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
+from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed, Welcome
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Post
+from recycle_plugin.core.messages.kept import EVERY
+from recycle_plugin.core.messages.mirroring import Got
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import AT_ONCE, InLoop
@@ -25,6 +28,7 @@ from tests.support.secret import SECRET, answered, way
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
+WELCOME = Welcome(1, "a job")
 MIDDLE = Post(0, 0, "x", b"y" * (1 << 20))
 LARGE = Post(0, 0, "x", b"y" * (LIMIT - 100))  # more than any socket takes at once
 
@@ -104,6 +108,18 @@ def files() -> set[str]:
 
 def beats(count: int, rank: int = 0) -> list[Heartbeat]:
     return [Heartbeat(rank, number, 0, "waits", "") for number in range(count)]
+
+
+def make_again(ends: Ends, welcome: Welcome) -> tuple[Control, Hello]:
+    """The far end of the connection that is made again, which has answered so, and with what the near one came."""
+    resuming = threading.Thread(target=lambda: ends.near.resume(HELLO, PATIENCE_S))
+    resuming.start()
+    again = ends.answered.get(timeout=PATIENCE_S)
+    hello = again.receive(PATIENCE_S)
+    again.send(welcome)
+    resuming.join(PATIENCE_S)
+    assert ends.near.broken is None
+    return again, hello
 
 
 def hear(end: Control, count: int) -> list[object]:
@@ -323,8 +339,7 @@ def test_a_message_that_is_left_out_or_comes_again_breaks_it(ends, order):
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)
 def test_what_was_recorded_before_it_was_made_again_is_worth_nothing(ends):
     recorded = ends.whole(encode(Over(0)))
-    assert ends.near.resume(HELLO, PATIENCE_S)
-    ends.answered.get(timeout=PATIENCE_S)._socket.sendall(recorded)
+    make_again(ends, WELCOME)[0]._socket.sendall(recorded)
     assert UNSEALED in gone(ends.near).why
 
 
@@ -335,12 +350,48 @@ def test_who_has_made_it_makes_it_again(ends):
     ends.far.send(Over(0))
     ends.far.close()
     assert ends.near.receive(PATIENCE_S) == Over(0) and gone(ends.near)
-    assert ends.near.resume(HELLO, PATIENCE_S) and ends.near.broken is None
-    again = ends.answered.get(timeout=PATIENCE_S)
+    again, hello = make_again(ends, WELCOME)
     ends.near.send(Over(1))
     again.send(Over(2))
-    assert hear(again, 2) == [HELLO, Over(1)] and ends.near.receive(PATIENCE_S) == Over(2)
-    assert not again.resume(HELLO, PATIENCE_S)
+    assert (hello, again.receive(PATIENCE_S)) == (HELLO, Over(1)) and ends.near.receive(PATIENCE_S) == Over(2)
+    assert again.resume(HELLO, PATIENCE_S) is None
+
+
+def test_where_it_goes_on_what_was_under_way_comes_once_and_in_order(ends):
+    """Both ways: what the other end says that it has, it does not get again."""
+    ends.far.send(replace(WELCOME, line=7))
+    ends.near.receive(PATIENCE_S)
+    for number in range(5):
+        ends.near.send(Over(number))
+        ends.far.send(Placed(number))
+    assert hear(ends.near, 3) == list(map(Placed, range(3)))
+    ends.far.close()
+    ends.near.send(Over(5))  # into nothing
+    again, hello = make_again(ends, replace(WELCOME, line=7, heard=2))
+    assert (hello.line, hello.heard) == (7, 3)
+    ends.near.send(Over(6))
+    assert hear(again, 5) == list(map(Over, range(2, 7)))
+
+
+def test_what_has_got_there_is_kept_no_longer(ends):
+    ends.far.send(replace(WELCOME, line=7))
+    ends.near.receive(PATIENCE_S)
+    for number in range(EVERY):
+        ends.near.send(Over(number))
+        ends.far.send(Placed(number))
+    ends.far.send(Got(EVERY - 1))
+    ends.far.send(Over(9))
+    assert hear(ends.near, EVERY + 1)[-1] == Over(9) and ends.near._kept.since(0) == [encode(Over(EVERY - 1))]
+    assert hear(ends.far, EVERY + 1)[-1] == Got(EVERY), "it says so itself"
+
+
+def test_where_it_does_not_go_on_nothing_of_before_comes(ends):
+    ends.far.send(replace(WELCOME, line=7))
+    ends.near.receive(PATIENCE_S)
+    ends.near.send(Over(0))
+    again, _ = make_again(ends, replace(WELCOME, line=8))
+    ends.near.send(Over(1))
+    assert again.receive(PATIENCE_S) == Over(1) and ends.near.line == 8
 
 
 def test_it_may_be_made_again_before_it_is_broken(ends):
@@ -348,19 +399,16 @@ def test_it_may_be_made_again_before_it_is_broken(ends):
     ends.far.send(Over(0))
     ends.raw(encode(Over(9))[:5])
     assert ends.near.receive(PATIENCE_S) == Over(0)
-    assert ends.near.resume(HELLO, PATIENCE_S)
-    again = ends.answered.get(timeout=PATIENCE_S)
+    again, hello = make_again(ends, WELCOME)
     again.send(Over(1))
-    assert ends.near.receive(PATIENCE_S) == Over(1) and gone(ends.far) and again.receive(PATIENCE_S) == HELLO
+    assert ends.near.receive(PATIENCE_S) == Over(1) and gone(ends.far) and hello == HELLO
 
 
 def test_where_nobody_answers_it_stays_broken(ends):
     ends.hang_up()
     ends.far.close()
     gone(ends.near)
-    if ends.near.resume(HELLO, 0.2):  # within a process somebody answers, and hangs up
-        assert gone(ends.near)
-    assert ends.near.broken is not None
+    assert ends.near.resume(HELLO, 0.2) is None and ends.near.broken is not None
 
 
 # --- in an event loop --------------------------------------------------------------------------------------
@@ -419,9 +467,11 @@ async def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
     near = InLoop(ends.near)
     ends.far.close()
     assert await near.receive(PATIENCE_S) is None
-    assert await near.resume(HELLO, PATIENCE_S)
-    again = InLoop(ends.answered.get(timeout=PATIENCE_S))
+    resuming = asyncio.create_task(near.resume(HELLO, PATIENCE_S))
+    again = InLoop(await asyncio.to_thread(ends.answered.get, timeout=PATIENCE_S))
     assert await again.receive(PATIENCE_S) == HELLO
+    again.send(WELCOME)
+    assert await resuming == WELCOME
     again.send(Over(1))
     assert await near.receive(PATIENCE_S) == Over(1)
     near.close()

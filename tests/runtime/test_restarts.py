@@ -20,6 +20,7 @@ import pytest
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.coordinator import restarts
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.switchboard import Effects
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -192,11 +193,18 @@ async def test_no_worker_is_started_again_where_nobody_wants_that(job):
     assert len(job.of("worker")) == 2 and not job.of("restart") and not job.of("not_restarted")
 
 
+def act(coordinator: Coordinator, output: CoordinatorOutput) -> None:
+    """Have the coordinator do what its state machine has said."""
+    effects = Effects()
+    coordinator._board.act(output, 0.0, effects)
+    coordinator._release(effects)
+
+
 async def test_who_is_fenced_is_started_again_once_it_is_dead(job):
     async with job.playing("always"):
         out = CoordinatorOutput()
         job.coordinator.membership.course.give_up(WorkerId(1), Cause.STUCK, "it is stuck", 0.0, out)
-        job.coordinator._act(out)
+        act(job.coordinator, out)
         assert not job.of("restart"), "its process runs still"
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, 0]
@@ -223,7 +231,7 @@ async def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_t
 
     def asked(kind: type) -> str:
         answer, out = job.coordinator.membership.asked(kind("1.0"), 0.0)
-        job.coordinator._act(out)
+        act(job.coordinator, out)
         return answer.text
 
     async with job.playing("never"):
@@ -231,7 +239,7 @@ async def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_t
         await job.hear("left", rank=1)
         before = job.child(job.guards[1], "recycle-super")
         os.kill(before.pid, signal.SIGSTOP)
-        job.coordinator._supervisors[1].close()
+        job.coordinator._told[job.coordinator._board._supervisors[1]].close()
         while 1 not in job.vacancies._absent:
             await asyncio.sleep(0)
         assert asked(AskAdmit).startswith("seat 1.0: nobody is left on host h to start it")

@@ -12,7 +12,7 @@ agree on before they start, and between them:
 * What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at
   once.
 
-All that it knows is in its attributes, each thing in one place, and survives lab/simulator/state_dump.py.
+All that it knows is in its attributes, each thing in one place, and survives core/coordinator/state_dump.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ part in it, are what they say (Fatal, Terminate, Leaving of all, HostGoes, Left 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.coordinator import boards
@@ -53,12 +53,29 @@ SHOWN = 80  # characters of a message
 class Speakers:
     """Who may say what; which supervisor starts which worker is learnt as the coordinator has it so.
 
-    ``supervised`` is the host and process of each rank's supervisor, which the coordinator keeps up to date.
+    ``supervised``: by rank, host and process of the supervisor that its worker is started by, as far as they are known.
     """
 
-    def __init__(self, supervised: dict[int, tuple[str, int]]) -> None:
-        self._supervised = supervised
+    def __init__(self, supervised: Mapping[int, tuple[str, int]] | None = None) -> None:
+        self._supervised = dict(supervised or {})
         self._starters: dict[WorkerId, tuple[str, int]] = {}
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks of which a supervisor has come."""
+        return set(self._supervised)
+
+    def supervises(self, rank: int, place: tuple[str, int]) -> tuple[str, int]:
+        """Note that a supervisor of ``rank`` has come, of that host and process; returns those of the first one."""
+        return self._supervised.setdefault(rank, place)
+
+    def supervisor_of(self, rank: int) -> tuple[str, int] | None:
+        """Host and process of the supervisor that the worker of ``rank`` is started by."""
+        return self._supervised.get(rank)
+
+    def seated(self, rank: int, place: tuple[str, int]) -> None:
+        """Note that the supervisor of that host and process has ``rank`` now."""
+        self._supervised[rank] = place
 
     def starts(self, worker: WorkerId) -> None:
         """Note that the supervisor that its rank has now starts ``worker``; that of the first one stays."""

@@ -37,13 +37,16 @@ class Answer:
 @dataclass(frozen=True)
 class Welcome:
     """The coordinator's answer to a Hello: where the job's key-value store listens, the job's name, and how many
-    ``ranks`` it has; to a worker also which incarnation of its rank it is.
+    ``ranks`` it has; to a worker also which incarnation of its rank it is.  ``line`` is the connection's number, and
+    ``heard`` how many messages of its other end the coordinator has.
     """
 
     store_port: int
     job_id: str
     incarnation: int = 0
     ranks: int = 0
+    line: int = -1
+    heard: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ class Hello:
 
     ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet; or
     ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``; or ``operator``: somebody at a
-    terminal, who has no rank.  ``incarnation``: which process of its rank a worker was started as.
+    terminal, who has no rank; or ``standby``: a process that takes the coordinator's place if that dies.
+    ``incarnation``: which process of its rank a worker was started as.  ``line``: it goes on with that connection,
+    over which ``heard`` messages have come to it; -1 for a new one.
     """
 
     rank: int
@@ -30,6 +32,8 @@ class Hello:
     host: str
     incarnation: int = 0
     waits: bool = True
+    line: int = -1
+    heard: int = 0
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
+from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
 
 MESSAGES = (
     # from a worker or its supervisor
@@ -155,4 +156,8 @@ MESSAGES = (
     AskAdmit,
     RunFolder,
     Answer,
+    # between a coordinator and who could take its place
+    Got,
+    Snapshot,
+    Taken,
 )

@@ -24,6 +24,7 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
+from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
@@ -61,7 +62,6 @@ from recycle_plugin.lab.simulator.simulated_spec import DEADLINES
 from recycle_plugin.lab.simulator.simulated_state import SimulatedLine
 from recycle_plugin.lab.simulator.simulated_sums import Sum
 from recycle_plugin.lab.simulator.simulated_worker import Holding, SimulatedMachine
-from recycle_plugin.lab.simulator.state_dump import dump, load
 
 WORKER, SECOND, SUPERVISOR, DATA, SHARES = (
     "worker",

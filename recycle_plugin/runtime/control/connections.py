@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -22,6 +22,10 @@ from recycle_plugin.authentication.handshake import SEAL, Port, Proved, Seals, S
 from recycle_plugin.authentication.secret import Known, NoSecret, NotThere
 from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
+from recycle_plugin.core.messages.from_coordinator import Welcome
+from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
+from recycle_plugin.core.messages.mirroring import Got
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.system import forked
 
@@ -79,13 +83,14 @@ class Control(Protocol):
     def receive(self, timeout_s: float = 0.0) -> object | None:
         """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
 
-    def resume(self, hello: object, timeout_s: float) -> bool:
-        """Make the connection again, with ``hello`` as its first message, and say whether it stands.
+    def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
+        """Make the connection again, with ``hello`` as its first message, and return the answer to that, None where it
+        does not stand.
 
-        Only the side that has made it can.  What was under way either way is lost.  ``hello`` says who comes, and
-        whoever answers decides whether that one goes on where it was: the coordinator puts a supervisor that comes
-        again in the place of the one before, and its worker does not notice.  A worker's broken connection is its end:
-        others are told of its loss at once, go on without it, and refuse it as they do any that comes late.
+        Only the side that has made it can.  Where whoever answers still has the connection, which the answer's ``line``
+        says, all goes on as if it had never been broken: what was under way either way is sent again.  Else it is a new
+        one: the coordinator puts a supervisor that comes again in the place of the one before, and its worker does not
+        notice; a worker's broken connection is its end, since others are told of its loss at once.
         """
 
     def close(self) -> None:
@@ -108,6 +113,8 @@ class _Framed:
     def __init__(self, limit: int, seals: Seals | None = None) -> None:
         self._limit = limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self.line = -1  # its number at the coordinator, once that has welcomed this end
+        self._kept, self._heard = Kept(), Heard()
         self._begin(seals)
 
     def _begin(self, seals: Seals | None) -> None:
@@ -116,11 +123,20 @@ class _Framed:
         self.datagrams = None if seals is None else SealedDatagrams(seals.datagrams)
         self.broken: Disconnected | None = None
 
-    def _anew(self, hello: object, seals: Seals | None = None) -> None:
-        """Begin anew with ``hello``; call it under both locks, so that nothing comes before that."""
-        self._begin(seals)
-        self._add(encode(hello))
+    def _go_on(self, fresh: _Framed, welcome: Welcome) -> None:
+        """Go on with what a ``fresh`` connection has, whose answer is ``welcome``; call it under both locks."""
+        self._seals, self._unsent, self._mute = fresh._seals, bytearray(), False
+        self._frames, self.datagrams, self.broken = fresh._frames, fresh.datagrams, None
+        if welcome.line != self.line:  # another one than before
+            self.line, self._kept, self._heard = welcome.line, Kept(), Heard()
+        self._kept.got(welcome.heard)
+        for frame in self._kept.since(welcome.heard):
+            self._add(frame)
         self._push(0.0)
+
+    def _again(self, hello: Hello) -> Hello:
+        """The ``hello`` of who comes again."""
+        return replace(hello, line=self.line, heard=self._heard.count)
 
     def _add(self, frame: bytes) -> None:
         self._unsent += frame
@@ -130,6 +146,8 @@ class _Framed:
     def send(self, message: object, timeout_s: float = 0.0, more: bool = False) -> bool:
         frame = message if isinstance(message, bytes) else encode(message)
         with self._sending:
+            if self.line >= 0 and not isinstance(message, UNCOUNTED):
+                self._kept.add(frame)
             if not self._mute and self.broken is None:
                 self._add(frame)
             return more or self._push(timeout_s)
@@ -140,6 +158,12 @@ class _Framed:
 
     def receive(self, timeout_s: float = 0.0) -> object | None:
         deadline = time.monotonic() + timeout_s
+        while (message := self._next(deadline)) is not None:
+            if self._is_news(message):
+                break
+        return message
+
+    def _next(self, deadline: float) -> object | None:
         with self._receiving:
             while self.broken is None:
                 message = self._frames.take()
@@ -150,6 +174,20 @@ class _Framed:
                 elif not self._fill(deadline):
                     break
         return None
+
+    def _is_news(self, message: object) -> bool:
+        """Take note of how far either end is, at the end that was welcomed; whether that was not all of ``message``."""
+        if isinstance(message, Welcome) and self.line < 0:
+            self.line = message.line
+        if self.line < 0:
+            return True
+        if isinstance(message, Got):
+            with self._sending:
+                self._kept.got(message.count)
+            return False
+        if not isinstance(message, UNCOUNTED) and self._heard.is_due(message):
+            self.send(Got(self._heard.count))
+        return True
 
     def close(self) -> None:
         self._break(Disconnected("it was closed on this side"))
@@ -281,19 +319,31 @@ class SocketControl(_Framed):
         self._socket = connection
         self.here, self.there = connection.getsockname()[0], connection.getpeername()[:2]
 
-    def resume(self, hello: object, timeout_s: float) -> bool:
-        """Connect to the same address again, and say whether the connection stands; see Control.resume."""
+    def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
+        """Connect to the same address again; see Control.resume."""
         if self._way is None:
-            return False
+            return None
         self.close()
-        try:
-            connection, seals = self._way.go(timeout_s)
-            with self._sending, self._receiving:
-                self._take(connection)
-                self._anew(hello, seals)
-        except OSError:
-            return False
-        return True
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                fresh = SocketControl(self._way.go(left_s), None, self._limit)
+            except NoSecret:
+                break
+            except OSError:  # who listened has died since, or nobody does
+                time.sleep(RETRY_S)
+                continue
+            fresh.send(self._again(hello))
+            welcome = fresh.receive(max(0.0, deadline - time.monotonic()))
+            if isinstance(welcome, Welcome):
+                with self._sending, self._receiving:
+                    self._socket, self.here, self.there = fresh._socket, fresh.here, fresh.there
+                    self._go_on(fresh, welcome)
+                return welcome
+            fresh.close()
+            if welcome is not None:  # it is refused
+                break
+        return None
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 once it is closed."""
@@ -395,15 +445,21 @@ class InProcess(_Framed):
         self._answer(InProcess(None, self._limit, wires[::-1]))
         return wires
 
-    def resume(self, hello: object, timeout_s: float) -> bool:
-        """Give whoever answers a new other end, at once; see Control.resume."""
+    def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
+        """Give whoever answers a new other end; see Control.resume."""
         if self._answer is None:
-            return False
+            return None
         self.close()
+        fresh = InProcess(self._answer, self._limit)
+        fresh.send(self._again(hello))
+        welcome = fresh.receive(timeout_s)
+        if not isinstance(welcome, Welcome):
+            fresh.close()
+            return None
         with self._sending, self._receiving:
-            self._in, self._out = self._called()
-            self._anew(hello)
-        return True
+            self._in, self._out = fresh._in, fresh._out
+            self._go_on(fresh, welcome)
+        return welcome
 
     def fileno(self) -> int:
         """The descriptor of an eventfd that is readable while bytes wait."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
+from recycle_plugin.core.messages.from_coordinator import Welcome
+from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.runtime.control.connections import ATTEMPT_S, Control, ControlWay, Disconnected, connect
 
 AT_ONCE = 100  # messages that are taken in before they are asked for
@@ -65,10 +67,12 @@ class InLoop:
             await self._readable(deadline)
         return self._come.popleft() if self._come else None
 
-    async def resume(self, hello: object, timeout_s: float) -> bool:
-        """Make the connection again, and say whether it stands; see Control.resume."""
+    async def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
+        """Make the connection again; see Control.resume."""
         self._leave()
-        return await asyncio.to_thread(self._control.resume, hello, timeout_s)
+        welcome = await asyncio.to_thread(self._control.resume, hello, timeout_s)
+        self._more = True  # some may have come with that
+        return welcome
 
     def close(self) -> None:
         """Close the connection, and wake the task that waits in it."""

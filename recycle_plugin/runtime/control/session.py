@@ -38,6 +38,7 @@ from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
+RESUME_S = 5.0  # the same where another one may have taken its place
 SEND_S = 60.0  # how long it may take nothing of what is said
 THROUGH_HOST = "host"  # of the setting device_link
 NOT_LAUNCHED = (
@@ -50,7 +51,7 @@ LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something h
 class Session:
     """The session of the worker of ``rank`` with the coordinator, over ``control``.
 
-    When the connection breaks, the job is over here: the others go on without this worker.
+    When the connection breaks, and nobody goes on with it, the job is over here: the others go on without this worker.
 
     * ``view``: what this worker knows of the job; ``waiting``: how it waits for news of that, or of peers.
     * ``hooks``: what is called at the turns of the training script; ``thread``: what the thread that trains is at.
@@ -80,7 +81,8 @@ class Session:
     ) -> None:
         self._control = control
         self.rank, self.secret, self.host = rank, secret, socket.gethostname()
-        control.send(Hello(rank, "worker", os.getpid(), self.host, incarnation), SEND_S)
+        self._hello = Hello(rank, "worker", os.getpid(), self.host, incarnation)
+        control.send(self._hello, SEND_S)
         welcome = control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
             raise RecycleError(
@@ -195,8 +197,17 @@ class Session:
 
     # --- listening ---------------------------------------------------------------------------------
 
+    def _goes_on(self) -> bool:
+        """Whether the connection stands: where it is broken, another process may have taken the coordinator's place."""
+        broken = self._control.broken
+        if broken is None:
+            return True
+        if broken.unreadable is not None or self._closed or self.forked:
+            return False
+        return self._control.resume(self._hello, RESUME_S) is not None
+
     def _listen(self) -> None:
-        while (message := self._control.receive(LISTEN_S)) is not None or self._control.broken is None:
+        while (message := self._control.receive(LISTEN_S)) is not None or self._goes_on():
             if message is None:
                 continue
             self._leave_if_given_up(message)

@@ -7,8 +7,9 @@ library, no event loop, no threads, no connections.  Its children are
   its worker's process, and what it is to do;
 * the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
   does not notice that supervisors change.  Once it has ended, there may be a next one;
-* for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives everybody.  It is not
-  started again: its end is the job's, and the guard says so in the run folder.
+* for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives everybody, and one that *stands
+  by*: where the host is killed, it goes on in its place, and another one stands by.  Where none is in step with the
+  host, the host's end is the job's, and the guard says so in the run folder.
 
 Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to
 a supervisor:
@@ -28,12 +29,16 @@ From a supervisor:
 
 To the host:
 
+* ``{"lead", "store"}``: one that stood by is the host now, since, in words, the one before was killed; the store's
+  process;
 * ``{"through"}``: the supervisor has ended by itself, so the host ends once all others have gone;
 * ``{"signal"}``: as for a supervisor, where there is none any more.
 
 From the host:
 
 * ``{"ready"}``: it listens;
+* ``{"store"}``: the store's process, with a descriptor that is to stay open as long as it lives, if there is one;
+* ``{"mirror"}``: the process that stands by and knows all that the host has let others know, 0 for none any more;
 * ``{"folder"}``: the run folder is known;
 * ``{"closing"}``: all others have gone, and it ends.
 
@@ -74,19 +79,24 @@ class Pipe:
         self.end = end
         self._half = b""
 
-    def tell(self, **message: object) -> None:
-        """Send one message; where the other end is gone, it is dropped."""
+    def tell(self, *descriptors: int, **message: object) -> None:
+        """Send one message, with open ``descriptors``; where the other end is gone, it is dropped."""
         try:
-            self.end.sendall(json.dumps(message).encode() + b"\n")
+            if descriptors:
+                socket.send_fds(self.end, [json.dumps(message).encode() + b"\n"], list(descriptors))
+            else:
+                self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass  # the other end is gone, which whoever reads sees as well
 
     def heard(self) -> list[dict[Any, Any]] | None:
-        """All messages that have come, waiting for at least some bytes; None at the end."""
+        """All messages that have come, waiting for at least some bytes; None at the end.  Descriptors stay open."""
         try:
-            data = self.end.recv(PIECE)
+            data, descriptors, *_ = socket.recv_fds(self.end, PIECE, 1)
         except OSError:
-            data = b""
+            data, descriptors = b"", []
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         *whole, self._half = (self._half + data).split(b"\n")
         return [json.loads(each) for each in whole] if data else None
 
@@ -94,16 +104,19 @@ class Pipe:
 class Guard:
     """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host.
 
-    ``supervise`` and ``host`` run in forks of it; ``host`` is None for other ranks.
+    ``supervise``, ``host`` and ``stand_by`` run in forks of it; the latter are None for other ranks.
     """
 
-    def __init__(self, supervise: Child, host: Child | None) -> None:
-        self._supervise, self._host = supervise, host
+    def __init__(self, supervise: Child, host: Child | None, stand_by: Child | None = None) -> None:
+        self._supervise, self._host, self._stand_by = supervise, host, stand_by
         self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
         self._poll = select.poll()
         self._supervisor_pid = self._host_pid = 0  # 0: it does not run
         self._supervisor: Pipe  # of the last one that was forked
         self._hosted: Pipe | None = None
+        self._standing_by: tuple[int, Pipe] | None = None  # process and line of who stands by
+        self._mirror = 0  # the process that is in step with the host
+        self._store: int | None = None  # the store's process
         self._ready = host is None
         self._closing: float | None = None  # since when the host has nobody to wait for
         self._folder: str | None = None
@@ -115,6 +128,7 @@ class Guard:
         self._signal: str | None = None
         self._copies = Copies(self._send_worker)  # of signals to this process, and to the supervisor
         self._killed: list[float] = []  # when supervisors were
+        self._hosts_killed: list[float] = []  # and hosts, and those that stood by
         self._result: int | None = None
 
     def hold(self) -> int:
@@ -130,6 +144,7 @@ class Guard:
             self._watch(signals, lambda: self._came(signal_info.heard(signals)))
         if self._host is not None:
             self._host_pid, self._hosted = self._fork(self._host, self._hear_host)
+            self._have_stand_by()
         self._begin()
         while self._result is None:
             self._serve(self._copies.wait_s)
@@ -162,7 +177,7 @@ class Guard:
         pid = os.fork()
         if pid == 0:
             near.close()
-            _become(child, far, [own for own, _ in self._watched.values()], child is self._host)
+            _become(child, far, [own for own, _ in self._watched.values()], child is not self._supervise)
         far.close()
         self._watch(near, hear)
         return pid, Pipe(near)
@@ -195,6 +210,8 @@ class Guard:
             self._worker_ended(code)
         if self._supervisor_pid and (code := _ended(self._supervisor_pid)) is not None:
             self._supervisor_ended(code)
+        if self._standing_by is not None and _ended(self._standing_by[0]) is not None:
+            self._standby_ended()
         if self._host_pid and (code := _ended(self._host_pid)) is not None:
             self._host_ended(code)
 
@@ -230,15 +247,65 @@ class Guard:
             say(f"warning: {whose} was killed by signal {-code}: another one goes on with its worker")
             self._begin()
 
+    def _follow(self, mirror: int) -> None:
+        """Note which process is in step with the host; one that is so no longer is of no use."""
+        if self._mirror and not mirror and self._standing_by is not None:
+            os.kill(self._standing_by[0], signal.SIGKILL)
+        self._mirror = mirror
+
+    def _have_stand_by(self) -> None:
+        if self._stand_by is not None and self._result is None:
+            pid, line = self._fork(self._stand_by, lambda: self._hear_standby(line))
+            self._standing_by = pid, line
+
+    def _hear_standby(self, line: Pipe) -> None:
+        if self._hosted is line:
+            self._hear_host()
+        elif line.heard() is None:
+            self._forget(line.end)
+
+    def _standby_ended(self) -> None:
+        """Have another one stand by, unless that does not help."""
+        assert self._standing_by is not None, "it has ended"
+        self._forget(self._standing_by[1].end)
+        self._standing_by, self._mirror = None, 0
+        if self._is_worth_another():
+            self._have_stand_by()
+
+    def _is_worth_another(self) -> bool:
+        """Whether another process is to stand by: not where they end one after the other."""
+        now = time.monotonic()
+        self._hosts_killed = [when for when in self._hosts_killed if now - when < WITHIN_S] + [now]
+        return len(self._hosts_killed) <= TRIES
+
+    def _goes_on(self, how: str) -> bool:
+        """Have who stands by go on in the host's place, if it is in step with that."""
+        if self._standing_by is None or self._standing_by[0] != self._mirror:
+            return False
+        self._host_pid, self._hosted = self._standing_by
+        self._standing_by, self._mirror = None, 0
+        self._hosted.tell(lead=f"the coordinator's process {how}", store=self._store)
+        if self._result is not None:
+            self._hosted.tell(through=True)
+        elif self._is_worth_another():
+            self._have_stand_by()
+        return True
+
     def _host_ended(self, code: int) -> None:
-        self._host_pid = 0
         assert self._hosted is not None, "it has a line"
+        while self._hosted.end.fileno() in self._watched:  # what it has said before
+            self._hear_host()
+        self._host_pid = 0
         self._forget(self._hosted.end)
         self._hosted = None
+        if code < 0 and self._goes_on(f"was killed by signal {-code}"):
+            return
         if self._result is not None:
             self._result = self._result or max(code, 0)
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        if self._standing_by is not None:
+            self._forget(self._standing_by[1].end)  # it goes too
         if self._ready or code < 0:
             self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
         if not self._ready:  # why, it has said itself; the supervisor waits for it
@@ -264,7 +331,9 @@ class Guard:
             self._forget(self._hosted.end, close=False)
         for message in messages or ():
             self._folder = message.get("folder", self._folder)
-            if "ready" in message:
+            self._store = message.get("store", self._store)
+            self._follow(message.get("mirror", self._mirror))
+            if "ready" in message and not self._ready:
                 self._ready = True
                 self._introduce()
             if "closing" in message:
@@ -364,7 +433,7 @@ class Guard:
 
 
 def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], hosts: bool) -> None:
-    """Be a child, in a fork of the guard; ``hosts``: the host.  Does not return.
+    """Be a child, in a fork of the guard; ``hosts``: the host, or who stands by.  Does not return.
 
     It ignores signals that end the job until it can deal with them: the guard has got them too, or none of them was
     meant for the job.  Those that are the script's wait for a supervisor, and a host never deals with them.

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
@@ -20,22 +21,29 @@ from pathlib import Path
 
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
 from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.switchboard import Switchboard
+from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
+from recycle_plugin.runtime.control import mirror
 from recycle_plugin.runtime.control.claims import Claims
-from recycle_plugin.runtime.control.connections import InProcess
+from recycle_plugin.runtime.control.connections import ControlWay, InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.mirror import STANDBY
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.processes import signal_senders as senders
-from recycle_plugin.runtime.processes.guard import Pipe
-from recycle_plugin.runtime.processes.spawn import Process, spawn
+from recycle_plugin.runtime.processes.guard import SERVER_VARIABLE, Pipe
+from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
 from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
+CONNECT_S = 60.0  # how long who stands by tries to reach the coordinator
+FREE_S, LOOK_S = 10.0, 0.02  # how long the port of one that has died may be taken, and between two tries
 KEEP_S = 3600.0  # between two looks after the secret's file
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
 OF_TORCHRUN = "it follows from torchrun's own port: start torchrun again, with another --master_port if it has one"
@@ -52,6 +60,36 @@ async def pause(seconds: float) -> bool:
     return True
 
 
+class Adopted:
+    """A process that another one has started, which is dead: its end can be seen, but not how it has ended."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            self._ended.set_result(None)
+        else:
+            asyncio.get_running_loop().add_reader(descriptor, self._see, descriptor)
+
+    def _see(self, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait for its end."""
+        await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it is still there."""
+        if not self._ended.done():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
 class BadMaster(RuntimeError):
     """The master's address or port can't be used; the message says what to give the launcher instead."""
 
@@ -62,19 +100,21 @@ class Hosted:
     def __init__(
         self,
         coordinator: Coordinator,
-        store: Process,
+        store: Process | Adopted,
+        life: int,
         access: OperatorAccess,
         announcer: Announcer,
         exporter: Exporter,
         secret: SecretFile,
         claims: Claims,
+        say: Callable[[Event, float], None],
     ) -> None:
         self._coordinator = coordinator
-        self._store = store
+        self._store, self._life = store, life
         self._access = access
         self._announcer = announcer
         self._exporter = exporter
-        self._secret, self._claims = secret, claims
+        self._secret, self._claims, self._say = secret, claims, say
         self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
         self._keeping = asyncio.create_task(self._keep_secret())
@@ -86,17 +126,17 @@ class Hosted:
         ranks: int,
         environment: dict[str, str],
         told: Callable[[Event], None] = lambda event: None,
-        stop: int | None = None,
+        guard: int | None = None,
     ) -> Hosted:
         """Start the coordinator and the store's process, and make the job's secret.  Raises BadMaster where the port of
         ``address`` is taken, and NoCredentials.
 
-        ``told`` gets all events, as the user does; ``stop`` is the process that ends the job at SIGTERM, where it is
-        not this one.
+        ``told`` gets all events, as the user does; ``guard`` is the process that ends the job at SIGTERM, where it
+        is not this one.
         """
         file, here = SecretFile.of(environment | {"MASTER_PORT": str(address[1])}), _own_address(address[0])
         secret, listener = file.make(), socket.create_server((here, 0), backlog=4096)
-        announcer = Announcer(stop or os.getpid())
+        announcer = Announcer(guard or os.getpid())
 
         def say(event: Event, now: float) -> None:
             announcer.say(event, now, coordinator.run_dir)
@@ -117,15 +157,60 @@ class Hosted:
         if here == ANYWHERE:
             text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"
             say(Event("warning", text), clock.now())
-        os.set_inheritable(listener.fileno(), True)
-        store = await spawn(
-            "recycle_plugin.runtime.processes.store_host",
-            [str(listener.fileno())],
-            environment,
-            keep_fd=listener.fileno(),
-        )
-        listener.close()
-        return cls(coordinator, store, access, announcer, exporter, file, claims)
+        store, life = await _start_store(listener, environment)
+        return cls(coordinator, store, life, access, announcer, exporter, file, claims, say)
+
+    @classmethod
+    async def go_on(
+        cls,
+        address: tuple[str, int],
+        board: Switchboard,
+        secret: SecretFile,
+        store: int,
+        guard: int,
+        why: str,
+    ) -> Hosted:
+        """Go on in place of a coordinator that has died, with its ``board``.  ``store`` is the store's process, and
+        ``why`` says in words how the other one has ended.  Raises BadMaster where the port can't be had.
+        """
+        announcer, here = Announcer(guard), _own_address(address[0])
+        began, job = board.start, board.membership.course.job
+        if began is not None:
+            announcer.go_on(began)
+
+        def say(event: Event, now: float) -> None:
+            announcer.say(event, now, board.run_dir)
+            exporter.take(event, now)
+
+        exporter = Exporter(lambda event: say(event, clock.now()))
+        access = OperatorAccess(address, secret.read())
+        claims = Claims(lambda text: say(Event("warning", text), clock.now()))
+        coordinator = Coordinator(0, 0, say, secret.read(), claims.take, board)
+        if began is not None:
+            exporter.take(began, clock.now())
+        await _until_free(lambda: coordinator.start(here, address[1], secret.adopt), address[1])
+        say(Event("coordinator", f"{why}: process {os.getpid()}, which stood by, goes on in its place"), clock.now())
+        if job is not None and board.claimed and (taken := claims.take(job, board.job_id)):
+            coordinator.fail(taken)
+        if began is not None and (refused := access.write(Path(board.run_dir))):
+            say(Event("warning", refused), clock.now())
+        return cls(coordinator, Adopted(store), -1, access, announcer, exporter, secret, claims, say)
+
+    def watch_standby(self, guard: Pipe) -> None:
+        """Tell the ``guard`` which process could go on in this one's place from now on, and the user."""
+
+        def changes(pid: int) -> None:
+            guard.tell(mirror=pid)
+            text = f"process {pid} stands by" if pid else "nobody stands by any more"
+            self._say(
+                Event("standby", f"{text}, to go on if the coordinator's process dies", {"pid": pid}), clock.now()
+            )
+
+        self._coordinator.mirror.watch(changes)
+
+    def tell_store(self, guard: Pipe) -> None:
+        """Tell the ``guard`` the store's process, and hand it what has to stay open for that to live."""
+        guard.tell(self._life, store=self._store.pid)
 
     def connect(self) -> InProcess:
         """A connection to the coordinator from within this process."""
@@ -178,8 +263,9 @@ class Hosted:
         """Fail the job where the store's process ends: without it workers could not find each other, and would wait for
         it.
         """
-        how = how_ended(await self._store.wait())
+        code = await self._store.wait()
         if not self._closing:
+            how = "has ended" if code is None else how_ended(code)
             self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
@@ -229,7 +315,7 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
 
     It returns once the supervisor there has gone, and then the others.
     """
-    address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
+    address, ranks = _address(environment), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
 
     def told(event: Event) -> None:
@@ -241,16 +327,81 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             _check_reachable(address[0])
         hosted = await Hosted.start(address, ranks, environment, told, os.getppid())
-        guard.tell(ready=True)
+        hosted.tell_store(guard)
         reader, _ = await asyncio.open_connection(sock=line)
-        through = asyncio.Event()
-        hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
-        await through.wait()
-        await hosted.close(lambda: guard.tell(closing=True))
-        hearing.cancel()
-        return hosted.code
+        return await _until_through(hosted, guard, reader)
 
     return in_one_line(run)
+
+
+def stand_by(environment: dict[str, str], line: socket.socket) -> int:
+    """Stand by at the end of the guard's ``line``, to go on in the coordinator's place where that dies; returns the
+    job's exit code if it does, else 0.
+    """
+    address, secret, guard = _address(environment), SecretFile.of(environment), Pipe(line)
+
+    async def run() -> int:
+        senders.spare_threads()
+        reader, _ = await asyncio.open_connection(sock=line)
+        try:
+            control = await InLoop.connect(ControlWay(address, secret), CONNECT_S)
+        except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known
+            return 0
+        hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname())
+        board = await mirror.stand_by(control, hello)
+        control.close()
+        said = json.loads(await reader.readline() or "{}")
+        if board is None or "lead" not in said:
+            return 0
+        hosted = await Hosted.go_on(address, board, secret, said["store"], os.getppid(), said["lead"])
+        return await _until_through(hosted, guard, reader)
+
+    return in_one_line(run)
+
+
+async def _until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:
+    """Host until the job is over; returns its exit code."""
+    hosted.watch_standby(guard)
+    guard.tell(ready=True)
+    through = asyncio.Event()
+    hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
+    await through.wait()
+    await hosted.close(lambda: guard.tell(closing=True))
+    hearing.cancel()
+    return hosted.code
+
+
+async def _start_store(listener: socket.socket, environment: dict[str, str]) -> tuple[Process, int]:
+    """Start the store's process, which takes the ``listener``; and the descriptor that has to stay open, in any
+    process, for it to live.
+    """
+    os.set_inheritable(listener.fileno(), True)
+    module, (end, life) = "recycle_plugin.runtime.processes.store_host", os.pipe()
+    if SERVER_VARIABLE in environment:
+        store = await spawn(module, [str(listener.fileno()), "-1"], environment, listener.fileno())
+        os.close(life)
+        life = store.life if isinstance(store, ForkedProcess) else -1
+    else:
+        store = await spawn(module, [str(listener.fileno()), str(end)], environment, listener.fileno(), end)
+    os.close(end)
+    listener.close()
+    return store, life
+
+
+def _address(environment: dict[str, str]) -> tuple[str, int]:
+    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+
+
+async def _until_free(start: Callable[[], Coroutine[None, None, None]], port: int) -> None:
+    """Start where another process has just ended, whose ``port`` may not be free yet.  Raises BadMaster."""
+    deadline = time.monotonic() + FREE_S
+    while True:
+        try:
+            return await start()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise BadMaster(f"master port {port} can't be had any more ({error.strerror})") from error
+        await asyncio.sleep(LOOK_S)
 
 
 async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:

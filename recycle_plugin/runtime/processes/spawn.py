@@ -63,15 +63,15 @@ class NoServer(RuntimeError):
     """There is no process to fork workers from; the message says why."""
 
 
-async def spawn(module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None) -> Process:
-    """Start ``python -m module arguments``.  ``keep_fd``: an open descriptor that it inherits under the same number.
+async def spawn(module: str, arguments: list[str], environment: dict[str, str], *keep: int) -> Process:
+    """Start ``python -m module arguments``.  ``keep``: open descriptors that it inherits under the same numbers, of
+    which a server takes one at most.
 
     Raises ConnectionError where it is to be forked by a server, and can't be.
     """
     server = environment.get(SERVER_VARIABLE)
     if server:
-        return await ForkedProcess.start(server, module, arguments, environment, keep_fd)
-    keep = () if keep_fd is None else (keep_fd,)
+        return await ForkedProcess.start(server, module, arguments, environment, *keep)
     return await asyncio.create_subprocess_exec(
         sys.executable, "-u", "-m", module, *arguments, env=environment, pass_fds=keep
     )
@@ -94,6 +94,12 @@ class ForkedProcess:
         connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(forked_pid(module, await reader.readline()), reader, writer)
+
+    @property
+    def life(self) -> int:
+        """The descriptor of the connection with which it lives."""
+        number: int = self._writer.get_extra_info("socket").fileno()
+        return number
 
     async def wait(self) -> int:
         """Wait for its end; the exit code, negative for a signal, as for SIGKILL where the server itself has gone."""

@@ -1,12 +1,14 @@
-"""Hosts the job's key-value store in a process that outlives the workers.
+"""Hosts the job's key-value store in a process that outlives workers, and coordinators too.
 
-``python -m recycle_plugin.runtime.processes.store_host FD``: FD is a listening socket of the supervisor, so the
-port is known, and connections queue, before torch has been imported here.
+``python -m recycle_plugin.runtime.processes.store_host FD LIFE``: FD is a listening socket of the coordinator,
+so the port is known, and connections queue, before torch has been imported here.  LIFE is the end of a pipe that comes
+to its end once nobody wants the store any more; -1 where this process is then killed.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
@@ -14,18 +16,18 @@ import sys
 from recycle_plugin.runtime.processes import signal_info
 
 
-def main(descriptor: int) -> None:
-    """Host the store on the listening socket ``descriptor`` until SIGTERM, or until this process's parent is gone."""
-    parent = os.getppid()
+def main(descriptor: int, life: int) -> None:
+    """Host the store on the listening socket ``descriptor`` until SIGTERM, or until the pipe ``life`` has ended."""
     host, port = socket.socket(fileno=os.dup(descriptor)).getsockname()[:2]
     from torch.distributed import TCPStore
 
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
-    while os.getppid() == parent:  # the supervisor ends this process; this is for the case that it could not
-        signal.sigtimedwait({signal.SIGTERM}, 1.0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    select.select([life] if life >= 0 else [], [], [])
     del store
 
 
 if __name__ == "__main__":
     signal_info.block()  # it has to outlive the workers
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

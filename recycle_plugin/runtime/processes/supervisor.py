@@ -441,9 +441,7 @@ class Supervisor:
         if broken is not None and broken.unreadable is not None:
             say(f"error: the coordinator can't be understood: {broken}")
             return False
-        if not await self._control.resume(self._hello, RESUME_S) or not isinstance(
-            await self._control.receive(RESUME_S), Welcome
-        ):
+        if await self._control.resume(self._hello, RESUME_S) is None:
             return False
         self._datagrams = self._control.datagrams
         if self._exited is not None and not self._answered.is_set():

@@ -1,0 +1,486 @@
+"""The coordinator's switchboard: who speaks over each connection, what the state machine makes of it
+(core/coordinator/membership.py), and over which connections its answers go.
+
+It is a state machine too, without clock, threads or sockets, and all that the coordinator's process knows is in it: a
+process that takes in the same news in the same order (:data:`NEWS`) has the same state, and takes its place when it
+dies (runtime/control/coordinator.py).  Connections then go on with that one as they were, by what each end has kept
+(core/messages/kept.py): nobody in the job finds that anything was lost, and nothing is decided anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import (
+    SUPERVISORS,
+    WORKERS,
+    CoordinatorOutput,
+    Event,
+    Joiner,
+    SupervisorOf,
+    Whom,
+)
+from recycle_plugin.core.coordinator.words import Speakers
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.from_coordinator import (
+    Answer,
+    Fence,
+    Lease,
+    Over,
+    Placed,
+    Refused,
+    Restart,
+    RunFolder,
+    Seated,
+    Welcome,
+)
+from recycle_plugin.core.messages.from_operators import Ask
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Ready, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED, Kept
+from recycle_plugin.core.messages.mirroring import Got, Taken
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.placement import spread
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
+EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
+PLACING, WORKER, SUPERVISOR, JOINING, OPERATOR = "placing", "worker", "supervisor", "joining", "operator"
+GO_ON = (WORKER, SUPERVISOR, JOINING)  # roles whose connections go on with another coordinator
+
+
+@dataclass
+class Line:
+    """A connection: who has come over it, as which ``worker`` if it is one, how many of its messages were ``heard``,
+    and what was sent over it; ``deaf``: nothing that it says counts.
+    """
+
+    hello: Hello
+    worker: WorkerId | None = None
+    heard: int = 0
+    kept: Kept = field(default_factory=Kept)
+    deaf: bool = False
+
+
+@dataclass
+class Effects:
+    """What news lead to: ``frames`` to be sent, each over a connection, connections to be ``closed``, events for the
+    user, words that are ``refused``, each with the connection that it has come over, and ranks whose heartbeats are to
+    be ``expected`` from a connection's supervisor; ``ended``: it is known how a worker has ended.
+    """
+
+    frames: list[tuple[int, bytes]] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    expected: list[tuple[int, int]] = field(default_factory=list)
+    ended: bool = False
+
+
+class Switchboard:
+    """The connections of the coordinator of a job of ``ranks`` workers, and its state.
+
+    ``store_port`` is that of the job's key-value store, and ``job_id`` its name.  ``run_dir`` is the run folder, once
+    workers have said which; ``over``: the last word to supervisors, once the job is over.
+    """
+
+    def __init__(self, ranks: int, store_port: int, job_id: str) -> None:
+        self.membership = Membership(ranks)
+        self.run_dir = f"runs/{job_id}"  # unless workers say another one
+        self.over: Over | None = None
+        self.claimed = False
+        self.start: Event | None = None  # the one that tells of the job's start
+        self._ranks = ranks
+        self._welcome = Welcome(store_port, job_id, ranks=ranks)
+        self.lines: dict[int, Line] = {}
+        self._newest = 0
+        self._placing: dict[int, int] = {}  # by place: the line of a supervisor that asks for its rank
+        self._come: set[int] = set()  # ranks of which a worker has
+        self._workers: dict[WorkerId, int] = {}
+        self._supervisors: dict[int, int] = {}  # by rank
+        self._speakers = Speakers()
+        # by rank, host and process: supervisors whose rank was given away, and that wait for the job's end
+        self._former: dict[tuple[int, str, int], int | None] = {}
+        self._asked = 0  # supervisors that have asked for a seat
+        self._joiners: dict[int, int] = {}  # by their numbers: those that have none
+        self._exits: dict[WorkerId, Exited] = {}
+        self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
+        self._agreement_s = Deadlines().agreement_s
+        self._watched = -1
+        self._due: list[tuple[float, str, WorkerId]] = []
+
+    @property
+    def job_id(self) -> str:
+        """The job's name."""
+        return self._welcome.job_id
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def opened(self, hello: Hello, who: str, now: float, effects: Effects) -> int:
+        """Takes in that somebody has come, who says ``hello``, and ``who`` that is by its address, in words; returns
+        the number of the connection.
+        """
+        number = self._newest = self._newest + 1
+        self.lines[number] = line = Line(hello)
+        if hello.role == OPERATOR:
+            line.deaf = True
+        elif hello.role == JOINING:
+            self._attend_joiner(number, hello, now, effects)
+        elif hello.role not in (PLACING, WORKER, SUPERVISOR) or not 0 <= hello.rank < self._ranks:
+            effects.events.append(
+                Event(
+                    "warning",
+                    f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job "
+                    f"has {self._ranks} ranks: it is another job's, or was started for another one",
+                )
+            )
+            self._hang_up(number, effects)
+        elif hello.role == WORKER:
+            self._greet(number, hello, now, effects)
+        elif hello.role == SUPERVISOR:
+            self._attend_supervisor(number, hello, now, effects)
+        else:
+            self._place(number, hello, effects)
+        return number
+
+    def goes_on(self, hello: Hello, effects: Effects) -> bool:
+        """Takes in that the other end of a connection has made it again, and says ``hello``: what has not got there is
+        sent again.  Returns whether there is that connection.
+        """
+        line = self.lines.get(hello.line)
+        if line is None or (line.hello.pid, line.hello.host) != (hello.pid, hello.host):
+            return False
+        line.kept.got(hello.heard)
+        self._put(hello.line, self._greeting(hello.line), effects)
+        effects.frames += [(hello.line, frame) for frame in line.kept.since(hello.heard)]
+        for rank, number in self._supervisors.items():
+            if number == hello.line:
+                effects.expected.append((rank, number))
+        return True
+
+    def closed(self, number: int, now: float, effects: Effects) -> None:
+        """Takes in that a connection is broken, or its other end has closed it."""
+        line = self.lines.pop(number, None)
+        if line is None:
+            return
+        effects.closed.append(number)
+        if line.worker is not None and self._workers.get(line.worker) == number:
+            del self._workers[line.worker]
+        if line.worker is not None:
+            self._worker_closed(line.worker, now, effects)
+        for asked in [asked for asked, its in self._joiners.items() if its == number]:
+            del self._joiners[asked]
+            self.membership.joiner_gone(asked)
+        self._placing = {place: its for place, its in self._placing.items() if its != number}
+        for rank in [rank for rank, its in self._supervisors.items() if its == number]:
+            del self._supervisors[rank]
+            self.act(self.membership.supervisor(rank, False, now), now, effects)
+        self._former = {who: None if its == number else its for who, its in self._former.items()}
+
+    def said(self, number: int, message: object, now: float, effects: Effects) -> None:
+        """Takes in what has come over a connection; what is another's to say changes nothing."""
+        line = self.lines.get(number)
+        if line is None:
+            return
+        if isinstance(message, Got):
+            line.kept.got(message.count)
+            return
+        line.heard += 1
+        if line.heard % EVERY == 0:
+            self._put(number, Got(line.heard), effects)
+        if line.hello.role == OPERATOR:
+            self._put(number, self._answer_to(message, now, effects), effects)
+        elif not line.deaf:
+            self._take_of(number, line, message, now, effects)
+
+    def beat(self, number: int, message: SupervisorHeartbeat, now: float, effects: Effects) -> None:
+        """Takes in a supervisor's heartbeat that was no part of its connection."""
+        if (line := self.lines.get(number)) is not None and not line.deaf:
+            self._take_of(number, line, message, now, effects)
+
+    def _hang_up(self, number: int, effects: Effects) -> None:
+        self.lines.pop(number, None)
+        effects.closed.append(number)
+
+    def _greeting(self, number: int) -> Welcome:
+        line = self.lines[number]
+        incarnation = line.worker.incarnation if line.worker is not None else 0
+        return replace(self._welcome, incarnation=incarnation, line=number, heard=line.heard)
+
+    def _put(self, number: int, message: object, effects: Effects, frame: bytes = b"") -> None:
+        frame = frame or encode(message)
+        if not isinstance(message, UNCOUNTED):
+            self.lines[number].kept.add(frame)
+        effects.frames.append((number, frame))
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def _greet(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
+        """Welcomes a worker, and gives it its incarnation; its rank is from the launcher."""
+        worker = self.membership.identify(WorkerId(hello.rank, hello.incarnation))
+        self.lines[number].worker = worker
+        self._come.add(hello.rank)
+        self._workers[worker] = number
+        self._put(number, self._greeting(number), effects)
+        turned_away = self.membership.greet(worker, hello.host)
+        if not turned_away.events:
+            self._ended.discard(hello.rank)
+            effects.events.append(
+                Event(
+                    "worker",
+                    f"{named(hello.rank)} is process {hello.pid} on {hello.host}",
+                    {"rank": hello.rank, "pid": hello.pid, "incarnation": worker.incarnation},
+                )
+            )
+        self.act(turned_away, now, effects)
+        if self.membership.ended is not None:  # it comes too late: the job has ended meanwhile
+            self._put(number, self.membership.ended, effects)
+
+    def _worker_closed(self, worker: WorkerId, now: float, effects: Effects) -> None:
+        exited = self._exits.pop(worker, None)
+        if exited is not None:
+            self._heard_of_end(exited, now, effects)
+        elif self.membership.started:
+            self.act(self.membership.connection_lost(worker, now), now, effects)
+        else:  # nobody waits for it: how it ended, its supervisor says
+            self._due.append((now + EXIT_S, "lose", worker))
+
+    # --- supervisors -----------------------------------------------------------------------------
+
+    def _attend_supervisor(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
+        """Attends to a supervisor; one that comes again takes its own place, also where it is not known yet that it
+        has gone.
+        """
+        self._put(number, self._greeting(number), effects)
+        if self.over is not None:
+            self._put(number, self.over, effects)
+        who = hello.rank, hello.host, hello.pid
+        known = self._speakers.supervises(hello.rank, who[1:])
+        self._speakers.starts(WorkerId(hello.rank))
+        if who in self._former:
+            self._former[who] = number
+        elif known != who[1:]:
+            # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's,
+            # and goes once it has read this
+            self._put(number, Over(1), effects)
+            self.lines[number].deaf = True
+        else:
+            self._expect_heartbeats(hello.rank, number, effects)
+            for rank, incarnation in self.membership.unreachable:
+                if rank == hello.rank:  # who was to see to it may have gone before it could
+                    fence = Fence(rank, "the others have gone on without it", incarnation=incarnation)
+                    self._put(number, fence, effects)
+            before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), number
+            if before is not None:
+                self._hang_up(before, effects)
+            self.act(self.membership.supervisor(hello.rank, True, now), now, effects)
+
+    def _expect_heartbeats(self, rank: int, number: int, effects: Effects) -> None:
+        """Has the supervisor's datagrams count, those of its connections before too."""
+        effects.expected.append((rank, number))
+
+    def _attend_joiner(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
+        """Attends to a supervisor that asks for the seat of a lost worker."""
+        self._asked += 1
+        self._joiners[self._asked] = number
+        self._put(number, self._greeting(number), effects)
+        if self.over is not None:
+            self._put(number, Refused("the job is over"), effects)
+        else:
+            self.act(self.membership.join(self._asked, hello.host, hello.waits, now), now, effects)
+
+    def _seat(self, asked: int, rank: int, effects: Effects) -> None:
+        """Makes a supervisor that has asked for a seat the one of ``rank``.
+
+        The one before waits for the job's end: its launcher would take its own for a failure.
+        """
+        number = self._joiners.pop(asked)
+        hello = self.lines[number].hello
+        if (before := self._speakers.supervisor_of(rank)) is not None:
+            self._former[rank, *before] = self._supervisors.get(rank)
+        self._former.pop((rank, hello.host, hello.pid), None)
+        self._speakers.seated(rank, (hello.host, hello.pid))
+        self._supervisors[rank] = number
+        self._expect_heartbeats(rank, number, effects)
+
+    def _place(self, number: int, hello: Hello, effects: Effects) -> None:
+        """Gives each supervisor the rank of its worker, once the hosts of all are known."""
+        self._placing[hello.rank] = number
+        if len(self._placing) == self._ranks:
+            places = [self._placing[place] for place in range(self._ranks)]
+            for rank, each in zip(spread([self.lines[each].hello.host for each in places]), places):
+                self._put(each, Placed(rank), effects)
+
+    def _answer_to(self, request: object, now: float, effects: Effects) -> Answer:
+        if not isinstance(request, Ask):
+            return Answer("that is no request", False)
+        said, output = self.membership.asked(request, now)
+        self.act(output, now, effects)
+        return said
+
+    def folder_for(self, number: int, path: str, effects: Effects) -> None:
+        """Tells an operator the run folder's whole ``path``."""
+        self._put(number, RunFolder(path if self.membership.started else ""), effects)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _take_of(self, number: int, line: Line, message: object, now: float, effects: Effects) -> None:
+        if self._speakers.may_say(line.hello, line.worker, message):
+            self._take(message, now, effects)
+        else:
+            hello = line.hello
+            why = f"the {hello.role} of {named(hello.rank)} says what is another's to say, {str(message)[:80]}"
+            effects.refused.append((number, why))
+
+    def _take(self, message: object, now: float, effects: Effects) -> None:
+        if isinstance(message, Exited):
+            self._ended.add(message.rank)
+            for number in self._supervisors_of(message.rank):
+                self._put(number, Lease(message.incarnation, 0.0), effects)
+        if isinstance(message, Exited) and message.worker in self._workers:
+            self._exits[message.worker] = message
+            self._due.append((now + LAST_WORDS_S, "exit", message.worker))
+            return
+        if isinstance(message, Ready) and not self.membership.started:
+            self._agreement_s = message.job.deadlines.agreement_s
+        self.act(self.membership.receive(message, now), now, effects)
+        if isinstance(message, Left):
+            self._workers.pop(message.worker, None)
+
+    def claims(self, folder: str, why: str, now: float, effects: Effects) -> None:
+        """Takes in that the job has claimed its run ``folder``, or ``why`` it can't have all of its folders."""
+        self.claimed = True
+        if why:
+            self.fail(why, now, effects)
+        else:
+            self.run_dir = folder
+
+    def fail(self, text: str, now: float, effects: Effects) -> None:
+        """Ends the job as failed for everybody; ``text`` is the line that all get."""
+        self.act(self.membership.fail(text), now, effects)
+
+    def terminate(self, reason: str, now: float, effects: Effects) -> None:
+        """Ends the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
+        self.act(self.membership.receive(Terminate(0, reason), now), now, effects)
+
+    def removed(self, path: str, now: float, effects: Effects) -> None:
+        """Takes in that the checkpoint at ``path`` is there no more."""
+        self.act(self.membership.removed(path), now, effects)
+
+    def tick(self, now: float, effects: Effects) -> None:
+        """Lets time pass; to be told every ``core.vocabulary.deadlines.TICK_S``."""
+        due = [each for each in self._due if each[0] <= now]
+        self._due = [each for each in self._due if each[0] > now]
+        for _, what, worker in due:
+            if what == "lose":
+                self.act(self.membership.connection_lost(worker, now), now, effects)
+            elif what == "exit" and (exited := self._exits.pop(worker, None)) is not None:
+                # its connection is as good as closed: some child of the script has inherited it
+                self._heard_of_end(exited, now, effects)
+            elif what == "regroup" and self.membership.regrouping == worker.incarnation:
+                self.act(self.membership.regroup_overdue(self._agreement_s), now, effects)
+        self.act(self.membership.tick(now), now, effects)
+
+    def _heard_of_end(self, exited: Exited, now: float, effects: Effects) -> None:
+        effects.ended = True
+        self.act(self.membership.receive(exited, now), now, effects)
+
+    # --- what follows ----------------------------------------------------------------------------
+
+    def act(self, output: CoordinatorOutput, now: float, effects: Effects) -> None:
+        """Sends what the state machine says to whom it is for; for all, its frame is made once."""
+        for whom, message in output.messages:
+            self._send(whom, message, effects)
+        effects.events += output.events
+        if self.start is None:
+            self.start = next((event for event in output.events if event.kind == "start"), None)
+        number = self.membership.regrouping
+        if number is not None and number != self._watched:
+            self._watched = number
+            self._due.append((now + self._agreement_s, "regroup", WorkerId(-1, number)))
+
+    def _send(self, whom: Whom, message: object, effects: Effects) -> None:
+        frame = encode(message)
+        for number in self._lines_of(whom):
+            self._put(number, message, effects, frame)
+        if isinstance(whom, Joiner) and isinstance(message, Seated):
+            self._seat(whom.number, message.rank, effects)
+        if isinstance(message, Restart):
+            self._speakers.starts(message.worker)
+        if isinstance(message, Over):
+            self.over = message
+
+    def _lines_of(self, whom: Whom) -> Iterable[int]:
+        if whom == SUPERVISORS:
+            return [*self._supervisors.values(), *(each for each in self._former.values() if each is not None)]
+        if whom == WORKERS:  # what is for a lost one that does not read would pile up here
+            return [number for worker, number in self._workers.items() if not self.membership.is_apart(worker)]
+        if isinstance(whom, SupervisorOf) and whom.former:
+            return self._supervisors_of(whom.rank)
+        if isinstance(whom, SupervisorOf):
+            return [self._supervisors[whom.rank]] if whom.rank in self._supervisors else []
+        if isinstance(whom, Joiner):
+            return [self._joiners[whom.number]] if whom.number in self._joiners else []
+        return [self._workers[whom]] if isinstance(whom, WorkerId) and whom in self._workers else []
+
+    def _supervisors_of(self, rank: int) -> list[int]:
+        """Of the rank's supervisor, and of those that were so once."""
+        former = [number for who, number in self._former.items() if who[0] == rank and number is not None]
+        return [*self._lines_of(SupervisorOf(rank)), *former]
+
+    @property
+    def awaited(self) -> set[int]:
+        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another
+        takes its place; and those of which it is still to be found out whether the worker has left or was lost.  A lost
+        worker that can't be reached is awaited for as long as the job may need another in its place.
+        """
+        killed = (self._speakers.ranks & self._come) - self._ended - self.membership.empty
+        asked = {worker.rank for worker in self._exits}
+        former = {who[0] for who, number in self._former.items() if number is not None}
+        gone = {worker.rank for worker in self.membership.unreachable} if self.over is not None else set()
+        return (self._supervisors.keys() | killed | asked | former) - gone
+
+
+class News(NamedTuple):
+    """News of a ``kind`` that came at ``now``, in seconds: of the connection ``line``, with a ``hello``, a ``message``
+    and a ``text``, where there are such.
+    """
+
+    kind: str
+    now: float
+    line: int = -1
+    hello: Hello | None = None
+    message: object = None
+    text: str = ""
+
+    @classmethod
+    def of(cls, taken: Taken) -> News:
+        """What another process has taken in."""
+        message = decode(taken.message) if taken.message else None
+        return cls(taken.kind, taken.now, taken.line, taken.hello, message, taken.text)
+
+    @property
+    def taken(self) -> Taken:
+        """The same for another process."""
+        message = b"" if self.message is None else encode(self.message)
+        return Taken(self.kind, self.now, self.line, self.hello, message, self.text)
+
+
+NEWS: dict[str, Callable[[Switchboard, Any, Effects], Any]] = {
+    "opened": lambda board, news, effects: board.opened(news.hello, news.text, news.now, effects),
+    "goes on": lambda board, news, effects: board.goes_on(news.hello, effects),
+    "closed": lambda board, news, effects: board.closed(news.line, news.now, effects),
+    "said": lambda board, news, effects: board.said(news.line, news.message, news.now, effects),
+    "beat": lambda board, news, effects: board.beat(news.line, news.message, news.now, effects),
+    "folder": lambda board, news, effects: board.folder_for(news.line, news.text, effects),
+    "claimed": lambda board, news, effects: board.claims(news.text, "", news.now, effects),
+    "unclaimed": lambda board, news, effects: board.claims("", news.text, news.now, effects),
+    "failed": lambda board, news, effects: board.fail(news.text, news.now, effects),
+    "terminated": lambda board, news, effects: board.terminate(news.text, news.now, effects),
+    "removed": lambda board, news, effects: board.removed(news.text, news.now, effects),
+    "tick": lambda board, news, effects: board.tick(news.now, effects),
+}
+"""What a switchboard does with each kind of news; returns what that kind returns."""
