@@ -82,10 +82,10 @@ class Announcer:
 
     Steps get a line each, on a terminal one live line instead, with the events above it.  It logs once the run's folder
     is known: ``folder``, None before; ``wants_report``: there is to be a report in it.  ``stop``: the process that ends
-    the job where it gets SIGTERM.
+    the job where it gets SIGTERM; ``began``: when the job did, in seconds since the epoch, if that was not now.
     """
 
-    def __init__(self, stop: int) -> None:
+    def __init__(self, stop: int, began: float | None = None) -> None:
         from rich.console import Console
         from rich.text import Text
 
@@ -96,7 +96,7 @@ class Announcer:
         self._live = self._console.status("waiting for workers") if self._console.is_terminal else None
         if self._live is not None:
             self._live.start()
-        self._began = time.time()
+        self._began = time.time() if began is None else began
         self._log: LineFile | None = None
         self._printing = Droppable(console(), "lines", self._say_of)
         self._unwritten: dict[str, int | None] = {}  # by path: the rank of the worker that can't write it

@@ -6,9 +6,8 @@ import asyncio
 import os
 import socket
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from math import inf
 
 import pytest
 
@@ -23,7 +22,6 @@ from recycle_plugin.core.messages.from_coordinator import (
     Lease,
     Over,
     Restart,
-    Resume,
     RunFolder,
     Welcome,
 )
@@ -35,7 +33,6 @@ from recycle_plugin.core.messages.from_workers import (
     Ready,
     Stepped,
     SupervisorHeartbeat,
-    SurvivorReport,
     Terminate,
     Through,
 )
@@ -45,61 +42,11 @@ from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.system.accepting import PAUSE_S
+from tests.support.coordinator_players import PATIENCE_S, Player, four_workers, serving
 from tests.support.descriptors import none_left
 from tests.support.membership import job, member
 from tests.support.replaying import logging
 from tests.support.secret import SECRET, way
-
-PATIENCE_S = 10.0
-
-
-class Player(InLoop):
-    """A worker or a supervisor that the test plays."""
-
-    def __init__(self, coordinator: Coordinator, rank: int, role: str = "worker", process: int = 1000) -> None:
-        self.control = coordinator.connect()
-        super().__init__(self.control)
-        self.send(Hello(rank, role, process + rank, "h"))
-
-    async def hear(self, *kinds: type) -> object:
-        """The next message of these kinds."""
-        while not isinstance(message := await self.receive(PATIENCE_S), kinds):
-            assert message is not None, f"no {kinds} came: {self.broken}"
-        return message
-
-    async def hear_the_end(self) -> None:
-        while await self.receive(PATIENCE_S) is not None:
-            pass
-        assert self.broken is not None
-
-
-@asynccontextmanager
-async def serving(said: list, ranks: int = 4):
-    """A coordinator that listens, at a port that it does not say."""
-    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event), SECRET)
-    await coordinator.start("127.0.0.1", 0)
-    try:
-        yield coordinator
-    finally:
-        await coordinator.close()
-
-
-@asynccontextmanager
-async def four_workers(said: list):
-    """(coordinator, workers) of a job that has started."""
-    async with serving(said) as coordinator:
-        workers = [Player(coordinator, rank) for rank in range(4)]
-        for rank, worker in enumerate(workers):
-            assert (await worker.hear(Welcome)).incarnation == 0
-            worker.send(Ready(member(rank), 0, job(heartbeat_timeout_s=inf)))
-        for rank, worker in enumerate(workers):
-            await worker.hear(Generation)
-            worker.send(SurvivorReport(rank, 0, 0, "plan", {}))
-        for worker in workers:
-            await worker.hear(Resume)
-        yield coordinator, workers
-        for worker in workers:
-            worker.close()
 
 
 async def heard(kind: str, said: list) -> None:

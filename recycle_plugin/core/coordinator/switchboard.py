@@ -83,11 +83,13 @@ class Effects:
 class Switchboard:
     """The connections of the coordinator of a job of ``ranks`` workers, and its state.
 
-    ``store_port`` is that of the job's key-value store, and ``job_id`` its name.  ``run_dir`` is the run folder, once
-    workers have said which; ``over``: the last word to supervisors, once the job is over.
+    ``store_port`` is that of the job's key-value store, ``job_id`` its name, and ``began`` when its first coordinator
+    did, in seconds.  ``run_dir`` is the run folder, once workers have said which; ``over``: the last word to
+    supervisors, once the job is over.
     """
 
-    def __init__(self, ranks: int, store_port: int, job_id: str) -> None:
+    def __init__(self, ranks: int, store_port: int, job_id: str, now: float) -> None:
+        self.began = now
         self.membership = Membership(ranks)
         self.run_dir = f"runs/{job_id}"  # unless workers say another one
         self.over: Over | None = None

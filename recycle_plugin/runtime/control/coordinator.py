@@ -66,7 +66,7 @@ class Coordinator:
         self._serving: dict[asyncio.Task[Any], InLoop] = {}
         if board is None:  # several jobs may start in one second
             job_id = f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
-            board = Switchboard(ranks, store_port, job_id)
+            board = Switchboard(ranks, store_port, job_id, clock.now())
         self._board = board
         self._say, self._claim = say, claim
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)

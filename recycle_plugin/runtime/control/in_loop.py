@@ -40,6 +40,7 @@ class InLoop:
         self._waiting: asyncio.Future[Any] | None = None
         self._come: deque[object] = deque()  # messages that nobody has asked for yet
         self._more = True  # there may be some that were not taken in
+        self._later = False  # whether something waits for the end of this turn of the loop
         self._looked_at = -1  # the descriptor that the loop looks at
         self.there = control.there
 
@@ -53,9 +54,19 @@ class InLoop:
         """Why the connection is broken, None as long as something may come."""
         return None if self._come else self._control.broken
 
-    def send(self, message: object) -> None:
-        """Send a message; what the other end does not take now goes out once it does."""
-        if not self._control.send(message) and self._control.broken is None:
+    def send(self, message: object, more: bool = False) -> None:
+        """Send a message; what the other end does not take now goes out once it does.  ``more``: it goes along with
+        what this turn of the loop has to send still.
+        """
+        if more and not self._later:
+            self._later = True
+            self._loop.call_soon(self._flush)
+        if not self._control.send(message, more=more) and self._control.broken is None:
+            self._loop.add_writer(self._control.fileno(), self._push)
+
+    def _flush(self) -> None:
+        self._later = False
+        if self._control.broken is None and not self._control.push():
             self._loop.add_writer(self._control.fileno(), self._push)
 
     async def receive(self, timeout_s: float) -> object | None:

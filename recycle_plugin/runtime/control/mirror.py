@@ -53,7 +53,7 @@ class Mirror:
         """Pass on what was taken in."""
         if self._control is not None:
             self._sent += 1
-            self._control.send(news.taken)
+            self._control.send(news.taken, more=True)
 
     def then(self, effects: Effects, first: Callable[[], object] = lambda: None) -> None:
         """Let out ``effects`` of the last news, behind ``first``, once who stands by has them."""

@@ -173,7 +173,7 @@ class Hosted:
         """Go on in place of a coordinator that has died, with its ``board``.  ``store`` is the store's process, and
         ``why`` says in words how the other one has ended.  Raises BadMaster where the port can't be had.
         """
-        announcer, here = Announcer(guard), _own_address(address[0])
+        announcer, here = Announcer(guard, board.began), _own_address(address[0])
         began, job = board.start, board.membership.course.job
         if began is not None:
             announcer.go_on(began)

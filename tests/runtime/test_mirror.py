@@ -1,0 +1,186 @@
+"""A process that stands by knows all that anybody in the job has heard of the coordinator, and goes on from there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recycle_plugin.core.coordinator.state_dump import dump
+from recycle_plugin.core.coordinator.switchboard import Switchboard
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Refused, Resume, Welcome
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Fingerprint,
+    Heartbeat,
+    Hello,
+    Note,
+    Stepped,
+    SurvivorReport,
+)
+from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
+from recycle_plugin.runtime.control import coordinator as server
+from recycle_plugin.runtime.control import mirror
+from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.in_loop import InLoop
+from tests.support.coordinator_players import PATIENCE_S, Player, four_workers
+from tests.support.secret import SECRET, way
+
+STANDBY = Hello(-1, mirror.STANDBY, 77, "h")
+
+
+def state(board: Switchboard) -> str:
+    return json.dumps(dump(board))
+
+
+@asynccontextmanager
+async def standing_by(coordinator: Coordinator):
+    """(the process that is in step, each time that it changes; what the one that stands by comes to know)."""
+    changes: list[int] = []
+    coordinator.mirror.watch(changes.append)
+    control = InLoop(coordinator.connect())
+    task = asyncio.create_task(mirror.stand_by(control, STANDBY))
+    while not changes:
+        await asyncio.sleep(0)
+    try:
+        yield changes, task
+    finally:
+        task.cancel()
+        control.close()
+
+
+async def step(workers: list[Player], number: int, ranks: range = range(4)) -> None:
+    for rank in ranks:
+        workers[rank].send(Heartbeat(rank, number, number, "computes", "1F0.0@1"))
+        workers[rank].send(Fingerprint(rank, number, "same"))
+        workers[rank].send(Stepped(rank, 0, number))
+    for rank in ranks:
+        assert await workers[rank].hear(Committed, Generation) == Committed(number)
+
+
+async def lose(workers: list[Player], supervisor: Player, rank: int, committed: int) -> None:
+    supervisor.send(Exited(rank, -9, 0.0))
+    workers[rank].close()
+    for each, worker in enumerate(workers):
+        if each != rank:
+            generation = await worker.hear(Generation)
+            worker.send(SurvivorReport(each, generation.number, committed, "plan", {}))
+    for each, worker in enumerate(workers):
+        if each != rank:
+            await worker.hear(Resume)
+
+
+@pytest.mark.parametrize("late", (False, True), ids=("from the start", "in mid-job"))
+async def test_who_stands_by_comes_to_the_same_state(late):
+    """Also from a state that was written down, as it is for one that comes later."""
+    said: list = []
+    async with four_workers(said) as (coordinator, workers):
+        supervisor = Player(coordinator, 3, "supervisor", 50)
+        await supervisor.hear(Welcome)
+        if late:
+            await step(workers, 1)
+        async with standing_by(coordinator) as (changes, task):
+            if not late:
+                await step(workers, 1)
+            await step(workers, 2)
+            workers[0].send(Note(0, "a note", "of the script", {}))
+            await lose(workers, supervisor, 3, 2)
+            await step(workers, 3, range(3))
+            assert changes == [77]
+            known = state(coordinator._board)
+            coordinator.mirror._control.close()  # as its end does, with all that it has said
+            assert state(await asyncio.wait_for(task, PATIENCE_S)) == known
+            while changes != [77, 0]:
+                await asyncio.sleep(0)
+
+
+async def test_nothing_goes_out_before_who_stands_by_has_what_it_follows_from():
+    said: list = []
+    async with four_workers(said) as (coordinator, workers):
+        other = InLoop(coordinator.connect())
+        other.send(STANDBY)
+        assert isinstance(await other.receive(PATIENCE_S), Snapshot)
+        other.send(Got(0))
+        changes: list[int] = []
+        coordinator.mirror.watch(changes.append)
+        while not changes:
+            await asyncio.sleep(0)
+        for rank in range(4):
+            workers[rank].send(Stepped(rank, 0, 1))
+        taken = 0
+        while taken < 4:  # ticks may come between
+            news = await other.receive(PATIENCE_S)
+            assert isinstance(news, Taken)
+            taken += news.kind == "said"
+        assert coordinator.membership.committed == 1 and await workers[0].receive(0.2) is None
+        other.send(Got(coordinator.mirror._sent))
+        assert await workers[0].hear(Committed) == Committed(1)
+        other.close()
+
+
+async def test_who_takes_nothing_is_let_go_and_whoever_decides_hears_so_first(monkeypatch):
+    monkeypatch.setattr(mirror, "LATE_S", 0.05)
+    said: list = []
+    order: list[Any] = []
+    async with four_workers(said) as (coordinator, workers):
+        other = InLoop(coordinator.connect())
+        other.send(STANDBY)
+        assert isinstance(await other.receive(PATIENCE_S), Snapshot)
+        other.send(Got(0))
+        coordinator.mirror.watch(order.append)
+        while not order:
+            await asyncio.sleep(0)
+        release = coordinator.mirror._release
+        monkeypatch.setattr(coordinator.mirror, "_release", lambda effects: (order.append(effects), release(effects)))
+        await step(workers, 1)
+        assert order[:2] == [77, 0] and any(effects.frames for effects in order[2:])
+        other.close()
+
+
+async def test_a_connection_that_is_made_again_at_the_same_coordinator_goes_on():
+    """Where that has not noticed its end, nothing is lost; and where it has, the others go on without that worker."""
+    said: list = []
+    coordinator = Coordinator(1, 1, lambda event, now: said.append(event), SECRET)
+    await coordinator.start("127.0.0.1", 0)
+    hello = Hello(0, "worker", 12, "h")
+    try:
+        control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
+        control.send(hello)
+        assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+        stranger, again = [await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S) for _ in range(2)]
+        stranger.send(replace(hello, pid=13, line=control.line))
+        assert isinstance(await asyncio.to_thread(stranger.receive, PATIENCE_S), Refused)
+        again.send(replace(hello, line=control.line))
+        welcome = await asyncio.to_thread(again.receive, PATIENCE_S)
+        assert isinstance(welcome, Welcome) and welcome.line == control.line in coordinator._board.lines
+        again.close()
+        while control.line in coordinator._board.lines:
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(control.resume, hello, PATIENCE_S) is None
+        stranger.close()
+        control.close()
+    finally:
+        await coordinator.close()
+
+
+async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatch):
+    """To the one that goes on with what another has known."""
+    monkeypatch.setattr(server, "BACK_S", 0.1)
+    said: list = []
+    async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
+        await step(workers, 1)
+        coordinator.mirror._control.close()
+        board = await asyncio.wait_for(task, PATIENCE_S)
+    following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, board=board)
+    await following.start("127.0.0.1", 0)
+    try:
+        while not [event for event in said if event.kind == "end"]:
+            await asyncio.sleep(0.01)
+        assert not board.lines and following.membership.lost
+    finally:
+        await following.close()
