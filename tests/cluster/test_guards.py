@@ -118,9 +118,10 @@ def test_where_the_launcher_ends_the_job_for_a_killed_guard_there_is_a_checkpoin
 
 def in_step(run: Run, number: int = 1) -> tuple[psutil.Process, psutil.Process]:
     """The coordinator's process, and the ``number``-th that stands by, once it does."""
-    other = run.hear("standby", number)[-1]["pid"]
-    hosts = of_guard(run.launcher.tasks[0].pid, "recycle-host")
-    return next(each for each in hosts if each.pid != other), next(each for each in hosts if each.pid == other)
+    run.hear("standby", number)
+    guard = run.launcher.tasks[0].pid
+    (host,), (other,) = of_guard(guard, "recycle-host"), of_guard(guard, "recycle-standby")
+    return host, other
 
 
 def test_the_coordinators_process_may_be_killed_and_the_next_one_too(start, reference, tmp_path, capsys):

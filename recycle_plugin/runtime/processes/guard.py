@@ -70,6 +70,7 @@ TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
 FORK_S = 60.0  # how long the process that workers are forked from may take to answer
 HOST_S = 150.0  # how long the host may take to end, once all others have gone
 PIECE = 1 << 16
+SUPERVISOR, HOST = "recycle-super", "recycle-host"  # the names of processes
 
 
 class Pipe:
@@ -136,7 +137,7 @@ class Guard:
 
         That is the supervisor's, and where that is 0, the host's, which sees the job's end.
         """
-        _call_this("recycle-guard")
+        call_this("recycle-guard")
         wake = self._take_signals()
         self._watch(wake, lambda: self._signalled(wake.recv(PIECE)))
         if (signals := signal_info.opened()) is not None:
@@ -177,7 +178,8 @@ class Guard:
         pid = os.fork()
         if pid == 0:
             near.close()
-            _become(child, far, [own for own, _ in self._watched.values()], child is not self._supervise)
+            names = {self._host: HOST, self._stand_by: "recycle-standby"}
+            _become(child, far, [own for own, _ in self._watched.values()], names.get(child, SUPERVISOR))
         far.close()
         self._watch(near, hear)
         return pid, Pipe(near)
@@ -432,18 +434,18 @@ class Guard:
         return out
 
 
-def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], hosts: bool) -> None:
-    """Be a child, in a fork of the guard; ``hosts``: the host, or who stands by.  Does not return.
+def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
+    """Be a child, in a fork of the guard, of that ``name``.  Does not return.
 
     It ignores signals that end the job until it can deal with them: the guard has got them too, or none of them was
     meant for the job.  Those that are the script's wait for a supervisor, and a host never deals with them.
     """
     code = 1
     try:
-        _call_this("recycle-host" if hosts else "recycle-super")
+        call_this(name)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        ignored = signal_info.HEEDED if hosts else signal_info.ENDING
+        ignored = signal_info.ENDING if name == SUPERVISOR else signal_info.HEEDED
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
@@ -458,7 +460,7 @@ def _become(child: Child, line: socket.socket, others: list[socket.socket | Bina
         os._exit(code)
 
 
-def _call_this(name: str) -> None:
+def call_this(name: str) -> None:
     """Name this process where people look for one: in top, and to pkill."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

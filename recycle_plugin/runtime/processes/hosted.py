@@ -35,7 +35,7 @@ from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.mirror import STANDBY
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.processes import signal_senders as senders
-from recycle_plugin.runtime.processes.guard import SERVER_VARIABLE, Pipe
+from recycle_plugin.runtime.processes.guard import HOST, SERVER_VARIABLE, Pipe, call_this
 from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
 from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
@@ -353,6 +353,7 @@ def stand_by(environment: dict[str, str], line: socket.socket) -> int:
         said = json.loads(await reader.readline() or "{}")
         if board is None or "lead" not in said:
             return 0
+        call_this(HOST)
         hosted = await Hosted.go_on(address, board, secret, said["store"], os.getppid(), said["lead"])
         return await _until_through(hosted, guard, reader)
 

@@ -1,0 +1,192 @@
+"""The coordinator's connections as a state machine: a process that takes in the same comes to the same."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from recycle_plugin.core.coordinator.state_dump import dump, load
+from recycle_plugin.core.coordinator.switchboard import NEWS, Effects, News, Switchboard
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.from_coordinator import Generation, Restart, Welcome
+from recycle_plugin.core.messages.from_operators import AskDrain, AskLeave
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Hello,
+    Leaving,
+    Ready,
+    Stepped,
+    SupervisorHeartbeat,
+    SurvivorReport,
+)
+from recycle_plugin.core.messages.kept import EVERY
+from recycle_plugin.core.messages.mirroring import Got
+from tests.support.membership import job, member
+
+RANKS = 4
+
+
+class Played:
+    """A job at a switchboard, and at a second one that takes in the same, from bytes, and is written down now and
+    then, as one that stands by is.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.now = Random(seed), 0.0
+        self.board, self.other = (Switchboard(RANKS, 1, "a job", 0.0) for _ in range(2))
+        self.heard: dict[int, list[object]] = {}  # by line
+        self.lines: dict[tuple[str, int], int] = {}  # of workers and supervisors
+        self.incarnation = dict.fromkeys(range(RANKS), 0)
+        self.stepped = dict.fromkeys(range(RANKS), 0)
+        self.next_process = 100
+
+    def take(self, kind: str, **what: object) -> object:
+        """Both take in the same news, and the same follows."""
+        self.now += self.random.random() / 10
+        news, effects, others = News(kind, self.now, **what), Effects(), Effects()
+        answer = NEWS[kind](self.board, news, effects)
+        if self.random.random() < 0.2:
+            self.other = load(json.loads(json.dumps(dump(self.other))))
+        assert NEWS[kind](self.other, News.of(decode(encode(news.taken))), others) == answer
+        assert others == effects
+        for line, frame in effects.frames:
+            self.heard.setdefault(line, []).append(decode(frame))
+        return answer
+
+    def comes(self, role: str, rank: int, incarnation: int = 0, pid: int = 0) -> int:
+        self.next_process += 1
+        hello = Hello(rank, role, pid or self.next_process, "h", incarnation)
+        line = self.lines[role, rank] = self.take("opened", hello=hello, text="somebody")
+        return line
+
+    def says(self, role: str, rank: int, message: object) -> None:
+        if (role, rank) in self.lines:
+            self.take("said", line=self.lines[role, rank], message=message)
+
+    def goes(self, role: str, rank: int) -> None:
+        if (role, rank) in self.lines:
+            self.take("closed", line=self.lines.pop((role, rank)))
+
+    def begin(self) -> None:
+        for rank in range(RANKS):
+            self.comes("supervisor", rank)
+            self.comes("worker", rank)
+        for rank in range(RANKS):
+            self.says("worker", rank, Ready(member(rank), 0, job(rejoin="always")))
+        self.report()
+
+    def report(self) -> None:
+        """All report for the newest generation that they have heard of."""
+        for rank in range(RANKS):
+            line = self.lines.get(("worker", rank))
+            generations = [each for each in self.heard.get(line, ()) if isinstance(each, Generation)]
+            if generations and self.incarnation[rank] == 0:
+                number = generations[-1].number
+                self.says("worker", rank, SurvivorReport(rank, number, self.stepped[rank], "plan"))
+
+    def act(self) -> None:
+        """Something that may happen in a job."""
+        rank = self.random.randrange(RANKS)
+        one = self.incarnation[rank]
+        match self.random.choice(
+            ("step", "step", "step", "beat", "exit", "again", "tick", "ask", "join", "leave", "got")
+        ):
+            case "step" if one == 0 and self.stepped[rank] <= self.board.membership.committed:
+                self.stepped[rank] += 1
+                self.says("worker", rank, Stepped(rank, 0, self.stepped[rank]))
+            case "beat":
+                beat = SupervisorHeartbeat(rank, False, incarnation=one)
+                self.take("beat", line=self.lines.get(("supervisor", rank), -1), message=beat)
+            case "exit" if self.random.random() < 0.2:
+                for do in self.random.sample((self.exits, self.goes), 2):
+                    do("worker", rank)
+                self.report()
+            case "again":
+                self.goes("supervisor", rank)
+                self.comes("supervisor", rank, pid=1000 + rank)
+            case "tick":
+                self.take("tick")
+                self.report()
+            case "ask":
+                asks = self.take("opened", hello=Hello(-1, "operator", 1, "h"), text="an operator")
+                self.take("said", line=asks, message=self.random.choice((AskLeave("1.0"), AskDrain("h"))))
+                self.take("closed", line=asks)
+            case "join":
+                self.comes("joining", -1)
+            case "leave" if self.random.random() < 0.1:
+                self.says("worker", rank, Leaving(rank, "it was told to"))
+            case "got":
+                line = self.lines.get(("worker", rank), -1)
+                self.take("said", line=line, message=Got(len(self.heard.get(line, ()))))
+
+    def exits(self, role: str, rank: int) -> None:
+        self.says("supervisor", rank, Exited(rank, -9, self.now))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_who_takes_in_the_same_comes_to_the_same(seed):
+    played = Played(seed)
+    played.begin()
+    for _ in range(150):
+        played.act()
+    assert json.dumps(dump(played.board)) == json.dumps(dump(played.other))
+    assert played.board.membership.started
+
+
+def test_these_jobs_have_what_there_is_in_a_job():
+    """Steps that commit, losses, orders to start another process, and answers to operators."""
+    seen: set[str] = set()
+    for seed in range(30):
+        played = Played(seed)
+        played.begin()
+        for _ in range(150):
+            played.act()
+        seen |= {type(each).__name__ for line in played.heard.values() for each in line}
+    assert {"Committed", "Generation", "Resume", "Restart", "Answer", "Lease", "End", "Refused"} <= seen
+
+
+def test_who_comes_again_gets_what_it_lacks_once_and_in_order():
+    played = Played(0)
+    played.begin()
+    line = played.lines["worker", 1]
+    said = [each for each in played.heard[line] if not isinstance(each, Welcome)]
+    played.heard[line].clear()
+    hello = played.board.lines[line].hello
+    again = Hello(1, "worker", hello.pid, "h", line=line, heard=1)
+    assert played.take("goes on", hello=again)
+    welcome, *rest = played.heard[line]
+    assert isinstance(welcome, Welcome) and (welcome.line, welcome.heard) == (line, played.board.lines[line].heard)
+    assert rest == said[1:] and len(said) > 1
+    played.heard[line].clear()
+    assert played.take("goes on", hello=Hello(1, "worker", hello.pid, "h", line=line, heard=0))
+    assert played.heard[line][1:] == said[1:], "what it has said that it has is kept no longer"
+    assert not played.take("goes on", hello=Hello(1, "worker", hello.pid + 1, "h", line=line))
+
+
+def test_it_says_now_and_then_how_much_it_has_heard():
+    played = Played(0)
+    played.begin()
+    line = played.lines["supervisor", 2]
+    played.heard[line].clear()
+    for _ in range(EVERY):
+        played.says("supervisor", 2, SupervisorHeartbeat(2, False))
+    assert [each for each in played.heard[line] if isinstance(each, Got)] == [Got(EVERY)]
+
+
+def test_an_order_to_start_another_process_is_kept_for_a_supervisor_that_is_away():
+    """Whose connection is to go on with another coordinator."""
+    played = Played(0)
+    played.begin()
+    line = played.lines["supervisor", 3]
+    hello = played.board.lines[line].hello
+    heard = len([each for each in played.heard[line] if not isinstance(each, Welcome)])
+    played.exits("worker", 3)
+    played.goes("worker", 3)
+    for _ in range(40):
+        played.take("tick")
+        played.report()
+    played.heard[line].clear()
+    played.take("goes on", hello=Hello(3, "supervisor", hello.pid, "h", line=line, heard=heard))
+    assert [each for each in played.heard[line] if isinstance(each, Restart)]
