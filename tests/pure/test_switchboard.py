@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -57,7 +58,7 @@ class Played:
 
     def comes(self, role: str, rank: int, incarnation: int = 0, pid: int = 0) -> int:
         self.next_process += 1
-        hello = Hello(rank, role, pid or self.next_process, "h", incarnation)
+        hello = Hello(rank, role, pid or self.next_process, "h", incarnation, token=f"of {self.next_process}")
         line = self.lines[role, rank] = self.take("opened", hello=hello, text="somebody")
         return line
 
@@ -154,15 +155,16 @@ def test_who_comes_again_gets_what_it_lacks_once_and_in_order():
     said = [each for each in played.heard[line] if not isinstance(each, Welcome)]
     played.heard[line].clear()
     hello = played.board.lines[line].hello
-    again = Hello(1, "worker", hello.pid, "h", line=line, heard=1)
+    again = replace(hello, line=line, heard=1)
     assert played.take("goes on", hello=again)
     welcome, *rest = played.heard[line]
     assert isinstance(welcome, Welcome) and (welcome.line, welcome.heard) == (line, played.board.lines[line].heard)
     assert rest == said[1:] and len(said) > 1
     played.heard[line].clear()
-    assert played.take("goes on", hello=Hello(1, "worker", hello.pid, "h", line=line, heard=0))
+    assert played.take("goes on", hello=replace(again, heard=0))
     assert played.heard[line][1:] == said[1:], "what it has said that it has is kept no longer"
-    assert not played.take("goes on", hello=Hello(1, "worker", hello.pid + 1, "h", line=line))
+    assert not played.take("goes on", hello=replace(again, token="another"))
+    assert not played.take("goes on", hello=replace(again, token=""))
 
 
 def test_it_says_now_and_then_how_much_it_has_heard():
@@ -188,5 +190,5 @@ def test_an_order_to_start_another_process_is_kept_for_a_supervisor_that_is_away
         played.take("tick")
         played.report()
     played.heard[line].clear()
-    played.take("goes on", hello=Hello(3, "supervisor", hello.pid, "h", line=line, heard=heard))
+    played.take("goes on", hello=replace(hello, line=line, heard=heard))
     assert [each for each in played.heard[line] if isinstance(each, Restart)]

@@ -153,9 +153,9 @@ async def test_a_connection_that_is_made_again_at_the_same_coordinator_goes_on()
         control.send(hello)
         assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
         stranger, again = [await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S) for _ in range(2)]
-        stranger.send(replace(hello, pid=13, line=control.line))
+        stranger.send(replace(hello, line=control.line, token="0" * len(control._token)))
         assert isinstance(await asyncio.to_thread(stranger.receive, PATIENCE_S), Refused)
-        again.send(replace(hello, line=control.line))
+        again.send(replace(hello, line=control.line, token=control._token))
         welcome = await asyncio.to_thread(again.receive, PATIENCE_S)
         assert isinstance(welcome, Welcome) and welcome.line == control.line in coordinator._board.lines
         again.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from hmac import compare_digest
 from typing import Any, NamedTuple
 
 from recycle_plugin.core.coordinator.membership import Membership
@@ -38,7 +39,8 @@ from recycle_plugin.core.messages.from_coordinator import (
     Welcome,
 )
 from recycle_plugin.core.messages.from_operators import Ask
-from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Ready, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Post, Ready, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED, Kept
 from recycle_plugin.core.messages.mirroring import Got, Taken
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
@@ -115,6 +117,11 @@ class Switchboard:
         self._due: list[tuple[float, str, WorkerId]] = []
 
     @property
+    def job(self) -> JobSpec | None:
+        """The job, once it has started."""
+        return self.membership.course.job
+
+    @property
     def job_id(self) -> str:
         """The job's name."""
         return self._welcome.job_id
@@ -123,7 +130,7 @@ class Switchboard:
 
     def opened(self, hello: Hello, who: str, now: float, effects: Effects) -> int:
         """Takes in that somebody has come, who says ``hello``, and ``who`` that is by its address, in words; returns
-        the number of the connection.
+        the number of the connection.  Who has the ``hello.token`` may go on with it.
         """
         number = self._newest = self._newest + 1
         self.lines[number] = line = Line(hello)
@@ -153,7 +160,7 @@ class Switchboard:
         sent again.  Returns whether there is that connection.
         """
         line = self.lines.get(hello.line)
-        if line is None or (line.hello.pid, line.hello.host) != (hello.pid, hello.host):
+        if line is None or not (hello.token and compare_digest(line.hello.token, hello.token)):
             return False
         line.kept.got(hello.heard)
         self._put(hello.line, self._greeting(hello.line), effects)
@@ -191,7 +198,7 @@ class Switchboard:
             line.kept.got(message.count)
             return
         line.heard += 1
-        if line.heard % EVERY == 0:
+        if line.heard % EVERY == 0 or isinstance(message, Post):
             self._put(number, Got(line.heard), effects)
         if line.hello.role == OPERATOR:
             self._put(number, self._answer_to(message, now, effects), effects)
@@ -210,7 +217,8 @@ class Switchboard:
     def _greeting(self, number: int) -> Welcome:
         line = self.lines[number]
         incarnation = line.worker.incarnation if line.worker is not None else 0
-        return replace(self._welcome, incarnation=incarnation, line=number, heard=line.heard)
+        token = line.hello.token
+        return replace(self._welcome, incarnation=incarnation, line=number, heard=line.heard, token=token)
 
     def _put(self, number: int, message: object, effects: Effects, frame: bytes = b"") -> None:
         frame = frame or encode(message)

@@ -37,8 +37,9 @@ class Answer:
 @dataclass(frozen=True)
 class Welcome:
     """The coordinator's answer to a Hello: where the job's key-value store listens, the job's name, and how many
-    ``ranks`` it has; to a worker also which incarnation of its rank it is.  ``line`` is the connection's number, and
-    ``heard`` how many messages of its other end the coordinator has.
+    ``ranks`` it has; to a worker also which incarnation of its rank it is.  ``line`` is the connection's number,
+    ``heard`` how many messages of its other end the coordinator has, and ``token`` what that end has to know to go on
+    with it.
     """
 
     store_port: int
@@ -47,6 +48,7 @@ class Welcome:
     ranks: int = 0
     line: int = -1
     heard: int = 0
+    token: str = ""
 
 
 @dataclass(frozen=True)

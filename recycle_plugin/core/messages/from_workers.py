@@ -23,7 +23,7 @@ class Hello:
     ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``; or ``operator``: somebody at a
     terminal, who has no rank; or ``standby``: a process that takes the coordinator's place if that dies.
     ``incarnation``: which process of its rank a worker was started as.  ``line``: it goes on with that connection,
-    over which ``heard`` messages have come to it; -1 for a new one.
+    over which ``heard`` messages have come to it, and of which it has the ``token``; -1 for a new one.
     """
 
     rank: int
@@ -34,6 +34,7 @@ class Hello:
     waits: bool = True
     line: int = -1
     heard: int = 0
+    token: str = ""
 
 
 @dataclass(frozen=True)

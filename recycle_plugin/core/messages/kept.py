@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from recycle_plugin.core.messages.from_coordinator import Refused, Welcome
+from recycle_plugin.core.messages.from_coordinator import Posted, Refused, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got
 
@@ -53,7 +53,7 @@ class Heard:
     def is_due(self, message: object) -> bool:
         """Count ``message``; whether the other end is to hear how many have come: soon, where it keeps a long one."""
         self.count += 1
-        if self.count - self._said < EVERY and not getattr(message, "PACKS", False):
+        if self.count - self._said < EVERY and not (isinstance(message, Posted) or getattr(message, "PACKS", False)):
             return False
         self._said = self.count
         return True

@@ -113,7 +113,8 @@ class _Framed:
     def __init__(self, limit: int, seals: Seals | None = None) -> None:
         self._limit = limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self.line = -1  # its number at the coordinator, once that has welcomed this end
+        # its number at the coordinator, once that has welcomed this end, and what shows that it is this one's
+        self.line, self._token = -1, ""
         self._kept, self._heard = Kept(), Heard()
         self._begin(seals)
 
@@ -128,7 +129,7 @@ class _Framed:
         self._seals, self._unsent, self._mute = fresh._seals, bytearray(), False
         self._frames, self.datagrams, self.broken = fresh._frames, fresh.datagrams, None
         if welcome.line != self.line:  # another one than before
-            self.line, self._kept, self._heard = welcome.line, Kept(), Heard()
+            self.line, self._token, self._kept, self._heard = welcome.line, welcome.token, Kept(), Heard()
         self._kept.got(welcome.heard)
         for frame in self._kept.since(welcome.heard):
             self._add(frame)
@@ -136,7 +137,7 @@ class _Framed:
 
     def _again(self, hello: Hello) -> Hello:
         """The ``hello`` of who comes again."""
-        return replace(hello, line=self.line, heard=self._heard.count)
+        return replace(hello, line=self.line, heard=self._heard.count, token=self._token)
 
     def _add(self, frame: bytes) -> None:
         self._unsent += frame
@@ -178,7 +179,7 @@ class _Framed:
     def _is_news(self, message: object) -> bool:
         """Take note of how far either end is, at the end that was welcomed; whether that was not all of ``message``."""
         if isinstance(message, Welcome) and self.line < 0:
-            self.line = message.line
+            self.line, self._token = message.line, message.token
         if self.line < 0:
             return True
         if isinstance(message, Got):

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from recycle_plugin.authentication.door import Door
@@ -40,7 +42,8 @@ CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
 # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
 LISTEN_S = 60.0
-BACK_S = 10.0  # how long the other ends of connections may take to come to the one that goes on
+TOKEN = 16  # bytes of what a connection's other end has to know to go on with it
+BACK_S = 15.0  # how long the other ends of connections may take to come to the one that goes on
 
 
 class Coordinator:
@@ -220,6 +223,7 @@ class Coordinator:
             if hello.role == WORKER:
                 control.send(Refused("the others have gone on without it"))
                 return None
+        hello = replace(hello, line=-1, token=secrets.token_hex(TOKEN))
         opened, effects = self._taken(News("opened", clock.now(), hello=hello, text=_who(control)))
         line = int(opened)
         self._attach(line, control, effects)

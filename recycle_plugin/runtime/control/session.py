@@ -38,7 +38,7 @@ from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
-RESUME_S = 5.0  # the same where another one may have taken its place
+RESUME_S = 10.0  # the same where another one may have taken its place
 SEND_S = 60.0  # how long it may take nothing of what is said
 THROUGH_HOST = "host"  # of the setting device_link
 NOT_LAUNCHED = (
@@ -202,7 +202,8 @@ class Session:
         broken = self._control.broken
         if broken is None:
             return True
-        if broken.unreadable is not None or self._closed or self.forked:
+        ended = self.view.end is not None and self.view.end.failed
+        if broken.unreadable is not None or ended or self._closed or self.forked:
             return False
         return self._control.resume(self._hello, RESUME_S) is not None
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -25,18 +26,15 @@ from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.observability.console import Announcer
-from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.control import mirror
-from recycle_plugin.runtime.control.claims import Claims
 from recycle_plugin.runtime.control.connections import ControlWay, InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.mirror import STANDBY
-from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import HOST, SERVER_VARIABLE, Pipe, call_this
 from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
+from recycle_plugin.runtime.processes.telling import Telling
 from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
 
@@ -102,19 +100,11 @@ class Hosted:
         coordinator: Coordinator,
         store: Process | Adopted,
         life: int,
-        access: OperatorAccess,
-        announcer: Announcer,
-        exporter: Exporter,
+        telling: Telling,
         secret: SecretFile,
-        claims: Claims,
-        say: Callable[[Event, float], None],
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinator, self._telling, self._secret = coordinator, telling, secret
         self._store, self._life = store, life
-        self._access = access
-        self._announcer = announcer
-        self._exporter = exporter
-        self._secret, self._claims, self._say = secret, claims, say
         self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
         self._keeping = asyncio.create_task(self._keep_secret())
@@ -136,19 +126,9 @@ class Hosted:
         """
         file, here = SecretFile.of(environment | {"MASTER_PORT": str(address[1])}), _own_address(address[0])
         secret, listener = file.make(), socket.create_server((here, 0), backlog=4096)
-        announcer = Announcer(guard or os.getpid())
-
-        def say(event: Event, now: float) -> None:
-            announcer.say(event, now, coordinator.run_dir)
-            if event.kind == "start" and (refused := access.write(Path(coordinator.run_dir))):
-                announcer.say(Event("warning", refused), now)
-            told(event)
-            exporter.take(event, now)
-
-        exporter = Exporter(lambda event: say(event, clock.now()))
-        access = OperatorAccess(address, secret)
-        claims = Claims(lambda text: say(Event("warning", text), clock.now()))
-        coordinator = Coordinator(ranks, listener.getsockname()[1], say, secret, claims.take)
+        telling = Telling(address, secret, guard or os.getpid(), told)
+        coordinator = Coordinator(ranks, listener.getsockname()[1], telling.say, secret, telling.claims.take)
+        telling.run_dir = lambda: coordinator.run_dir
         try:
             await coordinator.start(here, address[1], file.put)
         except OSError as error:
@@ -156,9 +136,9 @@ class Hosted:
             raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {advice}") from error
         if here == ANYWHERE:
             text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"
-            say(Event("warning", text), clock.now())
+            telling.say(Event("warning", text), clock.now())
         store, life = await _start_store(listener, environment)
-        return cls(coordinator, store, life, access, announcer, exporter, file, claims, say)
+        return cls(coordinator, store, life, telling, file)
 
     @classmethod
     async def go_on(
@@ -167,34 +147,24 @@ class Hosted:
         board: Switchboard,
         secret: SecretFile,
         store: int,
+        told: Callable[[Event], None],
         guard: int,
         why: str,
     ) -> Hosted:
         """Go on in place of a coordinator that has died, with its ``board``.  ``store`` is the store's process, and
         ``why`` says in words how the other one has ended.  Raises BadMaster where the port can't be had.
         """
-        announcer, here = Announcer(guard, board.began), _own_address(address[0])
-        began, job = board.start, board.membership.course.job
-        if began is not None:
-            announcer.go_on(began)
-
-        def say(event: Event, now: float) -> None:
-            announcer.say(event, now, board.run_dir)
-            exporter.take(event, now)
-
-        exporter = Exporter(lambda event: say(event, clock.now()))
-        access = OperatorAccess(address, secret.read())
-        claims = Claims(lambda text: say(Event("warning", text), clock.now()))
-        coordinator = Coordinator(0, 0, say, secret.read(), claims.take, board)
-        if began is not None:
-            exporter.take(began, clock.now())
-        await _until_free(lambda: coordinator.start(here, address[1], secret.adopt), address[1])
-        say(Event("coordinator", f"{why}: process {os.getpid()}, which stood by, goes on in its place"), clock.now())
-        if job is not None and board.claimed and (taken := claims.take(job, board.job_id)):
+        telling = Telling(address, secret.read(), guard, told, board.began)
+        telling.run_dir = lambda: board.run_dir
+        if board.start is not None:
+            telling.go_on(board.start, clock.now())
+        coordinator = Coordinator(0, 0, telling.say, secret.read(), telling.claims.take, board)
+        await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
+        told_of = f"{why}: process {os.getpid()}, which stood by, goes on in its place"
+        telling.say(Event("coordinator", told_of), clock.now())
+        if (job := board.job) is not None and (taken := telling.claims.take(job, board.job_id)):
             coordinator.fail(taken)
-        if began is not None and (refused := access.write(Path(board.run_dir))):
-            say(Event("warning", refused), clock.now())
-        return cls(coordinator, Adopted(store), -1, access, announcer, exporter, secret, claims, say)
+        return cls(coordinator, Adopted(store), -1, telling, secret)
 
     def watch_standby(self, guard: Pipe) -> None:
         """Tell the ``guard`` which process could go on in this one's place from now on, and the user."""
@@ -202,7 +172,7 @@ class Hosted:
         def changes(pid: int) -> None:
             guard.tell(mirror=pid)
             text = f"process {pid} stands by" if pid else "nobody stands by any more"
-            self._say(
+            self._telling.say(
                 Event("standby", f"{text}, to go on if the coordinator's process dies", {"pid": pid}), clock.now()
             )
 
@@ -243,14 +213,8 @@ class Hosted:
         self._watching.cancel()
         self._keeping.cancel()
         self._secret.remove()
-        folder = self._announcer.folder if self._announcer.wants_report else None
-        if folder is not None:
-            self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), clock.now())
-        self._access.remove()
-        self._announcer.close()
-        self._exporter.close()
-        self._claims.release()
-        if folder is not None:
+        self._telling.close()
+        if (folder := self._telling.report_folder) is not None:
             _begin_report(folder)
 
     async def _keep_secret(self) -> None:
@@ -318,15 +282,11 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
     address, ranks = _address(environment), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
 
-    def told(event: Event) -> None:
-        if event.kind == "start":
-            guard.tell(folder=event.details["job"]["run_dir"])
-
     async def run() -> int:
         senders.spare_threads()
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             _check_reachable(address[0])
-        hosted = await Hosted.start(address, ranks, environment, told, os.getppid())
+        hosted = await Hosted.start(address, ranks, environment, partial(_tell_folder, guard), os.getppid())
         hosted.tell_store(guard)
         reader, _ = await asyncio.open_connection(sock=line)
         return await _until_through(hosted, guard, reader)
@@ -354,10 +314,16 @@ def stand_by(environment: dict[str, str], line: socket.socket) -> int:
         if board is None or "lead" not in said:
             return 0
         call_this(HOST)
-        hosted = await Hosted.go_on(address, board, secret, said["store"], os.getppid(), said["lead"])
+        told = partial(_tell_folder, guard)
+        hosted = await Hosted.go_on(address, board, secret, said["store"], told, os.getppid(), said["lead"])
         return await _until_through(hosted, guard, reader)
 
     return in_one_line(run)
+
+
+def _tell_folder(guard: Pipe, event: Event) -> None:
+    if event.kind == "start":
+        guard.tell(folder=event.details["job"]["run_dir"])
 
 
 async def _until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:

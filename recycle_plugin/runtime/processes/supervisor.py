@@ -56,7 +56,7 @@ from recycle_plugin.runtime.system.process_life import life_of
 T = TypeVar("T")
 WORKER = "recycle_plugin.worker_process"  # what it runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
-RESUME_S = 5.0  # the same once more, where the connection has broken
+RESUME_S = 10.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
