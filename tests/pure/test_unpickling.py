@@ -20,6 +20,10 @@ READS = {
     "recycle_plugin/adapters/plain/checkpoint.py": {
         "torch.load": "a checkpoint, as torch's are",
     },
+    "recycle_plugin/adapters/plain/distributed_files.py": {
+        "pickle": "in a checkpoint's folder what others of a replica have planned, as torch's DCP has its .metadata",
+        "torch.load": "of such a checkpoint too, plain values and tensors only",
+    },
     "recycle_plugin/adapters/deepspeed/checkpoint.py": {
         "pickle": "the name of an error",
         "torch.load": "a checkpoint, as DeepSpeed's are",

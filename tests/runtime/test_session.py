@@ -13,6 +13,7 @@ from recycle_plugin.core.messages.from_workers import Left
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.control import session as session_module
 from recycle_plugin.runtime.control.connections import InProcess
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
 from tests.support.coordinator import generation
@@ -87,7 +88,9 @@ def test_a_planned_end_lets_the_present_step_go_on(coordinator):
     session.view.check()
 
 
-def test_the_loss_of_the_coordinator_is_the_end_and_says_why(coordinator):
+def test_the_loss_of_the_coordinator_is_the_end_and_says_why(coordinator, monkeypatch):
+    """Where nobody goes on in its place."""
+    monkeypatch.setattr(session_module, "RESUME_S", 0.2)
     session = coordinator.session(0)
     coordinator.close()
     with pytest.raises(JobEnded, match="coordinator's host is gone"):

@@ -38,6 +38,7 @@ class Timeline:
         self._under_way: deque[Started] = deque()
         self._over: list[Span] = []
         self._anchor: tuple[DeviceEvent, int] | None = None  # an event, and when it has happened
+        self._last_us = 0  # the end of the last span
 
     def start(self, instruction: Instruction, start: Callable[[], T]) -> T:
         """Call ``start``, which starts ``instruction``, once the device has at most one other to do.
@@ -72,7 +73,8 @@ class Timeline:
                 event.wait(self._patience_s())
             self._under_way.popleft()
             if first.span is not None:  # else it was broken off
-                self._over.append(first.span._replace(start_us=self._at(first.begin), end_us=self._at(first.end)))
+                self._last_us = self._at(first.end)
+                self._over.append(first.span._replace(start_us=self._at(first.begin), end_us=self._last_us))
         if not self._under_way:
             self._anchor = None
 
@@ -80,7 +82,8 @@ class Timeline:
         """An event; where nothing is under way it happens now, which relates the device's clock to the host's."""
         made = self._device.event(instruction)
         if self._anchor is None:
-            self._anchor = made, time.time_ns() // 1000
+            # no earlier than what was before by the anchor before, which may be a rounding away
+            self._anchor = made, max(self._last_us, time.time_ns() // 1000)
         return made
 
     def _at(self, event: DeviceEvent) -> int:

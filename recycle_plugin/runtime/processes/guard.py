@@ -155,6 +155,7 @@ class Guard:
             self._hosted.tell(through=True)
         while self._host_pid and (self._closing is None or self._closing_left_s > 0):
             self._serve(None if self._closing is None else self._closing_left_s)
+        self._end_standby()
         if self._host_pid:
             say(f"error: the coordinator's process has not ended within {HOST_S:.0f} s: it is killed")
             os.kill(self._host_pid, signal.SIGKILL)
@@ -255,6 +256,12 @@ class Guard:
             os.kill(self._standing_by[0], signal.SIGKILL)
         self._mirror = mirror
 
+    def _end_standby(self) -> None:
+        """End who stands by, whom nobody needs any more."""
+        self._stand_by = None
+        if self._standing_by is not None:
+            os.kill(self._standing_by[0], signal.SIGKILL)
+
     def _have_stand_by(self) -> None:
         if self._stand_by is not None and self._result is None:
             pid, line = self._fork(self._stand_by, lambda: self._hear_standby(line))
@@ -306,8 +313,7 @@ class Guard:
             self._result = self._result or max(code, 0)
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        if self._standing_by is not None:
-            self._forget(self._standing_by[1].end)  # it goes too
+        self._end_standby()
         if self._ready or code < 0:
             self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
         if not self._ready:  # why, it has said itself; the supervisor waits for it

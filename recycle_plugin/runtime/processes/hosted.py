@@ -303,15 +303,9 @@ def stand_by(environment: dict[str, str], line: socket.socket) -> int:
     async def run() -> int:
         senders.spare_threads()
         reader, _ = await asyncio.open_connection(sock=line)
-        try:
-            control = await InLoop.connect(ControlWay(address, secret), CONNECT_S)
-        except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known
-            return 0
-        hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname())
-        board = await mirror.stand_by(control, hello)
-        control.close()
+        mirroring = asyncio.create_task(_mirror(ControlWay(address, secret)))
         said = json.loads(await reader.readline() or "{}")
-        if board is None or "lead" not in said:
+        if "lead" not in said or (board := await mirroring) is None:  # it ends soon, since the other one is dead
             return 0
         call_this(HOST)
         told = partial(_tell_folder, guard)
@@ -319,6 +313,18 @@ def stand_by(environment: dict[str, str], line: socket.socket) -> int:
         return await _until_through(hosted, guard, reader)
 
     return in_one_line(run)
+
+
+async def _mirror(way: ControlWay) -> Switchboard | None:
+    """All that the coordinator at the end of the ``way`` has known, once it is gone; None where that is not known."""
+    try:
+        control = await InLoop.connect(way, CONNECT_S)
+    except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known
+        return None
+    try:
+        return await mirror.stand_by(control, Hello(-1, STANDBY, os.getpid(), socket.gethostname()))
+    finally:
+        control.close()
 
 
 def _tell_folder(guard: Pipe, event: Event) -> None:
