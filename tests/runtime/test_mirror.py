@@ -94,7 +94,7 @@ async def test_who_stands_by_comes_to_the_same_state(late):
             assert changes == [77]
             known = state(coordinator._board)
             coordinator.mirror._control.close()  # as its end does, with all that it has said
-            assert state(await asyncio.wait_for(task, PATIENCE_S)) == known
+            assert state((await asyncio.wait_for(task, PATIENCE_S))[0]) == known
             while changes != [77, 0]:
                 await asyncio.sleep(0)
 
@@ -175,7 +175,7 @@ async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatc
     async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
         await step(workers, 1)
         coordinator.mirror._control.close()
-        board = await asyncio.wait_for(task, PATIENCE_S)
+        board, _ = await asyncio.wait_for(task, PATIENCE_S)
     following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, board=board)
     await following.start("127.0.0.1", 0)
     try:

@@ -31,6 +31,7 @@ class FakeCoordinator:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self._controls: list[Control] = []
+        self._closed = False
         self._hearing: list[threading.Thread] = []
         self.heard: list[object] = []
         self.sessions: dict[int, Session] = {}  # of this process, by rank
@@ -51,6 +52,9 @@ class FakeCoordinator:
         self._answer(SocketControl(answered(connection, Port.CONTROL)))
 
     def _answer(self, control: Control) -> None:
+        if self._closed:
+            control.close()
+            return
         self._controls.append(control)
         self._hearing.append(threading.Thread(target=self._hear, args=(control,), daemon=True))
         self._hearing[-1].start()
@@ -102,6 +106,7 @@ class FakeCoordinator:
             assert not thread.is_alive(), f"a session whose process has ended is open after {PATIENCE_S} s"
 
     def close(self) -> None:
+        self._closed = True
         for control in self._controls:
             control.close()
         self._listener.close()

@@ -39,7 +39,16 @@ from recycle_plugin.core.messages.from_coordinator import (
     Welcome,
 )
 from recycle_plugin.core.messages.from_operators import Ask
-from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Post, Ready, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Hello,
+    Left,
+    Post,
+    Ready,
+    SupervisorHeartbeat,
+    Terminate,
+    Vanishing,
+)
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED, Kept
 from recycle_plugin.core.messages.mirroring import Got, Taken
@@ -51,7 +60,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
 EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
 PLACING, WORKER, SUPERVISOR, JOINING, OPERATOR = "placing", "worker", "supervisor", "joining", "operator"
-GO_ON = (WORKER, SUPERVISOR, JOINING)  # roles whose connections go on with another coordinator
+AT_ONCE = (Post, Left, Vanishing)  # what is long, or the last word, is acknowledged at once
 
 
 @dataclass
@@ -97,6 +106,7 @@ class Switchboard:
         self.over: Over | None = None
         self.claimed = False
         self.start: Event | None = None  # the one that tells of the job's start
+        self.job: JobSpec | None = None  # as its first worker says it
         self._ranks = ranks
         self._welcome = Welcome(store_port, job_id, ranks=ranks)
         self.lines: dict[int, Line] = {}
@@ -115,11 +125,6 @@ class Switchboard:
         self._agreement_s = Deadlines().agreement_s
         self._watched = -1
         self._due: list[tuple[float, str, WorkerId]] = []
-
-    @property
-    def job(self) -> JobSpec | None:
-        """The job, once it has started."""
-        return self.membership.course.job
 
     @property
     def job_id(self) -> str:
@@ -198,7 +203,7 @@ class Switchboard:
             line.kept.got(message.count)
             return
         line.heard += 1
-        if line.heard % EVERY == 0 or isinstance(message, Post):
+        if line.heard % EVERY == 0 or isinstance(message, AT_ONCE):
             self._put(number, Got(line.heard), effects)
         if line.hello.role == OPERATOR:
             self._put(number, self._answer_to(message, now, effects), effects)
@@ -356,6 +361,7 @@ class Switchboard:
             return
         if isinstance(message, Ready) and not self.membership.started:
             self._agreement_s = message.job.deadlines.agreement_s
+            self.job = self.job or message.job
         self.act(self.membership.receive(message, now), now, effects)
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)

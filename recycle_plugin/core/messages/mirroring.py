@@ -27,7 +27,8 @@ class Snapshot:
 @dataclass(frozen=True)
 class Taken:
     """What the one that coordinates takes in at ``now``, in seconds: a ``kind`` of news (switchboard.NEWS) of the
-    connection ``line``, with a ``hello``, the frame of a ``message``, and a ``text``, where there are such.
+    connection ``line``, with a ``hello``, the frame of a ``message``, and a ``text``, where there are such.  ``out``:
+    what has followed from so many news is out.
     """
 
     kind: str
@@ -36,3 +37,4 @@ class Taken:
     hello: Hello | None = None
     message: bytes = b""
     text: str = ""
+    out: int = 0

@@ -80,6 +80,15 @@ class Control(Protocol):
     def push(self) -> bool:
         """Send what :meth:`send` has kept, as far as the other end takes it; False where some of it is left."""
 
+    @property
+    def sent(self) -> int:
+        """How many messages this end has sent since it was welcomed."""
+
+    def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
+        """Whether the other end says within ``timeout_s`` seconds that it has the first ``count`` messages; somebody
+        has to receive meanwhile.
+        """
+
     def receive(self, timeout_s: float = 0.0) -> object | None:
         """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
 
@@ -116,6 +125,7 @@ class _Framed:
         # its number at the coordinator, once that has welcomed this end, and what shows that it is this one's
         self.line, self._token = -1, ""
         self._kept, self._heard = Kept(), Heard()
+        self._acknowledged = threading.Condition()
         self._begin(seals)
 
     def _begin(self, seals: Seals | None) -> None:
@@ -130,7 +140,7 @@ class _Framed:
         self._frames, self.datagrams, self.broken = fresh._frames, fresh.datagrams, None
         if welcome.line != self.line:  # another one than before
             self.line, self._token, self._kept, self._heard = welcome.line, welcome.token, Kept(), Heard()
-        self._kept.got(welcome.heard)
+        self._got(welcome.heard)
         for frame in self._kept.since(welcome.heard):
             self._add(frame)
         self._push(0.0)
@@ -176,6 +186,19 @@ class _Framed:
                     break
         return None
 
+    def _got(self, count: int) -> None:
+        with self._acknowledged:
+            self._kept.got(count)
+            self._acknowledged.notify_all()
+
+    @property
+    def sent(self) -> int:
+        return self._kept.count
+
+    def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
+        with self._acknowledged:
+            return self._acknowledged.wait_for(lambda: self._kept.dropped >= count, timeout_s)
+
     def _is_news(self, message: object) -> bool:
         """Take note of how far either end is, at the end that was welcomed; whether that was not all of ``message``."""
         if isinstance(message, Welcome) and self.line < 0:
@@ -184,7 +207,7 @@ class _Framed:
             return True
         if isinstance(message, Got):
             with self._sending:
-                self._kept.got(message.count)
+                self._got(message.count)
             return False
         if not isinstance(message, UNCOUNTED) and self._heard.is_due(message):
             self.send(Got(self._heard.count))

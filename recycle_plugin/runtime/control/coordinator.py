@@ -43,7 +43,7 @@ HELLO_S = 60.0  # how long who has connected may take to say who it is
 # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
 LISTEN_S = 60.0
 TOKEN = 16  # bytes of what a connection's other end has to know to go on with it
-BACK_S = 15.0  # how long the other ends of connections may take to come to the one that goes on
+BACK_S = 60.0  # how long the other ends of connections may take to come to the one that goes on
 
 
 class Coordinator:
@@ -77,7 +77,7 @@ class Coordinator:
         self._told: dict[int, InLoop] = {}  # and what it is told over
         self._line_of: dict[Hello, int] = {}  # of supervisors whose datagrams count
         self.mirror = Mirror(self._release)
-        self._closing = False
+        self._closing, self._alone_from = False, 0.0
         self._loop = asyncio.get_running_loop()
         self._entrance: Entrance | None = None
         self._heartbeats: HeartbeatListener | None = None
@@ -105,7 +105,7 @@ class Coordinator:
 
         ``claimed`` is called once the port is this job's, before anybody can connect to it.
         """
-        self._heartbeats = await HeartbeatListener.listen((host, port), self._take_datagram, self._door.refuses)
+        self._heartbeats = await HeartbeatListener.listen((host, port), self._take_datagram, self._refuse_datagram)
         try:
             self._entrance = Entrance(host, port, self._door, self._answer, self._warn)
             claimed()
@@ -113,6 +113,7 @@ class Coordinator:
         except BaseException:
             await self._close_ports()
             raise
+        self._alone_from = clock.now() + (BACK_S if self._board.lines else 0.0)
         for line in self._board.lines:  # of a coordinator that has died
             self._loop.call_later(BACK_S, self._see_whether_back, line)
         self._tick()
@@ -277,6 +278,11 @@ class Coordinator:
         """Tell the user of a connection that speaks nonsense, and so is as good as closed."""
         if control.broken is not None and control.broken.unreadable is not None:
             self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), clock.now())
+
+    def _refuse_datagram(self, sender: tuple[Any, ...], why: OSError | str) -> None:
+        """Refuse a datagram; none of those that are still sealed for a coordinator that has died."""
+        if clock.now() > self._alone_from:
+            self._door.refuses(sender, why)
 
     def _take_datagram(self, hello: Hello, heartbeat: SupervisorHeartbeat, sender: tuple[Any, ...]) -> None:
         if (line := self._line_of.get(hello)) is not None:

@@ -12,7 +12,9 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
+from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.switchboard import NEWS, Effects, News, Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
@@ -37,7 +39,7 @@ class Mirror:
         self._control: InLoop | None = None
         self._pid = 0
         self._in_step = False
-        self._sent = 0
+        self._sent = self._out = 0
         # what is to go out once so many news were taken in, and what is done before; with when it was put there
         self._waiting: deque[tuple[int, float, Effects, Callable[[], object]]] = deque()
 
@@ -53,13 +55,14 @@ class Mirror:
         """Pass on what was taken in."""
         if self._control is not None:
             self._sent += 1
-            self._control.send(news.taken, more=True)
+            self._control.send(replace(news.taken, out=self._out), more=True)
 
     def then(self, effects: Effects, first: Callable[[], object] = lambda: None) -> None:
         """Let out ``effects`` of the last news, behind ``first``, once who stands by has them."""
         if self._in_step:
             self._waiting.append((self._sent, time.monotonic(), effects, first))
         else:
+            self._out = self._sent
             first()
             self._release(effects)
 
@@ -74,7 +77,7 @@ class Mirror:
         if self._control is not None:
             self._control.close()
             self._alone()
-        self._control, self._pid, self._sent = control, hello.pid, 0
+        self._control, self._pid, self._sent, self._out = control, hello.pid, 0, 0
         state = json.dumps(dump(board)).encode()
         for first in range(0, len(state), PIECE):
             control.send(Snapshot(state[first : first + PIECE], first + PIECE >= len(state)))
@@ -100,19 +103,20 @@ class Mirror:
             self._let_out()
 
     def _let_out(self) -> None:
-        _, _, effects, first = self._waiting.popleft()
+        self._out, _, effects, first = self._waiting.popleft()
         first()
         self._release(effects)
 
 
-async def stand_by(control: InLoop, hello: Hello) -> Switchboard | None:
+async def stand_by(control: InLoop, hello: Hello) -> tuple[Switchboard, list[Event]] | None:
     """Take in all that the coordinator at the other end of ``control`` does, until it is gone; its switchboard as that
-    was with the last of it, None if there was not all of it.
+    was with the last of it, and the events that it may not have told of.  None if there was not all of it.
     """
     control.send(hello)
     pieces: list[bytes] = []
     board: Switchboard | None = None
     taken = said = 0
+    events: deque[tuple[int, Event]] = deque()
     while control.broken is None:
         message = await control.receive(0.0)
         if message is None:  # it has all that has come
@@ -126,6 +130,9 @@ async def stand_by(control: InLoop, hello: Hello) -> Switchboard | None:
                 control.send(Got(0))
         elif isinstance(message, Taken) and board is not None:
             news = News.of(message)
-            NEWS[news.kind](board, news, Effects())
+            NEWS[news.kind](board, news, effects := Effects())
             taken += 1
-    return board
+            events += [(taken, event) for event in effects.events]
+            while events and events[0][0] <= message.out:
+                events.popleft()
+    return None if board is None else (board, [event for _, event in events])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
+LOOK_S = 0.1  # between two looks whether anybody hears
 RESUME_S = 10.0  # the same where another one may have taken its place
 SEND_S = 60.0  # how long it may take nothing of what is said
 THROUGH_HOST = "host"  # of the setting device_link
@@ -46,6 +48,10 @@ NOT_LAUNCHED = (
     "your_script.py …`, or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
+
+
+class NotWelcomed(RecycleError):
+    """The coordinator has not answered a worker's Hello; the message says why."""
 
 
 class Session:
@@ -85,7 +91,7 @@ class Session:
         control.send(self._hello, SEND_S)
         welcome = control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
-            raise RecycleError(
+            raise NotWelcomed(
                 f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: "
                 f"{control.broken or welcome or 'it says nothing'}"
             )
@@ -104,9 +110,10 @@ class Session:
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
         self.configured = self.forked = False
-        self._closed = False
+        self._closed, self._goodbye = False, 0  # how many messages it has sent with its goodbye
         self._ended_early = ended_early
-        threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, name="recycle-session", daemon=True)
+        self._listening.start()
 
     def configure(self, deadlines: Deadlines, group_sums: str) -> None:
         """Take over settings, which are known once the script has come to them."""
@@ -164,15 +171,22 @@ class Session:
         """Say goodbye (from_workers.Left), so that the end of this process, with exit code ``code``, is not
         taken for a death.
         """
-        self.send(Left(self.rank, code, planned, self.view.begun))
-        with self.waiting.changed:
-            self._closed = True
+        self._say_goodbye(Left(self.rank, code, planned, self.view.begun))
 
     def vanish(self) -> None:
         """Say that this process ends without a goodbye, between two steps, as if its script were through."""
-        self.send(Vanishing(self.rank, self.view.begun))
+        self._say_goodbye(Vanishing(self.rank, self.view.begun))
+
+    def _say_goodbye(self, goodbye: Left | Vanishing) -> None:
+        """Say it, and see that it gets there, also where another process has just taken the coordinator's place."""
+        self.send(goodbye)
+        self._goodbye = self._control.sent
         with self.waiting.changed:
             self._closed = True
+        deadline = time.monotonic() + RESUME_S
+        while not self._control.has_got(self._goodbye, LOOK_S):
+            if not self._listening.is_alive() or time.monotonic() > deadline:
+                break  # nobody goes on
 
     @property
     def between_two_steps(self) -> bool:
@@ -203,7 +217,8 @@ class Session:
         if broken is None:
             return True
         ended = self.view.end is not None and self.view.end.failed
-        if broken.unreadable is not None or ended or self._closed or self.forked:
+        through = self._closed and self._control.has_got(self._goodbye)
+        if broken.unreadable is not None or ended or through or self.forked:
             return False
         return self._control.resume(self._hello, RESUME_S) is not None
 
@@ -271,11 +286,19 @@ def connect_from_environment(
     if not address or AT not in environment:
         raise RecycleError(NOT_LAUNCHED)
     host, _, port = address.rpartition(":")
+    began = time.monotonic()
     rank, incarnation = int(environment["RANK"]), int(environment.get("RECYCLE_INCARNATION", "0"))
     secret = SecretFile.of_worker(environment).read()
-    control = connect(ControlWay((host, int(port)), secret), CONNECT_S)
-    _made.append(Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation))
-    return _made[-1]
+    while True:
+        control = connect(ControlWay((host, int(port)), secret), CONNECT_S)
+        try:
+            _made.append(Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation))
+            return _made[-1]
+        except NotWelcomed:  # who was to answer may have died, and another one takes its place
+            nonsense = control.broken is not None and control.broken.unreadable is not None
+            if control.broken is None or nonsense or time.monotonic() - began > RESUME_S:
+                raise
+            time.sleep(LOOK_S)
 
 
 def of_this_process() -> Session:

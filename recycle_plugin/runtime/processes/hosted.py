@@ -145,24 +145,29 @@ class Hosted:
         cls,
         address: tuple[str, int],
         board: Switchboard,
+        events: list[Event],
         secret: SecretFile,
         store: int,
         told: Callable[[Event], None],
         guard: int,
         why: str,
     ) -> Hosted:
-        """Go on in place of a coordinator that has died, with its ``board``.  ``store`` is the store's process, and
-        ``why`` says in words how the other one has ended.  Raises BadMaster where the port can't be had.
+        """Go on in place of a coordinator that has died, with its ``board``, and ``events`` that it may not have told
+        of.  ``store`` is the store's process, and ``why`` says in words how the other one has ended.  Raises BadMaster
+        where the port can't be had.
         """
         telling = Telling(address, secret.read(), guard, told, board.began)
         telling.run_dir = lambda: board.run_dir
         if board.start is not None:
             telling.go_on(board.start, clock.now())
+        for event in events:
+            telling.say_unless_said(event, clock.now())
         coordinator = Coordinator(0, 0, telling.say, secret.read(), telling.claims.take, board)
         await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
         told_of = f"{why}: process {os.getpid()}, which stood by, goes on in its place"
         telling.say(Event("coordinator", told_of), clock.now())
-        if (job := board.job) is not None and (taken := telling.claims.take(job, board.job_id)):
+        board.claimed = board.claimed and board.job is not None  # else the next one who says it has them claimed
+        if board.job is not None and board.claimed and (taken := telling.claims.take(board.job, board.job_id)):
             coordinator.fail(taken)
         return cls(coordinator, Adopted(store), -1, telling, secret)
 
@@ -305,18 +310,20 @@ def stand_by(environment: dict[str, str], line: socket.socket) -> int:
         reader, _ = await asyncio.open_connection(sock=line)
         mirroring = asyncio.create_task(_mirror(ControlWay(address, secret)))
         said = json.loads(await reader.readline() or "{}")
-        if "lead" not in said or (board := await mirroring) is None:  # it ends soon, since the other one is dead
+        if "lead" not in said or (known := await mirroring) is None:  # it ends soon, since the other one is dead
             return 0
         call_this(HOST)
         told = partial(_tell_folder, guard)
-        hosted = await Hosted.go_on(address, board, secret, said["store"], told, os.getppid(), said["lead"])
+        hosted = await Hosted.go_on(address, *known, secret, said["store"], told, os.getppid(), said["lead"])
         return await _until_through(hosted, guard, reader)
 
     return in_one_line(run)
 
 
-async def _mirror(way: ControlWay) -> Switchboard | None:
-    """All that the coordinator at the end of the ``way`` has known, once it is gone; None where that is not known."""
+async def _mirror(way: ControlWay) -> tuple[Switchboard, list[Event]] | None:
+    """What the coordinator at the end of the ``way`` has known, once it is gone, and what it may not have told of; None
+    where that is not known.
+    """
     try:
         control = await InLoop.connect(way, CONNECT_S)
     except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known

@@ -58,6 +58,8 @@ WORKER = "recycle_plugin.worker_process"  # what it runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 10.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
+LOOK_S = 0.1  # between two tries
+OVER_S = 2.0  # and where the job is over, and it may be gone for good
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
 NOBODY = -1  # the rank of one that has none yet
@@ -173,10 +175,13 @@ class Supervisor:
 
     async def _placed(self) -> int:
         """The worker's rank, which depends on where all the others are."""
-        control = await self._connect()
-        control.send(Hello(self._rank, "placing", os.getpid(), socket.gethostname()))
-        placed = await control.receive(CONNECT_S)
-        control.close()
+        deadline, placed = time.monotonic() + CONNECT_S, None
+        while placed is None and (left_s := deadline - time.monotonic()) > 0:  # who was to answer may die meanwhile
+            control = await self._connect()
+            control.send(Hello(self._rank, "placing", os.getpid(), socket.gethostname()))
+            placed = await control.receive(left_s)
+            control.close()
+            await pause(0.0 if placed else LOOK_S)
         if not isinstance(placed, Placed):
             raise ConnectionError(
                 f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all '
@@ -191,12 +196,24 @@ class Supervisor:
 
     async def _welcomed(self, hello: Hello, advice: str) -> Welcome:
         self._tell(hello)
-        welcome = await self._control.receive(CONNECT_S)
+        began, welcome = time.monotonic(), await self._control.receive(CONNECT_S)
+        while welcome is None and self._may_be_another(began):
+            await pause(LOOK_S)
+            self._control.close()
+            self._control = await self._connect()
+            self._tell(hello)
+            welcome = await self._control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
             why = f" ({self._control.broken})" if self._control.broken else ""
             raise ConnectionError("{}:{} answers, but is no coordinator{}: {}".format(*self._address, why, advice))
         self._datagrams = self._control.datagrams
         return welcome
+
+    def _may_be_another(self, began: float) -> bool:
+        """Whether who was to answer may have died, so that another one takes its place."""
+        broken = self._control.broken
+        late = time.monotonic() - began > RESUME_S
+        return broken is not None and broken.unreadable is None and self._hosted is None and not late
 
     async def _supervise(self) -> int:
         gone = asyncio.create_task(self._place.gone())
@@ -249,7 +266,7 @@ class Supervisor:
                 ) from error
             hello = Hello(NOBODY, "joining", self._place.pid, socket.gethostname(), waits=bool(self._joins))
             welcome = await self._welcomed(hello, advice)
-            while self._control.broken is None:
+            while self._control.broken is None or await self._control.resume(hello, RESUME_S) is not None:
                 match await self._control.receive(LISTEN_S):
                     case Seated() as seated:
                         self._rank = seated.rank
@@ -435,13 +452,11 @@ class Supervisor:
 
         What was said since the break is said again where it counts.
         """
-        if self._over.done():
-            return False
         broken = self._control.broken
         if broken is not None and broken.unreadable is not None:
             say(f"error: the coordinator can't be understood: {broken}")
             return False
-        if await self._control.resume(self._hello, RESUME_S) is None:
+        if await self._control.resume(self._hello, OVER_S if self._over.done() else RESUME_S) is None:
             return False
         self._datagrams = self._control.datagrams
         if self._exited is not None and not self._answered.is_set():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import Secret
@@ -12,6 +13,8 @@ from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.control.claims import Claims
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.system import clock
+
+LOG, LAST = "events.jsonl", 1 << 16
 
 
 class Telling:
@@ -52,9 +55,18 @@ class Telling:
 
     def go_on(self, start: Event, now: float) -> None:
         """Go on where another process has told of the job's ``start``, and of what has come since."""
+        folder = Path(start.details["job"]["run_dir"])
         self._announcer.go_on(start)
-        self._exporter.take(start, now)
+        if start.details["job"]["metrics"] is not None:
+            for event, at in _past(folder / LOG):
+                self._exporter.take(event, at)
         self._let_operators_in(start, now)
+
+    def say_unless_said(self, event: Event, now: float) -> None:
+        """Tell of an event that another process may have told of before it died."""
+        folder = self._announcer.folder
+        if folder is None or not any((event.kind, event.text) == (each.kind, each.text) for each in _last(folder)):
+            self.say(event, now)
 
     def _let_operators_in(self, start: Event, now: float) -> None:
         if refused := self._access.write(Path(start.details["job"]["run_dir"])):
@@ -68,3 +80,24 @@ class Telling:
         self._announcer.close()
         self._exporter.close()
         self.claims.release()
+
+
+def _last(folder: Path) -> list[Event]:
+    """The last events of the log in a run folder."""
+    return [event for event, _ in _past(folder / LOG, LAST)]
+
+
+def _past(path: Path, last: int | None = None) -> Iterator[tuple[Event, float]]:
+    """The events of a log, in its ``last`` bytes or all, each with when it happened; none where that can't be read."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - last) if last is not None else 0)
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            said = json.loads(line)
+            yield Event(said.pop("event"), said.pop("text"), said), said.pop("time")
+        except (ValueError, KeyError, AttributeError):  # the last one may be cut off
+            continue

@@ -91,7 +91,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, or of a framework's own kind
-            yield id(tensor), tensor.numel() * tensor.element_size()
-        else:
-            yield storage.data_ptr(), storage.nbytes()
+            place = storage.data_ptr(), storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # sparse, of a derivative under way, or of a framework's own kind
+            place = id(tensor), tensor.numel() * tensor.element_size()
+        yield place
