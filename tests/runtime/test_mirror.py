@@ -136,7 +136,9 @@ async def test_who_takes_nothing_is_let_go_and_whoever_decides_hears_so_first(mo
         while not order:
             await asyncio.sleep(0)
         release = coordinator.mirror._release
-        monkeypatch.setattr(coordinator.mirror, "_release", lambda effects: (order.append(effects), release(effects)))
+        monkeypatch.setattr(
+            coordinator.mirror, "_release", lambda effects: (effects.some and order.append(effects), release(effects))
+        )
         await step(workers, 1)
         assert order[:2] == [77, 0] and any(effects.frames for effects in order[2:])
         other.close()

@@ -90,6 +90,11 @@ class Effects:
     expected: list[tuple[int, int]] = field(default_factory=list)
     ended: bool = False
 
+    @property
+    def some(self) -> bool:
+        """Whether there are any that somebody sees."""
+        return bool(self.frames or self.closed or self.events or self.refused or self.expected)
+
 
 class Switchboard:
     """The connections of the coordinator of a job of ``ranks`` workers, and its state.

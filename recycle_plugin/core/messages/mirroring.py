@@ -28,7 +28,7 @@ class Snapshot:
 class Taken:
     """What the one that coordinates takes in at ``now``, in seconds: a ``kind`` of news (switchboard.NEWS) of the
     connection ``line``, with a ``hello``, the frame of a ``message``, and a ``text``, where there are such.  ``out``:
-    what has followed from so many news is out.
+    what has followed from so many news is out; it ``waits``: what follows from this waits for the answer.
     """
 
     kind: str
@@ -38,3 +38,4 @@ class Taken:
     message: bytes = b""
     text: str = ""
     out: int = 0
+    waits: bool = False

@@ -303,8 +303,8 @@ class Coordinator:
             if news.kind != "failed":
                 self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
-        self.mirror.take(news)
         effects.ended = effects.ended or news.kind == "closed"
+        self.mirror.take(news, effects)
         return answer, effects
 
     def _release(self, effects: Effects) -> None:

@@ -56,13 +56,16 @@ class InLoop:
 
     def send(self, message: object, more: bool = False) -> None:
         """Send a message; what the other end does not take now goes out once it does.  ``more``: it goes along with
-        what this turn of the loop has to send still.
+        the next one, or with :meth:`flush_soon`.
         """
-        if more and not self._later:
-            self._later = True
-            self._loop.call_soon(self._flush)
         if not self._control.send(message, more=more) and self._control.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
+
+    def flush_soon(self) -> None:
+        """Send what is kept for more, with all that this turn of the loop has to send still."""
+        if not self._later:
+            self._later = True
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._later = False

@@ -51,23 +51,30 @@ class Mirror:
         if self._in_step:
             changes(self._pid)
 
-    def take(self, news: News) -> None:
-        """Pass on what was taken in."""
+    def take(self, news: News, effects: Effects) -> None:
+        """Pass on what was taken in, and what has ``effects`` at once: who has said the rest says it again where this
+        process dies before that has got there.
+        """
         if self._control is not None:
             self._sent += 1
-            self._control.send(replace(news.taken, out=self._out), more=True)
+            waits = effects.some or not self._in_step
+            self._control.send(replace(news.taken, out=self._out, waits=waits), more=True)
+            if waits:
+                self._control.flush_soon()
 
     def then(self, effects: Effects, first: Callable[[], object] = lambda: None) -> None:
         """Let out ``effects`` of the last news, behind ``first``, once who stands by has them."""
-        if self._in_step:
+        if self._in_step and effects.some:
             self._waiting.append((self._sent, time.monotonic(), effects, first))
         else:
-            self._out = self._sent
+            self._out = self._out if self._in_step else self._sent
             first()
             self._release(effects)
 
     def see_late(self) -> None:
-        """Let go who has taken nothing for too long."""
+        """Pass on what waits for more, and let go who has taken nothing for too long."""
+        if self._control is not None:
+            self._control.flush_soon()
         if self._waiting and time.monotonic() - self._waiting[0][1] > LATE_S and self._control is not None:
             self._control.close()
             self._alone()
@@ -115,13 +122,14 @@ async def stand_by(control: InLoop, hello: Hello) -> tuple[Switchboard, list[Eve
     control.send(hello)
     pieces: list[bytes] = []
     board: Switchboard | None = None
-    taken = said = 0
+    taken, waits = 0, False
     events: deque[tuple[int, Event]] = deque()
     while control.broken is None:
         message = await control.receive(0.0)
         if message is None:  # it has all that has come
-            if taken > said:
-                control.send(Got(said := taken))
+            if waits:
+                waits = False
+                control.send(Got(taken))
             message = await control.receive(LISTEN_S)
         if isinstance(message, Snapshot):
             pieces.append(message.piece)
@@ -131,7 +139,7 @@ async def stand_by(control: InLoop, hello: Hello) -> tuple[Switchboard, list[Eve
         elif isinstance(message, Taken) and board is not None:
             news = News.of(message)
             NEWS[news.kind](board, news, effects := Effects())
-            taken += 1
+            taken, waits = taken + 1, waits or message.waits
             events += [(taken, event) for event in effects.events]
             while events and events[0][0] <= message.out:
                 events.popleft()
