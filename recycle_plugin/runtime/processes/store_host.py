@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import sys
 
@@ -17,13 +16,11 @@ from recycle_plugin.runtime.processes import signal_info
 
 
 def main(descriptor: int, life: int) -> None:
-    """Host the store on the listening socket ``descriptor`` until SIGTERM, or until the pipe ``life`` has ended."""
+    """Host the store on the listening socket ``descriptor`` until the pipe ``life`` has ended; signals change nothing."""
     host, port = socket.socket(fileno=os.dup(descriptor)).getsockname()[:2]
     from torch.distributed import TCPStore
 
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     select.select([life] if life >= 0 else [], [], [])
     del store
 
