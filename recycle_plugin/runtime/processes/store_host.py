@@ -16,7 +16,7 @@ from recycle_plugin.runtime.processes import signal_info
 
 
 def main(descriptor: int, life: int) -> None:
-    """Host the store on the listening socket ``descriptor`` until the pipe ``life`` has ended; signals change nothing."""
+    """Host the store on the listening socket ``descriptor`` until the pipe ``life`` has ended; signals do nothing."""
     host, port = socket.socket(fileno=os.dup(descriptor)).getsockname()[:2]
     from torch.distributed import TCPStore
 
