@@ -341,12 +341,12 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
 
         return hosted.host(with_credentials(place, command), line)
 
-    def stand_by(line: socket.socket) -> int:
-        from recycle_plugin.runtime.processes import hosted
+    def stand_by(line: socket.socket, address: tuple[str, int] | None, elsewhere: bool) -> int:
+        from recycle_plugin.runtime.processes import standing_by
 
-        return hosted.stand_by(with_credentials(place, command), line)
+        return standing_by.stand_by(with_credentials(place, command), line, address, elsewhere)
 
-    return Guard(supervise, *((host, stand_by) if place.get("RANK") == "0" else (None, None))).hold()
+    return Guard(supervise, host if place.get("RANK") == "0" else None, stand_by).hold()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from tests.support.cluster import ForkServer, Result, Run
-from tests.support.hosts import Hosts, NoHosts, hosts
+from tests.support.hosts import MORE, NAMES, Hosts, NoHosts, hosts
 from tests.support.jobs import CHECKPOINT, DEEPSPEED, PLAIN, SQUARE, Shape, Vehicle
 from tests.support.launching import DEADLINE_S, Launch, here, launching
 from tests.support.returns import HELD, LONG
@@ -60,8 +60,18 @@ def _vehicle(item: pytest.Item) -> Vehicle | None:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Hosts]:
     """Two hosts, alpha and beta, where this machine has network namespaces."""
+    yield from _hosts(NAMES)
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Hosts]:
+    """The same with a third one, gamma."""
+    yield from _hosts(MORE)
+
+
+def _hosts(names: tuple[str, ...]) -> Iterator[Hosts]:
     try:
-        with hosts() as made:
+        with hosts(names) as made:
             yield made
     except NoHosts as error:
         pytest.skip(f"no network namespaces here: {error}")

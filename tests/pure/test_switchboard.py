@@ -50,7 +50,7 @@ class Played:
         answer = NEWS[kind](self.board, news, effects)
         if self.random.random() < 0.2:
             self.other = load(json.loads(json.dumps(dump(self.other))))
-        assert NEWS[kind](self.other, News.of(decode(encode(news.taken))), others) == answer
+        assert NEWS[kind](self.other, News.of(decode(encode(news.taken()))), others) == answer
         assert others == effects
         for line, frame in effects.frames:
             self.heard.setdefault(line, []).append(decode(frame))

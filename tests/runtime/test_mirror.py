@@ -44,7 +44,14 @@ async def standing_by(coordinator: Coordinator):
     changes: list[int] = []
     coordinator.mirror.watch(changes.append)
     control = InLoop(coordinator.connect())
-    task = asyncio.create_task(mirror.stand_by(control, STANDBY))
+    learnt: list[mirror.Known] = []
+    following = asyncio.create_task(mirror.follow(control, STANDBY, learnt.append))
+
+    async def known() -> mirror.Known:
+        await following
+        return learnt[-1]
+
+    task = asyncio.create_task(known())
     while not changes:
         await asyncio.sleep(0)
     try:
@@ -93,8 +100,8 @@ async def test_who_stands_by_comes_to_the_same_state(late):
             await step(workers, 3, range(3))
             assert changes == [77]
             known = state(coordinator._board)
-            coordinator.mirror._control.close()  # as its end does, with all that it has said
-            assert state((await asyncio.wait_for(task, PATIENCE_S))[0]) == known
+            coordinator.mirror._followers[0].control.close()  # as its end does, with all that it has said
+            assert state((await asyncio.wait_for(task, PATIENCE_S)).board) == known
             while changes != [77, 0]:
                 await asyncio.sleep(0)
 
@@ -105,7 +112,7 @@ async def test_nothing_goes_out_before_who_stands_by_has_what_it_follows_from():
         other = InLoop(coordinator.connect())
         other.send(STANDBY)
         assert isinstance(await other.receive(PATIENCE_S), Snapshot)
-        other.send(Got(0))
+        other.send(Got(coordinator.mirror._sent))
         changes: list[int] = []
         coordinator.mirror.watch(changes.append)
         while not changes:
@@ -131,7 +138,7 @@ async def test_who_takes_nothing_is_let_go_and_whoever_decides_hears_so_first(mo
         other = InLoop(coordinator.connect())
         other.send(STANDBY)
         assert isinstance(await other.receive(PATIENCE_S), Snapshot)
-        other.send(Got(0))
+        other.send(Got(coordinator.mirror._sent))
         coordinator.mirror.watch(order.append)
         while not order:
             await asyncio.sleep(0)
@@ -176,13 +183,13 @@ async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatc
     said: list = []
     async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
         await step(workers, 1)
-        coordinator.mirror._control.close()
-        board, _ = await asyncio.wait_for(task, PATIENCE_S)
-    following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, board=board)
+        coordinator.mirror._followers[0].control.close()
+        known = await asyncio.wait_for(task, PATIENCE_S)
+    following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, known=known)
     await following.start("127.0.0.1", 0)
     try:
         while not [event for event in said if event.kind == "end"]:
             await asyncio.sleep(0.01)
-        assert not board.lines and following.membership.lost
+        assert not known.board.lines and following.membership.lost
     finally:
         await following.close()

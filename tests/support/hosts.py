@@ -28,6 +28,7 @@ from tests.support.launchers import install
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
 
 NAMES = ("alpha", "beta")
+MORE = (*NAMES, "gamma")
 HOLDS = "hostname {} && ip link set lo up && echo ready && exec cat"  # until its input ends
 
 
@@ -36,23 +37,24 @@ class NoHosts(RuntimeError):
 
 
 class Hosts:
-    """``NAMES`` and the switch between them.
+    """Hosts with these ``names``, and the switch between them.
 
     Lines can be cut: then nothing gets through, and no connection is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: tuple[str, ...] = NAMES) -> None:
+        self.names = names
         self._holders: dict[str, subprocess.Popen] = {}
 
     def open(self) -> None:
         """Raises NoHosts."""
         if missing := [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]:
             raise NoHosts(f"{missing[0]} is not installed")
-        for name in (*NAMES, "switch"):
+        for name in (*self.names, "switch"):
             self._holders[name] = _hold(name)
         self._on("switch", "add", "bridge", "type", "bridge")
         self._on("switch", "set", "bridge", "up")
-        for name in NAMES:
+        for name in self.names:
             ends = f"eth0 netns {self.pid(name)} type veth peer name {name} netns {self.pid('switch')}"
             _command("ip", "link", "add", *ends.split())
             self._enter(name, "ip", "address", "add", f"{self.address(name)}/24", "dev", "eth0")
@@ -65,9 +67,8 @@ class Hosts:
             holder.stdin.close()
             holder.wait(10)
 
-    @staticmethod
-    def address(name: str) -> str:
-        return f"10.77.0.{NAMES.index(name) + 1}"
+    def address(self, name: str) -> str:
+        return f"10.77.0.{self.names.index(name) + 1}"
 
     def pid(self, name: str) -> int:
         """A process on that host."""
@@ -108,9 +109,9 @@ class Hosts:
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
+def hosts(names: tuple[str, ...] = NAMES) -> Iterator[Hosts]:
     """Raises NoHosts."""
-    made = Hosts()
+    made = Hosts(names)
     try:
         made.open()
         yield made
@@ -161,7 +162,7 @@ class ProgramRun(Run):
         self._command = command
         self._failed = folder / "failed"
         self._failed.mkdir(parents=True)
-        places = {name: str(hosts.pid(name)) for name in NAMES}
+        places = {name: str(hosts.pid(name)) for name in self._hosts.names}
         variables = {
             "RECYCLE_FORK_SERVER": server.path,
             "RECYCLE_TEST_HOSTS": json.dumps(places),
@@ -169,7 +170,7 @@ class ProgramRun(Run):
             SETTING: str(folder / "secret"),
         }
         programs = install(folder / "bin") + os.pathsep + environment()["PATH"]
-        self._address = hosts.address(NAMES[0])
+        self._address = hosts.address(hosts.names[0])
         if as_file:
             script, arguments, more = recycle_plugin.launch.__file__, [script, *arguments], more | {"plugin": None}
         super().__init__(
@@ -188,7 +189,7 @@ class ProgramRun(Run):
     def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
         """What pdsh's hosts have to know of the environment is in .deepspeed_env's place."""
         hostfile, forwarded = self.folder / "hostfile", self.folder / "deepspeed_env"
-        hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
+        hostfile.write_text("".join(f"{name} slots={ranks // len(self._hosts.names)}\n" for name in self._hosts.names))
         forwarded.write_text(
             "".join(f"{name}={variables[name]}\n" for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", SETTING))
         )
@@ -225,7 +226,7 @@ class HostsRun(Run):
         super().__init__(server, folder, ranks, script, arguments, **{SETTING: str(folder / "secret")} | options)
 
     def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
-        each = {name: list(range(ranks // len(NAMES))) for name in NAMES}
+        each = {name: list(range(ranks // len(self._hosts.names))) for name in self._hosts.names}
         world = base64.urlsafe_b64encode(json.dumps(each).encode()).decode()
 
         def launch(name: str, node: list[str], output: TextIO) -> WarmLauncher:
@@ -236,7 +237,7 @@ class HostsRun(Run):
 
     def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
         hostfile = self.folder / "hostfile"
-        hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
+        hostfile.write_text("".join(f"{name} slots={ranks // len(self._hosts.names)}\n" for name in self._hosts.names))
 
         def launch(name: str, node: list[str], output: TextIO) -> subprocess.Popen:
             start = "deepspeed", "--hostfile", str(hostfile), "--no_ssh"
@@ -247,12 +248,21 @@ class HostsRun(Run):
 
     def _on_all(self, launch: Callable[[str, list[str], TextIO], Launcher], output: TextIO) -> Launcher:
         """The first host's launcher."""
-        first, *others = NAMES
+        first, *others = self._hosts.names
         master = [f"--master_addr={self._hosts.address(first)}", f"--master_port={self.port}"]
         for number, name in enumerate(others, 1):
             with self._file(name).open("w") as said:
                 self.others[name] = launch(name, [f"--node_rank={number}", *master], said)
         return launch(first, ["--node_rank=0", *master], output)
+
+    def crash(self, name: str) -> None:
+        """The host dies; if it is the first, the next one's output is the run's."""
+        first = self.launcher
+        self._hosts.crash(name)
+        if name == self._hosts.names[0]:
+            following = next(iter(self.others))
+            self.launcher, self._output = self.others.pop(following), self._file(following)
+            first.wait(10)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.txt"

@@ -24,11 +24,13 @@ from recycle_plugin.core.coordinator.output import (
     SupervisorOf,
     Whom,
 )
+from recycle_plugin.core.coordinator.succession import Succession
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import (
     Answer,
     Fence,
+    ForkStandby,
     Lease,
     Over,
     Placed,
@@ -51,7 +53,7 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED, Kept
-from recycle_plugin.core.messages.mirroring import Got, Taken
+from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Taken
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
@@ -60,13 +62,14 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
 EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
 PLACING, WORKER, SUPERVISOR, JOINING, OPERATOR = "placing", "worker", "supervisor", "joining", "operator"
+GOING_ON = (WORKER, SUPERVISOR, JOINING)  # the roles of those who turn to who takes the coordinator's place
 AT_ONCE = (Post, Left, Vanishing)  # what is long, or the last word, is acknowledged at once
 
 
 @dataclass
 class Line:
     """A connection: who has come over it, as which ``worker`` if it is one, how many of its messages were ``heard``,
-    and what was sent over it; ``deaf``: nothing that it says counts.
+    and what was sent over it; ``deaf``: nothing that it says counts.  ``term``: the last that its other end knows of.
     """
 
     hello: Hello
@@ -74,6 +77,7 @@ class Line:
     heard: int = 0
     kept: Kept = field(default_factory=Kept)
     deaf: bool = False
+    term: int = 0
 
 
 @dataclass
@@ -99,14 +103,15 @@ class Effects:
 class Switchboard:
     """The connections of the coordinator of a job of ``ranks`` workers, and its state.
 
-    ``store_port`` is that of the job's key-value store, ``job_id`` its name, and ``began`` when its first coordinator
-    did, in seconds.  ``run_dir`` is the run folder, once workers have said which; ``over``: the last word to
-    supervisors, once the job is over.
+    ``store_port`` is that of the job's key-value store, ``job_id`` its name, ``began`` when its first coordinator did,
+    in seconds, and ``host`` where that is.  ``run_dir`` is the run folder, once workers have said which; ``over``: the
+    last word to supervisors, once the job is over.
     """
 
-    def __init__(self, ranks: int, store_port: int, job_id: str, now: float) -> None:
+    def __init__(self, ranks: int, store_port: int, job_id: str, now: float, host: str = "") -> None:
         self.began = now
         self.membership = Membership(ranks)
+        self.succession = Succession(host)
         self.run_dir = f"runs/{job_id}"  # unless workers say another one
         self.over: Over | None = None
         self.claimed = False
@@ -127,7 +132,7 @@ class Switchboard:
         self._joiners: dict[int, int] = {}  # by their numbers: those that have none
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
-        self._agreement_s = Deadlines().agreement_s
+        self._deadlines = Deadlines()
         self._watched = -1
         self._due: list[tuple[float, str, WorkerId]] = []
 
@@ -169,16 +174,26 @@ class Switchboard:
         """Takes in that the other end of a connection has made it again, and says ``hello``: what has not got there is
         sent again.  Returns whether there is that connection.
         """
-        line = self.lines.get(hello.line)
-        if line is None or not (hello.token and compare_digest(line.hello.token, hello.token)):
+        line = self.known(hello)
+        if line is None:
             return False
         line.kept.got(hello.heard)
-        self._put(hello.line, self._greeting(hello.line), effects)
+        line.term = max(line.term, hello.term)
+        self._greet_at(hello.line, effects)
         effects.frames += [(hello.line, frame) for frame in line.kept.since(hello.heard)]
         for rank, number in self._supervisors.items():
             if number == hello.line:
                 effects.expected.append((rank, number))
         return True
+
+    def known(self, hello: Hello) -> Line | None:
+        """The connection that who says ``hello`` goes on with; None where there is none, or it is another's, or its
+        other end knows of a later term than is known here, so that the others go on without it.
+        """
+        line = self.lines.get(hello.line)
+        if line is None or not hello.token or not compare_digest(line.hello.token, hello.token):
+            return None
+        return line if hello.term <= self.succession.term else None
 
     def closed(self, number: int, now: float, effects: Effects) -> None:
         """Takes in that a connection is broken, or its other end has closed it."""
@@ -207,6 +222,9 @@ class Switchboard:
         if isinstance(message, Got):
             line.kept.got(message.count)
             return
+        if isinstance(message, Knows):
+            line.term = max(line.term, min(message.term, self.succession.term))
+            return
         line.heard += 1
         if line.heard % EVERY == 0 or isinstance(message, AT_ONCE):
             self._put(number, Got(line.heard), effects)
@@ -224,17 +242,53 @@ class Switchboard:
         self.lines.pop(number, None)
         effects.closed.append(number)
 
-    def _greeting(self, number: int) -> Welcome:
-        line = self.lines[number]
+    def _greet_at(self, number: int, effects: Effects) -> None:
+        line, term = self.lines[number], self.succession.term
         incarnation = line.worker.incarnation if line.worker is not None else 0
         token = line.hello.token
-        return replace(self._welcome, incarnation=incarnation, line=number, heard=line.heard, token=token)
+        greeting = replace(self._welcome, incarnation=incarnation, line=number, heard=line.heard, token=token)
+        self._put(number, greeting, effects)
+        if term and line.term < term:
+            self._put(number, self.term_told, effects)
 
     def _put(self, number: int, message: object, effects: Effects, frame: bytes = b"") -> None:
         frame = frame or encode(message)
         if not isinstance(message, UNCOUNTED):
             self.lines[number].kept.add(frame)
         effects.frames.append((number, frame))
+
+    # --- who may take the coordinator's place -----------------------------------------------------
+
+    @property
+    def term_told(self) -> StandsBy:
+        """What all others are told of the term."""
+        return self.succession.told(self._deadlines)
+
+    def stands_by(self, address: str, now: float, effects: Effects) -> None:
+        """Takes in that a process on another host stands by from now on, at the ``address`` "host:port"; or with ""
+        nobody.  Whoever goes on with the coordinator hears of it.
+        """
+        host, _, port = address.rpartition(":")
+        self.succession.begin((host, int(port)) if address else None)
+        told = encode(self.term_told)
+        effects.frames += [(number, told) for number, line in self.lines.items() if line.hello.role in GOING_ON]
+        who = f"a process on another host, at {address}, stands by" if address else "nobody on another host stands by"
+        text = f"{who}, to go on if host {self.succession.host} dies"
+        effects.events.append(Event("standby", text, {"address": address, "term": self.succession.term}))
+
+    def moves(self, host: str, store_port: int) -> None:
+        """Who stood by on ``host`` is the coordinator now, with a key-value store of its own."""
+        self.succession.moves(host)
+        self._welcome = replace(self._welcome, store_port=store_port)
+
+    def knowing(self, term: int) -> set[WorkerId]:
+        """The workers that know of this term or a later one; costs a look at each connection."""
+        return {line.worker for line in self.lines.values() if line.worker is not None and line.term >= term}
+
+    def _have_one_stand_by(self, now: float, effects: Effects) -> None:
+        rank = self.succession.asks(self.membership.roster, now)
+        if rank is not None and rank in self._supervisors:
+            self._put(self._supervisors[rank], ForkStandby(rank), effects)
 
     # --- workers ---------------------------------------------------------------------------------
 
@@ -244,7 +298,7 @@ class Switchboard:
         self.lines[number].worker = worker
         self._come.add(hello.rank)
         self._workers[worker] = number
-        self._put(number, self._greeting(number), effects)
+        self._greet_at(number, effects)
         turned_away = self.membership.greet(worker, hello.host)
         if not turned_away.events:
             self._ended.discard(hello.rank)
@@ -274,7 +328,7 @@ class Switchboard:
         """Attends to a supervisor; one that comes again takes its own place, also where it is not known yet that it
         has gone.
         """
-        self._put(number, self._greeting(number), effects)
+        self._greet_at(number, effects)
         if self.over is not None:
             self._put(number, self.over, effects)
         who = hello.rank, hello.host, hello.pid
@@ -288,7 +342,7 @@ class Switchboard:
             self._put(number, Over(1), effects)
             self.lines[number].deaf = True
         else:
-            self._expect_heartbeats(hello.rank, number, effects)
+            effects.expected.append((hello.rank, number))  # datagrams of its connections before count too
             for rank, incarnation in self.membership.unreachable:
                 if rank == hello.rank:  # who was to see to it may have gone before it could
                     fence = Fence(rank, "the others have gone on without it", incarnation=incarnation)
@@ -298,15 +352,11 @@ class Switchboard:
                 self._hang_up(before, effects)
             self.act(self.membership.supervisor(hello.rank, True, now), now, effects)
 
-    def _expect_heartbeats(self, rank: int, number: int, effects: Effects) -> None:
-        """Has the supervisor's datagrams count, those of its connections before too."""
-        effects.expected.append((rank, number))
-
     def _attend_joiner(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
         """Attends to a supervisor that asks for the seat of a lost worker."""
         self._asked += 1
         self._joiners[self._asked] = number
-        self._put(number, self._greeting(number), effects)
+        self._greet_at(number, effects)
         if self.over is not None:
             self._put(number, Refused("the job is over"), effects)
         else:
@@ -324,7 +374,7 @@ class Switchboard:
         self._former.pop((rank, hello.host, hello.pid), None)
         self._speakers.seated(rank, (hello.host, hello.pid))
         self._supervisors[rank] = number
-        self._expect_heartbeats(rank, number, effects)
+        effects.expected.append((rank, number))
 
     def _place(self, number: int, hello: Hello, effects: Effects) -> None:
         """Gives each supervisor the rank of its worker, once the hosts of all are known."""
@@ -365,7 +415,7 @@ class Switchboard:
             self._due.append((now + LAST_WORDS_S, "exit", message.worker))
             return
         if isinstance(message, Ready) and not self.membership.started:
-            self._agreement_s = message.job.deadlines.agreement_s
+            self._deadlines = message.job.deadlines
             self.job = self.job or message.job
         self.act(self.membership.receive(message, now), now, effects)
         if isinstance(message, Left):
@@ -402,8 +452,10 @@ class Switchboard:
                 # its connection is as good as closed: some child of the script has inherited it
                 self._heard_of_end(exited, now, effects)
             elif what == "regroup" and self.membership.regrouping == worker.incarnation:
-                self.act(self.membership.regroup_overdue(self._agreement_s), now, effects)
+                self.act(self.membership.regroup_overdue(self._deadlines.agreement_s), now, effects)
         self.act(self.membership.tick(now), now, effects)
+        if self.membership.started and self.over is None:
+            self._have_one_stand_by(now, effects)
 
     def _heard_of_end(self, exited: Exited, now: float, effects: Effects) -> None:
         effects.ended = True
@@ -421,7 +473,7 @@ class Switchboard:
         number = self.membership.regrouping
         if number is not None and number != self._watched:
             self._watched = number
-            self._due.append((now + self._agreement_s, "regroup", WorkerId(-1, number)))
+            self._due.append((now + self._deadlines.agreement_s, "regroup", WorkerId(-1, number)))
 
     def _send(self, whom: Whom, message: object, effects: Effects) -> None:
         frame = encode(message)
@@ -483,11 +535,10 @@ class News(NamedTuple):
         message = decode(taken.message) if taken.message else None
         return cls(taken.kind, taken.now, taken.line, taken.hello, message, taken.text)
 
-    @property
-    def taken(self) -> Taken:
-        """The same for another process."""
+    def taken(self, out: int = 0, waits: bool = False) -> Taken:
+        """The same for another process; see Taken."""
         message = b"" if self.message is None else encode(self.message)
-        return Taken(self.kind, self.now, self.line, self.hello, message, self.text)
+        return Taken(self.kind, self.now, self.line, self.hello, message, self.text, out, waits)
 
 
 NEWS: dict[str, Callable[[Switchboard, Any, Effects], Any]] = {
@@ -502,6 +553,7 @@ NEWS: dict[str, Callable[[Switchboard, Any, Effects], Any]] = {
     "failed": lambda board, news, effects: board.fail(news.text, news.now, effects),
     "terminated": lambda board, news, effects: board.terminate(news.text, news.now, effects),
     "removed": lambda board, news, effects: board.removed(news.text, news.now, effects),
+    "stands by": lambda board, news, effects: board.stands_by(news.text, news.now, effects),
     "tick": lambda board, news, effects: board.tick(news.now, effects),
 }
 """What a switchboard does with each kind of news; returns what that kind returns."""

@@ -92,6 +92,13 @@ class Stay(OfWorker):
 
 
 @dataclass(frozen=True)
+class ForkStandby:
+    """To the supervisor of ``rank``: have the guard start a process that stands by, to take the coordinator's place."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Pace:
     """To supervisors of a large job: send a heartbeat every so many seconds."""
 

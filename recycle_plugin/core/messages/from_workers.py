@@ -23,7 +23,9 @@ class Hello:
     ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``; or ``operator``: somebody at a
     terminal, who has no rank; or ``standby``: a process that takes the coordinator's place if that dies.
     ``incarnation``: which process of its rank a worker was started as.  ``line``: it goes on with that connection,
-    over which ``heard`` messages have come to it, and of which it has the ``token``; -1 for a new one.
+    over which ``heard`` messages have come to it, and of which it has the ``token``; -1 for a new one.  ``term``: the
+    last that it has heard of (core/coordinator/succession.py).  ``port``: where one that stands by on another host
+    listens, 0 on the coordinator's.
     """
 
     rank: int
@@ -35,6 +37,8 @@ class Hello:
     line: int = -1
     heard: int = 0
     token: str = ""
+    term: int = 0
+    port: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What was sent over a connection and may not have got there: it is sent again where the connection goes on with
 another coordinator (core/coordinator/switchboard.py).
 
-Both ends count the messages that come, but for the greeting (Hello, Welcome) and the counts themselves (Got).
+Both ends count the messages that come, but for the greeting (Hello, Welcome), the counts themselves (Got), and who
+stands by (StandsBy, Knows).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from itertools import islice
 
 from recycle_plugin.core.messages.from_coordinator import Posted, Refused, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.mirroring import Got
+from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy
 
-UNCOUNTED = (Hello, Welcome, Refused, Got)
+UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows)
 EVERY = 64  # after so many messages who receives them says how far it is
 
 

@@ -11,17 +11,41 @@ from recycle_plugin.core.messages.from_workers import Hello
 
 @dataclass(frozen=True)
 class Got:
-    """So many messages have come over this connection, and need not be sent again."""
+    """So many messages have come over this connection, and need not be sent again; from one that stands by, so many
+    news.
+    """
 
     count: int
 
 
 @dataclass(frozen=True)
+class StandsBy:
+    """In this ``term`` a process on another host stands by, and listens at the address ``host`` and ``port``; or nobody
+    does (``host`` is empty).  ``silent_s``: so long may the coordinator say nothing before it is taken for dead there.
+    """
+
+    term: int
+    host: str
+    port: int
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Knows:
+    """The answer to that: this end knows of the ``term``, and turns to nobody who stood by in one before."""
+
+    term: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """A piece of the state of the one that coordinates, as JSON (core/coordinator/state_dump.py)."""
+    """A piece of the state of the one that coordinates, as JSON (core/coordinator/state_dump.py), with the first
+    ``count`` news in it.
+    """
 
     piece: bytes
     last: bool
+    count: int
 
 
 @dataclass(frozen=True)

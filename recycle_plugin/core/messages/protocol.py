@@ -15,6 +15,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     End,
     Expected,
     Fence,
+    ForkStandby,
     Generation,
     HashAfter,
     Lease,
@@ -79,7 +80,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
-from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
+from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
 
 MESSAGES = (
     # from a worker or its supervisor
@@ -129,6 +130,7 @@ MESSAGES = (
     Seated,
     Refused,
     Restart,
+    ForkStandby,
     Generation,
     Resume,
     Lease,
@@ -158,6 +160,8 @@ MESSAGES = (
     Answer,
     # between a coordinator and who could take its place
     Got,
+    StandsBy,
+    Knows,
     Snapshot,
     Taken,
 )

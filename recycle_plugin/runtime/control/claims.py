@@ -53,6 +53,8 @@ class Claims:
             while path not in self._held:
                 self._lock(path)
         except BlockingIOError:
+            if _holder(path).split(",")[0] == self._owner.split(",")[0]:
+                return ""  # a process of the same job, in whose place this one is
             return (
                 f"recycle.{setting}: {folder} is the folder of {_holder(path)}, which runs: write another folder, or "
                 "wait until that job has ended"

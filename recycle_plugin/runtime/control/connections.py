@@ -14,7 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -25,12 +27,15 @@ from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
-from recycle_plugin.core.messages.mirroring import Got
+from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.system import forked
 
 RETRY_S = 0.05  # between two attempts to connect
 ATTEMPT_S = 5.0  # one of them
+AT_HOME_S = 1.5  # how long who listened where the connection led may be tried, before who stands by elsewhere is
+ELSEWHERE_S = 1.0  # and that one, before the first is tried again
+APART = 2  # times the silence after which the coordinator is taken for dead: others find so later
 PIECE = 1 << 18  # bytes that are read at once
 UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
 
@@ -61,6 +66,12 @@ class Control(Protocol):
     here: str
     there: tuple[str, int] | None
     datagrams: SealedDatagrams | None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """The address, host and port, at which the last listener has let this end in; None at the other end, and
+        within a process.
+        """
 
     @property
     def broken(self) -> Disconnected | None:
@@ -102,6 +113,9 @@ class Control(Protocol):
         notice; a worker's broken connection is its end, since others are told of its loss at once.
         """
 
+    def give_up(self, why: str) -> None:
+        """Take it for broken, where :meth:`resume` may turn to somebody else; whoever receives finds that."""
+
     def close(self) -> None:
         """Close it, also for those who wait in it now; the other end gets all that is on its way, and then finds the
         end.
@@ -125,6 +139,7 @@ class _Framed:
         # its number at the coordinator, once that has welcomed this end, and what shows that it is this one's
         self.line, self._token = -1, ""
         self._kept, self._heard = Kept(), Heard()
+        self._term = StandsBy(0, "", 0, 0.0)  # the last that this end knows of
         self._acknowledged = threading.Condition()
         self._begin(seals)
 
@@ -147,7 +162,7 @@ class _Framed:
 
     def _again(self, hello: Hello) -> Hello:
         """The ``hello`` of who comes again."""
-        return replace(hello, line=self.line, heard=self._heard.count, token=self._token)
+        return replace(hello, line=self.line, heard=self._heard.count, token=self._token, term=self._term.term)
 
     def _add(self, frame: bytes) -> None:
         self._unsent += frame
@@ -205,6 +220,9 @@ class _Framed:
             self.line, self._token = message.line, message.token
         if self.line < 0:
             return True
+        if isinstance(message, StandsBy):
+            self._learn(message)
+            return False
         if isinstance(message, Got):
             with self._sending:
                 self._got(message.count)
@@ -212,6 +230,16 @@ class _Framed:
         if not isinstance(message, UNCOUNTED) and self._heard.is_due(message):
             self.send(Got(self._heard.count))
         return True
+
+    def _learn(self, term: StandsBy) -> None:
+        """Take note of a term, and of who stands by in it."""
+        if term.term >= self._term.term:
+            self._term = term
+            self.send(Knows(term.term))
+
+    def give_up(self, why: str) -> None:
+        if self._term.host:
+            self._break(Disconnected(why))
 
     def close(self) -> None:
         self._break(Disconnected("it was closed on this side"))
@@ -337,6 +365,10 @@ class SocketControl(_Framed):
         self._take(proved.connection)
         super().__init__(limit, proved.seals)
 
+    @property
+    def address(self) -> tuple[str, int] | None:
+        return None if self._way is None else self._way.address
+
     def _take(self, connection: Connection) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -344,30 +376,62 @@ class SocketControl(_Framed):
         self.here, self.there = connection.getsockname()[0], connection.getpeername()[:2]
 
     def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
-        """Connect to the same address again; see Control.resume."""
+        """Connect to the same address again, or to who stands by elsewhere; see Control.resume.
+
+        Once that one has heard of it, this end never comes to the first again (core/coordinator/succession.py).
+        """
         if self._way is None:
             return None
         self.close()
+        ways = [self._way]
+        if self._term.host and self.line >= 0:
+            ways.append(replace(self._way, address=(self._term.host, self._term.port)))
+            timeout_s += APART * self._term.silent_s  # others may come there later
         deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
+        for way in cycle(ways):
+            if (left_s := deadline - time.monotonic()) <= 0:
+                break
             try:
-                fresh = SocketControl(self._way.go(left_s), None, self._limit)
+                fresh = SocketControl(
+                    way.go(min(left_s, AT_HOME_S if way is self._way else ELSEWHERE_S)), way, self._limit
+                )
             except NoSecret:
                 break
             except OSError:  # who listened has died since, or nobody does
                 time.sleep(RETRY_S)
                 continue
             fresh.send(self._again(hello))
-            welcome = fresh.receive(max(0.0, deadline - time.monotonic()))
+            welcome = self._answer(fresh, deadline)
             if isinstance(welcome, Welcome):
                 with self._sending, self._receiving:
-                    self._socket, self.here, self.there = fresh._socket, fresh.here, fresh.there
+                    self._socket, self._way, self.here, self.there = fresh._socket, way, fresh.here, fresh.there
                     self._go_on(fresh, welcome)
+                    self._heed_silence()
                 return welcome
             fresh.close()
-            if welcome is not None:  # it is refused
+            if welcome is not None or way is not self._way:  # it is refused, or there is no way back
                 break
         return None
+
+    def _answer(self, fresh: SocketControl, deadline: float) -> object | None:
+        """The answer that comes over a ``fresh`` connection; who answers may have to know first that this end knows of
+        a term.
+        """
+        while isinstance(answer := fresh.receive(max(0.0, deadline - time.monotonic())), StandsBy):
+            if answer.term >= self._term.term:
+                self._term = answer
+                fresh.send(Knows(answer.term))
+        return answer
+
+    def _learn(self, term: StandsBy) -> None:
+        super()._learn(term)
+        self._heed_silence()
+
+    def _heed_silence(self) -> None:
+        """Have a host that is gone for so long break the connection, where there is another one to turn to."""
+        silent_ms = int(1000 * self._term.silent_s) if self._term.host else 0
+        with suppress(OSError):  # it is broken
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 once it is closed."""
@@ -455,6 +519,7 @@ class InProcess(_Framed):
 
     here = "127.0.0.1"
     there: tuple[str, int] | None = None
+    address: tuple[str, int] | None = None
 
     def __init__(
         self, answer: Callable[[InProcess], object] | None, limit: int = LIMIT, wires: tuple[_Wire, _Wire] | None = None

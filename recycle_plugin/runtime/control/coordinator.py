@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.runtime.control.connections import Control, InProcess
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
-from recycle_plugin.runtime.control.mirror import STANDBY, Mirror
+from recycle_plugin.runtime.control.mirror import STANDBY, Known, Mirror
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 from recycle_plugin.runtime.system import clock
 
@@ -42,8 +43,13 @@ CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
 # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
 LISTEN_S = 60.0
+DEPOSED = (
+    "not half of the last membership's workers can be reached, and who stood by on another host may go on with the "
+    "others: the coordinator here ends, and with it whoever does not reach that one"
+)
 TOKEN = 16  # bytes of what a connection's other end has to know to go on with it
 BACK_S = 60.0  # how long the other ends of connections may take to come to the one that goes on
+GONE_S = 1.0  # the same for those on a host that has died, mostly
 
 
 class Coordinator:
@@ -51,8 +57,8 @@ class Coordinator:
 
     ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which;
     ``secret``: what whoever connects has to know; ``claim(job, job_id)``: claims the job's folders (claims.py),
-    and returns why it can't have one, or "".  ``board``: the switchboard of a coordinator that has died, which this one
-    goes on with.
+    and returns why it can't have one, or "".  ``known``: what is known of a coordinator that has died, which this one
+    goes on from.
     """
 
     def __init__(
@@ -62,21 +68,23 @@ class Coordinator:
         say: Callable[[Event, float], None],
         secret: Secret,
         claim: Callable[[JobSpec, str], str] = lambda job, job_id: "",
-        board: Switchboard | None = None,
+        known: Known | None = None,
     ) -> None:
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._serving: dict[asyncio.Task[Any], InLoop] = {}
-        if board is None:  # several jobs may start in one second
+        if known is None:  # several jobs may start in one second
             job_id = f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
-            board = Switchboard(ranks, store_port, job_id, clock.now())
-        self._board = board
+            self._board = Switchboard(ranks, store_port, job_id, clock.now(), socket.gethostname())
+        else:
+            self._board = known.board
         self._say, self._claim = say, claim
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._heard: dict[int, InLoop] = {}  # by line: what it is heard over
         self._told: dict[int, InLoop] = {}  # and what it is told over
         self._line_of: dict[Hello, int] = {}  # of supervisors whose datagrams count
-        self.mirror = Mirror(self._release)
+        self.mirror = Mirror(self._board, self._release, self._begin_term, self._depose, known)
+        self.deposed = asyncio.Event()  # the others may go on without it
         self._closing, self._alone_from = False, 0.0
         self._loop = asyncio.get_running_loop()
         self._entrance: Entrance | None = None
@@ -113,9 +121,31 @@ class Coordinator:
         except BaseException:
             await self._close_ports()
             raise
+        if self._board.succession.address is not None:
+            self.mirror.go_on_alone()
+        self._begin()
+
+    async def lead(self, entrance: Entrance, turned: Sequence[tuple[InLoop, Hello]], gone: str) -> None:
+        """Go on at an ``entrance`` to which others have ``turned`` already: this process stood by on another host than
+        the one that is ``gone``, of which nobody may come.
+        """
+        self._entrance = entrance
+        try:
+            self._heartbeats = await HeartbeatListener.listen(
+                entrance.address, self._take_datagram, self._refuse_datagram
+            )
+        except OSError as error:
+            self._warn(f"no heartbeats come by datagram ({error.strerror})")
+        entrance.answer = self._answer
+        self._begin(gone)
+        for control, hello in turned:
+            self._begin_to_serve(control, hello)
+
+    def _begin(self, gone: str = "") -> None:
         self._alone_from = clock.now() + (BACK_S if self._board.lines else 0.0)
-        for line in self._board.lines:  # of a coordinator that has died
-            self._loop.call_later(BACK_S, self._see_whether_back, line)
+        for number, line in self._board.lines.items():  # of a coordinator that has died
+            back_s = GONE_S if gone and line.hello.host == gone else BACK_S
+            self._loop.call_later(back_s, self._see_whether_back, number)
         self._tick()
         self._watching = asyncio.create_task(self._watch_checkpoints())
 
@@ -192,30 +222,33 @@ class Coordinator:
         if self._closing:
             control.close()
         else:
-            served = InLoop(control)
-            self._serving[asyncio.create_task(self._serve(served))] = served
+            self._begin_to_serve(InLoop(control))
 
-    async def _serve(self, control: InLoop) -> None:
+    def _begin_to_serve(self, control: InLoop, hello: Hello | None = None) -> None:
+        self._serving[asyncio.create_task(self._serve(control, hello))] = control
+
+    async def _serve(self, control: InLoop, hello: Hello | None) -> None:
         try:
-            await self._converse(control)
+            await self._converse(control, hello or await control.receive(HELLO_S))
         finally:
             task = asyncio.current_task()
             if task is not None:
                 self._serving.pop(task, None)
             control.close()
 
-    async def _converse(self, control: InLoop) -> None:
-        hello = await control.receive(HELLO_S)
+    async def _converse(self, control: InLoop, hello: object) -> None:
         if not isinstance(hello, Hello):
             self._complain(_who(control), control)
         elif hello.role == STANDBY:
-            await self.mirror.serve(control, hello, self._board)
+            await self.mirror.serve(control, hello)
         elif (line := self._welcome(hello, control)) is not None:
             await self._hear(line, hello, control)
 
     def _welcome(self, hello: Hello, control: InLoop) -> int | None:
         """The number of the connection with whoever says ``hello``; None for a worker that the others go on without."""
         if hello.line >= 0:
+            if self._board.succession.term:  # what it may have to wait for is that enough know of the term
+                control.send(self._board.term_told)
             news = News("goes on", clock.now(), hello=hello)
             there, effects = self._taken(news)
             if there:
@@ -287,6 +320,18 @@ class Coordinator:
     def _take_datagram(self, hello: Hello, heartbeat: SupervisorHeartbeat, sender: tuple[Any, ...]) -> None:
         if (line := self._line_of.get(hello)) is not None:
             self._take("beat", line, message=heartbeat)
+
+    def _begin_term(self, address: str) -> None:
+        """Tell all of a term that begins, at once where nobody stands by elsewhere in it."""
+        if self._closing or self._board.over is not None:
+            return
+        effects = self._taken(News("stands by", clock.now(), text=address))[1]
+        self.mirror.then(effects) if address else self._release(effects)
+
+    def _depose(self) -> None:
+        if not self.deposed.is_set():
+            self._say(Event("deposed", DEPOSED, {"term": self._board.succession.term}), clock.now())
+        self.deposed.set()
 
     # --- news ------------------------------------------------------------------------------------
 

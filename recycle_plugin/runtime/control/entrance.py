@@ -22,7 +22,7 @@ class Entrance:
     def __init__(
         self, host: str, port: int, door: Door, answer: Callable[[SocketControl], None], warn: Callable[[str], None]
     ) -> None:
-        self._door, self._answer, self._refusals = door, answer, Refusals(warn)
+        self._door, self.answer, self._refusals = door, answer, Refusals(warn)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
@@ -74,7 +74,7 @@ class Entrance:
         taken = False
         try:
             if (proved := await self._door.lets_in_loop(connection, peer)) is not None:
-                self._answer(SocketControl(proved))
+                self.answer(SocketControl(proved))
                 taken = True
         except OSError:  # it has gone since
             pass

@@ -19,21 +19,26 @@ from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.control_view import ControlView
 
 SCRIPT = "the training script"
+ANSWER_S = 1.0  # how long a heartbeat that was due may be answered late, before the coordinator is silent
 
 
 class Heartbeats:
     """The heartbeats of the worker whose ``view`` of the job it is; only the main thread reports what it is at.
 
-    ``lease_until``: when the lease ends, by time.monotonic in seconds, infinite before :meth:`start`.
+    ``lease_until``: when the lease ends, by time.monotonic in seconds, infinite before :meth:`start`.  ``silent`` is
+    called, in a thread, where the coordinator says nothing.
     """
 
-    def __init__(self, view: ControlView, send: Callable[[object], None]) -> None:
-        self._view, self._send = view, send
+    def __init__(
+        self, view: ControlView, send: Callable[[object], None], silent: Callable[[], object] = lambda: None
+    ) -> None:
+        self._view, self._send, self._silent = view, send, silent
         self._at: tuple[str, object] = (ELSEWHERE, SCRIPT)
         self._done = 0
         self._number = 0
         self._said_to_compute = False
         self._sent: dict[int, float] = {}
+        self._lease_s = self._connected = 0.0
         self.lease_until = float("inf")
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
@@ -41,7 +46,7 @@ class Heartbeats:
         """Send heartbeats from now on, ``every_s`` seconds.  ``lease_s``: the shortest lease that the coordinator
         gives, in seconds.
         """
-        self.lease_until = time.monotonic() + lease_s
+        self._lease_s, self.lease_until = lease_s, time.monotonic() + lease_s
         threading.Thread(
             target=self._beat_on, args=(min(every_s, lease_s / 4),), name="recycle: heart", daemon=True
         ).start()
@@ -111,7 +116,13 @@ class Heartbeats:
             self._sent = {number: when for number, when in self._sent.items() if number > answer.number}
             self.lease_until = sent + answer.for_s
 
+    def connected_anew(self) -> None:
+        """Give whoever coordinates as much time to answer as at the start."""
+        self._connected = time.monotonic()
+
     def _beat_on(self, every_s: float) -> None:
         while True:
             self.beat()
             time.sleep(every_s)
+            if time.monotonic() > max(self.lease_until, self._connected + self._lease_s) + ANSWER_S:
+                self._silent()

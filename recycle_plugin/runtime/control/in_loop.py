@@ -42,12 +42,17 @@ class InLoop:
         self._more = True  # there may be some that were not taken in
         self._later = False  # whether something waits for the end of this turn of the loop
         self._looked_at = -1  # the descriptor that the loop looks at
-        self.there = control.there
+        self.here, self.there = control.here, control.there
 
     @property
     def datagrams(self) -> SealedDatagrams | None:
         """See Control."""
         return self._control.datagrams
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where whoever listens has let this end in, None at the other end and within a process."""
+        return self._control.address
 
     @property
     def broken(self) -> Disconnected | None:
@@ -85,7 +90,7 @@ class InLoop:
         """Make the connection again; see Control.resume."""
         self._leave()
         welcome = await asyncio.to_thread(self._control.resume, hello, timeout_s)
-        self._more = True  # some may have come with that
+        self._more, self.there = True, self._control.there  # some may have come with that
         return welcome
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class Session:
         self.job_id, self.view = welcome.job_id, ControlView(rank, welcome.incarnation)
         self.view.adopting = self._adopting
         self.hooks, self.thread = ScriptHooks(), TrainingThread()
-        self.heartbeats = Heartbeats(self.view, self.send)
+        self.heartbeats = Heartbeats(self.view, self.send, self._turn)
         self.waiting = Waiting(self.view, self.heartbeats, self.thread, self._refuse_forks, wait_timeout_s)
         self.boards = BoardAccess(self.view, self.send, self.waiting)
         self.group_sums, self.device_link = "warn", THROUGH_HOST
@@ -220,7 +220,13 @@ class Session:
         through = self._closed and self._control.has_got(self._goodbye)
         if broken.unreadable is not None or ended or through or self.forked:
             return False
-        return self._control.resume(self._hello, RESUME_S) is not None
+        stands = self._control.resume(self._hello, RESUME_S) is not None
+        self.heartbeats.connected_anew()
+        return stands
+
+    def _turn(self) -> None:
+        """Turn to who stands by elsewhere, if anybody does, since the coordinator is silent."""
+        self._control.give_up("nothing is heard of the coordinator")
 
     def _listen(self) -> None:
         while (message := self._control.receive(LISTEN_S)) is not None or self._goes_on():

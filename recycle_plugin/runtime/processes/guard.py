@@ -8,14 +8,16 @@ library, no event loop, no threads, no connections.  Its children are
 * the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
   does not notice that supervisors change.  Once it has ended, there may be a next one;
 * for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives everybody, and one that *stands
-  by*: where the host is killed, it goes on in its place, and another one stands by.  Where none is in step with the
-  host, the host's end is the job's, and the guard says so in the run folder.
+  by* (standing_by.py): where the host is killed, it goes on in its place, and another one stands by.  Where none is in
+  step with the host, the host's end is the job's, and the guard says so in the run folder;
+* where the coordinator asks for it, one that stands by on another host than that: if it takes the coordinator's place
+  it is this guard's host.
 
 Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to
 a supervisor:
 
-* ``{"held": {"rank", "incarnation", "pid", "code", "signal", "guard"}}`` comes first, once the host is there: what the
-  guard has of the supervisor before, null for nothing;
+* ``{"held": {"rank", "incarnation", "pid", "code", "signal", "guard", "coordinator"}}`` comes first, once the host is
+  there: what the guard has of the supervisor before, null for nothing;
 * ``{"pid"}`` or ``{"failed"}``: the worker was started, or why not;
 * ``{"code"}``: the worker has ended;
 * ``{"signal"}``: the guard has got it (a name), so the job is to end.
@@ -25,6 +27,8 @@ From a supervisor:
 * ``{"rank", "incarnation"}``: the rank, and which of its processes is the next worker, for the next supervisor;
 * ``{"start": [module, argument, ...], "environment"}``: start the worker, as that process;
 * ``{"kill"}``: send the worker that signal;
+* ``{"coordinator"}``: its address, for the next supervisor, since it is not where it was at first;
+* ``{"stand_by"}``: have a process stand by for the coordinator at this address;
 * ``{"got"}``: the supervisor has got that signal, which is the script's (signal_copies.py).
 
 To the host:
@@ -36,6 +40,7 @@ To the host:
 
 From the host:
 
+* ``{"leads"}``: one that stood by on another host than the coordinator is that now, at this address;
 * ``{"ready"}``: it listens;
 * ``{"store"}``: the store's process, with a descriptor that is to stay open as long as it lives, if there is one;
 * ``{"mirror"}``: the process that stands by and knows all that the host has let others know, 0 for none any more;
@@ -64,13 +69,15 @@ from recycle_plugin.runtime.processes.signal_copies import Copies
 from recycle_plugin.runtime.system.console import say
 
 Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
+Address = tuple[str, int]
 
 SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
 TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
 FORK_S = 60.0  # how long the process that workers are forked from may take to answer
 HOST_S = 150.0  # how long the host may take to end, once all others have gone
 PIECE = 1 << 16
-SUPERVISOR, HOST = "recycle-super", "recycle-host"  # the names of processes
+SUPERVISOR, HOST, STANDBY = "recycle-super", "recycle-host", "recycle-standby"  # the names of processes
+DEPOSED = 76  # what a host ends with where another host's goes on
 
 
 class Pipe:
@@ -105,11 +112,18 @@ class Pipe:
 class Guard:
     """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host.
 
-    ``supervise``, ``host`` and ``stand_by`` run in forks of it; the latter are None for other ranks.
+    ``supervise``, ``host`` and ``stand_by`` run in forks of it; ``host`` is None for other ranks.  ``stand_by`` gets
+    the coordinator's address, None for the launcher's, and whether that is on another host.
     """
 
-    def __init__(self, supervise: Child, host: Child | None, stand_by: Child | None = None) -> None:
+    def __init__(
+        self,
+        supervise: Child,
+        host: Child | None = None,
+        stand_by: Callable[[socket.socket, Address | None, bool], int] | None = None,
+    ) -> None:
         self._supervise, self._host, self._stand_by = supervise, host, stand_by
+        self._coordinator: Address | None = None  # where it is, if that is not where it was at first
         self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
         self._poll = select.poll()
         self._supervisor_pid = self._host_pid = 0  # 0: it does not run
@@ -144,8 +158,8 @@ class Guard:
             signal_info.block()
             self._watch(signals, lambda: self._came(signal_info.heard(signals)))
         if self._host is not None:
-            self._host_pid, self._hosted = self._fork(self._host, self._hear_host)
-            self._have_stand_by()
+            self._host_pid, self._hosted = self._fork(self._host, self._hear_host, HOST)
+            self._have_one_stand_by()
         self._begin()
         while self._result is None:
             self._serve(self._copies.wait_s)
@@ -174,19 +188,18 @@ class Guard:
 
     # --- children ----------------------------------------------------------------------------------
 
-    def _fork(self, child: Child, hear: Callable[[], None]) -> tuple[int, Pipe]:
+    def _fork(self, child: Child, hear: Callable[[], None], name: str) -> tuple[int, Pipe]:
         near, far = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             near.close()
-            names = {self._host: HOST, self._stand_by: "recycle-standby"}
-            _become(child, far, [own for own, _ in self._watched.values()], names.get(child, SUPERVISOR))
+            _become(child, far, [own for own, _ in self._watched.values()], name)
         far.close()
         self._watch(near, hear)
         return pid, Pipe(near)
 
     def _begin(self) -> None:
-        self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor)
+        self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor, SUPERVISOR)
         self._introduce()
 
     def _introduce(self) -> None:
@@ -198,6 +211,7 @@ class Guard:
                 "code": self._code,
                 "signal": self._signal,
                 "guard": os.getpid(),
+                "coordinator": self._coordinator,
             }
             self._supervisor.tell(held=held)
 
@@ -262,24 +276,42 @@ class Guard:
         if self._standing_by is not None:
             os.kill(self._standing_by[0], signal.SIGKILL)
 
-    def _have_stand_by(self) -> None:
-        if self._stand_by is not None and self._result is None:
-            pid, line = self._fork(self._stand_by, lambda: self._hear_standby(line))
+    def _have_one_stand_by(self, elsewhere: Address | None = None) -> None:
+        """Have a process stand by, for the coordinator ``elsewhere``, or for this guard's host."""
+        stand_by = self._stand_by
+        if stand_by is not None and self._result is None and self._standing_by is None:
+            address = elsewhere or self._coordinator
+            pid, line = self._fork(
+                lambda end: stand_by(end, address, elsewhere is not None),
+                lambda: self._hear_standby(line),
+                STANDBY,
+            )
             self._standing_by = pid, line
 
     def _hear_standby(self, line: Pipe) -> None:
         if self._hosted is line:
             self._hear_host()
-        elif line.heard() is None:
+        elif (messages := line.heard()) is None:
             self._forget(line.end)
+        elif (leads := next((message["leads"] for message in messages if "leads" in message), None)) is not None:
+            self._lead(leads, messages)
+
+    def _lead(self, address: list[Any], messages: list[dict[Any, Any]]) -> None:
+        """Who stood by for the coordinator of another host is that now, and this guard's host."""
+        assert self._standing_by is not None, "it has said so"
+        self._coordinator = address[0], address[1]
+        self._host_pid, self._hosted = self._standing_by
+        self._standing_by, self._mirror = None, 0
+        self._take_of_host(messages)
+        self._have_one_stand_by()
 
     def _standby_ended(self) -> None:
         """Have another one stand by, unless that does not help."""
         assert self._standing_by is not None, "it has ended"
         self._forget(self._standing_by[1].end)
         self._standing_by, self._mirror = None, 0
-        if self._is_worth_another():
-            self._have_stand_by()
+        if self._host_pid and self._is_worth_another():
+            self._have_one_stand_by()
 
     def _is_worth_another(self) -> bool:
         """Whether another process is to stand by: not where they end one after the other."""
@@ -297,7 +329,7 @@ class Guard:
         if self._result is not None:
             self._hosted.tell(through=True)
         elif self._is_worth_another():
-            self._have_stand_by()
+            self._have_one_stand_by()
         return True
 
     def _host_ended(self, code: int) -> None:
@@ -314,7 +346,7 @@ class Guard:
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         self._end_standby()
-        if self._ready or code < 0:
+        if (self._ready or code < 0) and code != DEPOSED:
             self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
         if not self._ready:  # why, it has said itself; the supervisor waits for it
             self._supervisor.end.shutdown(socket.SHUT_WR)
@@ -337,7 +369,10 @@ class Guard:
         messages = self._hosted.heard()
         if messages is None:
             self._forget(self._hosted.end, close=False)
-        for message in messages or ():
+        self._take_of_host(messages or [])
+
+    def _take_of_host(self, messages: list[dict[Any, Any]]) -> None:
+        for message in messages:
             self._folder = message.get("folder", self._folder)
             self._store = message.get("store", self._store)
             self._follow(message.get("mirror", self._mirror))
@@ -358,6 +393,10 @@ class Guard:
                 self._start(message["start"], message["environment"])
             if "kill" in message:
                 self._send_worker(message["kill"])
+            if "coordinator" in message:
+                self._coordinator = message["coordinator"][0], message["coordinator"][1]
+            if "stand_by" in message and not self._host_pid:
+                self._have_one_stand_by((message["stand_by"][0], message["stand_by"][1]))
             if "got" in message:
                 self._copies.came(message["got"], to_other=True)
 

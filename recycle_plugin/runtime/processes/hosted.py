@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -26,13 +26,13 @@ from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.runtime.control import mirror
-from recycle_plugin.runtime.control.connections import ControlWay, InProcess
+from recycle_plugin.runtime.control.connections import InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
-from recycle_plugin.runtime.control.mirror import STANDBY
+from recycle_plugin.runtime.control.mirror import Known
 from recycle_plugin.runtime.processes import signal_senders as senders
-from recycle_plugin.runtime.processes.guard import HOST, SERVER_VARIABLE, Pipe, call_this
+from recycle_plugin.runtime.processes.guard import DEPOSED, SERVER_VARIABLE, Pipe
 from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
 from recycle_plugin.runtime.processes.telling import Telling
 from recycle_plugin.runtime.system import clock
@@ -40,7 +40,6 @@ from recycle_plugin.runtime.system.console import say
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
-CONNECT_S = 60.0  # how long who stands by tries to reach the coordinator
 FREE_S, LOOK_S = 10.0, 0.02  # how long the port of one that has died may be taken, and between two tries
 KEEP_S = 3600.0  # between two looks after the secret's file
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
@@ -144,32 +143,59 @@ class Hosted:
     async def go_on(
         cls,
         address: tuple[str, int],
-        board: Switchboard,
-        events: list[Event],
+        known: Known,
         secret: SecretFile,
         store: int,
         told: Callable[[Event], None],
         guard: int,
         why: str,
     ) -> Hosted:
-        """Go on in place of a coordinator that has died, with its ``board``, and ``events`` that it may not have told
-        of.  ``store`` is the store's process, and ``why`` says in words how the other one has ended.  Raises BadMaster
-        where the port can't be had.
+        """Go on at the ``address`` of a coordinator that has died, with what is ``known`` of it.
+
+        ``store`` is the store's process, and ``why`` says in words how the other one has ended.  Raises BadMaster where
+        the port can't be had.
         """
+        coordinator, telling = cls._following(address, known, secret, told, guard)
+        await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
+        _take_over(coordinator, telling, known.board, why)
+        return cls(coordinator, Adopted(store), -1, telling, secret)
+
+    @classmethod
+    async def lead(
+        cls,
+        entrance: Entrance,
+        known: Known,
+        secret: SecretFile,
+        environment: dict[str, str],
+        told: Callable[[Event], None],
+        guard: int,
+        turned: Sequence[tuple[InLoop, Hello]],
+    ) -> Hosted:
+        """Go on at the ``entrance`` of this host, with a store of its own, in place of a coordinator on another host,
+        from which enough have ``turned`` to this one.
+        """
+        address, gone = entrance.address, known.board.succession.host
+        listener = socket.create_server((address[0], 0), backlog=4096)
+        known.board.moves(socket.gethostname(), listener.getsockname()[1])
+        coordinator, telling = cls._following(address, known, secret, told, guard)
+        await coordinator.lead(entrance, turned, gone)
+        why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to this one"
+        _take_over(coordinator, telling, known.board, why)
+        store, life = await _start_store(listener, environment)
+        return cls(coordinator, store, life, telling, secret)
+
+    @staticmethod
+    def _following(
+        address: tuple[str, int], known: Known, secret: SecretFile, told: Callable[[Event], None], guard: int
+    ) -> tuple[Coordinator, Telling]:
+        board = known.board
         telling = Telling(address, secret.read(), guard, told, board.began)
         telling.run_dir = lambda: board.run_dir
         if board.start is not None:
             telling.go_on(board.start, clock.now())
-        for event in events:
+        for event in known.events:
             telling.say_unless_said(event, clock.now())
-        coordinator = Coordinator(0, 0, telling.say, secret.read(), telling.claims.take, board)
-        await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
-        told_of = f"{why}: process {os.getpid()}, which stood by, goes on in its place"
-        telling.say(Event("coordinator", told_of), clock.now())
-        board.claimed = board.claimed and board.job is not None  # else the next one who says it has them claimed
-        if board.job is not None and board.claimed and (taken := telling.claims.take(board.job, board.job_id)):
-            coordinator.fail(taken)
-        return cls(coordinator, Adopted(store), -1, telling, secret)
+        return Coordinator(0, 0, telling.say, secret.read(), telling.claims.take, known), telling
 
     def watch_standby(self, guard: Pipe) -> None:
         """Tell the ``guard`` which process could go on in this one's place from now on, and the user."""
@@ -195,6 +221,10 @@ class Hosted:
         """End the job: at a commit if training has started."""
         self._coordinator.terminate(reason)
 
+    async def deposed(self) -> None:
+        """Return where the others may go on without this coordinator."""
+        await self._coordinator.deposed.wait()
+
     @property
     def code(self) -> int:
         """The exit code that the job has ended with, 0 where it has not ended."""
@@ -209,6 +239,14 @@ class Hosted:
         if not at_once:
             await self._coordinator.all_gone(GOODBYE_S)
         closing()
+        await self.leave()
+        self._secret.remove()
+        self._telling.close()
+        if (folder := self._telling.report_folder) is not None:
+            _begin_report(folder)
+
+    async def leave(self) -> None:
+        """End both, and touch nothing that is the job's, which may go on elsewhere."""
         await self._coordinator.close()
         self._closing = True
         if not self._watching.done():
@@ -217,10 +255,6 @@ class Hosted:
         await asyncio.wait({self._watching}, timeout=STORE_S)
         self._watching.cancel()
         self._keeping.cancel()
-        self._secret.remove()
-        self._telling.close()
-        if (folder := self._telling.report_folder) is not None:
-            _begin_report(folder)
 
     async def _keep_secret(self) -> None:
         """Have the secret's file stay where it is, for workers that are still to come."""
@@ -284,71 +318,48 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
 
     It returns once the supervisor there has gone, and then the others.
     """
-    address, ranks = _address(environment), int(environment["WORLD_SIZE"])
+    address, ranks = address_of(environment), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
 
     async def run() -> int:
         senders.spare_threads()
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             _check_reachable(address[0])
-        hosted = await Hosted.start(address, ranks, environment, partial(_tell_folder, guard), os.getppid())
+        hosted = await Hosted.start(address, ranks, environment, partial(tell_folder, guard), os.getppid())
         hosted.tell_store(guard)
         reader, _ = await asyncio.open_connection(sock=line)
-        return await _until_through(hosted, guard, reader)
+        return await until_through(hosted, guard, reader)
 
     return in_one_line(run)
 
 
-def stand_by(environment: dict[str, str], line: socket.socket) -> int:
-    """Stand by at the end of the guard's ``line``, to go on in the coordinator's place where that dies; returns the
-    job's exit code if it does, else 0.
-    """
-    address, secret, guard = _address(environment), SecretFile.of(environment), Pipe(line)
-
-    async def run() -> int:
-        senders.spare_threads()
-        reader, _ = await asyncio.open_connection(sock=line)
-        mirroring = asyncio.create_task(_mirror(ControlWay(address, secret)))
-        said = json.loads(await reader.readline() or "{}")
-        if "lead" not in said or (known := await mirroring) is None:  # it ends soon, since the other one is dead
-            return 0
-        call_this(HOST)
-        told = partial(_tell_folder, guard)
-        hosted = await Hosted.go_on(address, *known, secret, said["store"], told, os.getppid(), said["lead"])
-        return await _until_through(hosted, guard, reader)
-
-    return in_one_line(run)
-
-
-async def _mirror(way: ControlWay) -> tuple[Switchboard, list[Event]] | None:
-    """What the coordinator at the end of the ``way`` has known, once it is gone, and what it may not have told of; None
-    where that is not known.
-    """
-    try:
-        control = await InLoop.connect(way, CONNECT_S)
-    except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known
-        return None
-    try:
-        return await mirror.stand_by(control, Hello(-1, STANDBY, os.getpid(), socket.gethostname()))
-    finally:
-        control.close()
-
-
-def _tell_folder(guard: Pipe, event: Event) -> None:
+def tell_folder(guard: Pipe, event: Event) -> None:
     if event.kind == "start":
         guard.tell(folder=event.details["job"]["run_dir"])
 
 
-async def _until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:
-    """Host until the job is over; returns its exit code."""
+def _take_over(coordinator: Coordinator, telling: Telling, board: Switchboard, why: str) -> None:
+    """Tell the user ``why``, and claim the job's folders anew."""
+    told_of = f"{why}: process {os.getpid()} on host {socket.gethostname()}, which stood by, goes on in its place"
+    telling.say(Event("coordinator", told_of), clock.now())
+    board.claimed = board.claimed and board.job is not None  # else the next one who says it has them claimed
+    if board.job is not None and board.claimed and (taken := telling.claims.take(board.job, board.job_id)):
+        coordinator.fail(taken)
+
+
+async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:
+    """Host until the job is over, or goes on elsewhere; returns its exit code, or DEPOSED."""
     hosted.watch_standby(guard)
     guard.tell(ready=True)
     through = asyncio.Event()
     hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
-    await through.wait()
-    await hosted.close(lambda: guard.tell(closing=True))
-    hearing.cancel()
-    return hosted.code
+    ways = asyncio.create_task(through.wait()), asyncio.create_task(hosted.deposed())
+    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    deposed = ways[1].done()
+    await (hosted.leave() if deposed else hosted.close(lambda: guard.tell(closing=True)))
+    for task in (hearing, *ways):
+        task.cancel()
+    return DEPOSED if deposed else hosted.code
 
 
 async def _start_store(listener: socket.socket, environment: dict[str, str]) -> tuple[Process, int]:
@@ -368,7 +379,8 @@ async def _start_store(listener: socket.socket, environment: dict[str, str]) -> 
     return store, life
 
 
-def _address(environment: dict[str, str]) -> tuple[str, int]:
+def address_of(environment: dict[str, str]) -> tuple[str, int]:
+    """Where the launcher has the coordinator."""
     return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
 
 

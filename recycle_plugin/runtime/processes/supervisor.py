@@ -22,6 +22,7 @@ from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.authentication.secret import AT, SecretFile
 from recycle_plugin.core.messages.from_coordinator import (
     Fence,
+    ForkStandby,
     Lease,
     Over,
     Pace,
@@ -116,7 +117,7 @@ class Supervisor:
         self._joins = joins
         self._rank = int(environment.get("RANK", NOBODY)) if place.rank is None else place.rank
         self._incarnation = place.incarnation  # of the worker, or of the next one
-        self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        self._address = place.coordinator or (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._secret = SecretFile.of(environment)
         self._way = ControlWay(self._address, self._secret)
         self._heartbeats: HeartbeatSender | None = None
@@ -287,6 +288,7 @@ class Supervisor:
             "RECYCLE_INCARNATION": str(self._incarnation),
             "MASTER_PORT": str(self._welcome.store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
+            "MASTER_ADDR": self._address[0],
             "RECYCLE_COORDINATOR": "{}:{}".format(*self._address),
             AT: str(self._secret.path),
         }
@@ -409,9 +411,9 @@ class Supervisor:
         also by datagram.
         """
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
-        if self._heartbeats is None and self._control.there is not None:
-            self._heartbeats = await HeartbeatSender.to(self._control.there)
         while not self._over.done():
+            if self._heartbeats is None and self._control.there is not None:
+                self._heartbeats = await HeartbeatSender.to(self._control.there)
             state, cpu_s = life_of(worker.pid)
             on_disk_s += self._every_s * (state == "D")
             used_s = None if cpu_s is None else cpu_s + on_disk_s
@@ -434,6 +436,8 @@ class Supervisor:
                         self._fence()
                 case Restart():
                     self._orders.put_nowait(message)
+                case ForkStandby(rank=rank) if rank == self._rank:
+                    self._place.stand_by(self._address)
                 case ServeLogs(rank=rank) if rank == self._rank:
                     self._logs.serve(message.folder)
                 case Pace(every_s=every_s):
@@ -459,9 +463,19 @@ class Supervisor:
         if await self._control.resume(self._hello, OVER_S if self._over.done() else RESUME_S) is None:
             return False
         self._datagrams = self._control.datagrams
+        if (address := self._control.address) is not None and address != self._address:
+            self._moved(address)
         if self._exited is not None and not self._answered.is_set():
             self._tell(self._exited)
         return True
+
+    def _moved(self, address: tuple[str, int]) -> None:
+        """The coordinator is elsewhere from now on."""
+        self._address = address
+        self._place.follow(address)
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+            self._heartbeats = None
 
     def _tell(self, message: object) -> None:
         self._control.send(message)

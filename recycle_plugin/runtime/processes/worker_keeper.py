@@ -21,10 +21,12 @@ class WorkerKeeper(Protocol):
     """Keeps the worker of a supervisor, and knows whether its guard is still there.
 
     ``rank``, ``incarnation`` and ``worker`` are those of a supervisor that was here before, None and 0 if there was
-    none; ``pid`` is the process that holds the rank's place in the job.
+    none, and so is ``coordinator``, its address where that is not where it was at first; ``pid`` is the process that
+    holds the rank's place in the job.
     """
 
     pid: int
+    coordinator: tuple[str, int] | None
 
     @property
     def rank(self) -> int | None:
@@ -40,6 +42,12 @@ class WorkerKeeper(Protocol):
 
     def next(self, rank: int, incarnation: int) -> None:
         """Keep for the next supervisor which process it is to start, or has started; the one before has ended."""
+
+    def follow(self, coordinator: tuple[str, int]) -> None:
+        """Keep for the next supervisor where the coordinator is now."""
+
+    def stand_by(self, coordinator: tuple[str, int]) -> None:
+        """Have a process on this host stand by, to take the place of the coordinator at this address."""
 
     async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
         """Start the worker, as runtime/processes/spawn.py does.  Raises ConnectionError."""
@@ -59,6 +67,13 @@ class Here:
         self.incarnation = 0
         self.worker: Process | None = None
         self.pid = os.getpid()
+        self.coordinator: tuple[str, int] | None = None
+
+    def follow(self, coordinator: tuple[str, int]) -> None:
+        """Nobody comes after the supervisor."""
+
+    def stand_by(self, coordinator: tuple[str, int]) -> None:
+        """Nobody does: this is the coordinator's own process."""
 
     def next(self, rank: int, incarnation: int) -> None:
         """Nobody comes after the supervisor, whose process this is."""
@@ -90,6 +105,7 @@ class Guarded:
         self.rank = held["rank"]
         self.incarnation = held["incarnation"]
         self.pid = held["guard"]
+        self.coordinator = (str(held["coordinator"][0]), int(held["coordinator"][1])) if held["coordinator"] else None
         self.worker: GuardedProcess | None = None
         self._code: asyncio.Future[int] = self._loop.create_future()  # of the last worker
         if held["pid"] is not None:
@@ -112,6 +128,14 @@ class Guarded:
     def next(self, rank: int, incarnation: int) -> None:
         """Have the guard keep it, which forgets the worker before."""
         self._tell(rank=rank, incarnation=incarnation)
+
+    def follow(self, coordinator: tuple[str, int]) -> None:
+        """Have the guard keep it."""
+        self._tell(coordinator=coordinator)
+
+    def stand_by(self, coordinator: tuple[str, int]) -> None:
+        """Have the guard start one, if none runs."""
+        self._tell(stand_by=coordinator)
 
     async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
         """Have the guard start the worker; raises ConnectionError where it does not."""

@@ -1,0 +1,187 @@
+"""The processes that stand by, to take the coordinator's place: one on its own host, where their guard decides on that,
+and one on another host, to which the others turn where the coordinator is silent (core/coordinator/succession.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from recycle_plugin.authentication.door import Door
+from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.authentication.secret import NoSecret, SecretFile
+from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.runtime.control.connections import Control, ControlWay
+from recycle_plugin.runtime.control.coordinator import HELLO_S
+from recycle_plugin.runtime.control.entrance import Entrance
+from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.mirror import STANDBY, Known, follow
+from recycle_plugin.runtime.processes import signal_senders as senders
+from recycle_plugin.runtime.processes.guard import HOST, Pipe, call_this
+from recycle_plugin.runtime.processes.hosted import Hosted, address_of, in_one_line, pause, tell_folder, until_through
+from recycle_plugin.runtime.system.console import say
+
+CONNECT_S = 60.0  # how long it tries to reach the coordinator
+LOOK_S = 0.2  # between two tries
+Address = tuple[str, int]
+
+
+def stand_by(environment: dict[str, str], line: socket.socket, address: Address | None, elsewhere: bool) -> int:
+    """Stand by at the end of the guard's ``line``, to go on in place of the coordinator at ``address``, or else at the
+    launcher's, which is ``elsewhere`` or on this host; returns the job's exit code if it does, else 0.
+    """
+    own = environment if address is None else environment | {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+
+    async def run() -> int:
+        senders.spare_threads()
+        reader, _ = await asyncio.open_connection(sock=line)
+        standing = _elsewhere if elsewhere else _here
+        hosted = await standing(address_of(own), SecretFile.of(environment), environment, Pipe(line), reader)
+        return 0 if hosted is None else await until_through(hosted, Pipe(line), reader)
+
+    return in_one_line(run)
+
+
+async def _here(
+    address: Address, secret: SecretFile, environment: dict[str, str], guard: Pipe, reader: asyncio.StreamReader
+) -> Hosted | None:
+    """What goes on once the guard says so; None where nothing is known to go on from: this process ends soon."""
+    learnt: list[Known] = []
+    following = asyncio.create_task(_follow(ControlWay(address, secret), learnt))
+    said = json.loads(await reader.readline() or "{}")
+    if "lead" not in said:
+        return None
+    await following
+    if not learnt:
+        return None
+    call_this(HOST)
+    told = partial(tell_folder, guard)
+    return await Hosted.go_on(address, learnt[-1], secret, said["store"], told, os.getppid(), said["lead"])
+
+
+async def _follow(way: ControlWay, learnt: list[Known]) -> None:
+    """Take in what the coordinator at the end of the ``way`` does, until it is gone."""
+    try:
+        control = await InLoop.connect(way, CONNECT_S)
+    except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known
+        return
+    try:
+        await follow(control, Hello(-1, STANDBY, os.getpid(), socket.gethostname()), learnt.append)
+    finally:
+        control.close()
+
+
+async def _elsewhere(
+    address: Address, secret: SecretFile, environment: dict[str, str], guard: Pipe, reader: asyncio.StreamReader
+) -> Hosted | None:
+    """What goes on once more than half of the workers have come; None where nobody wants it any more."""
+    way = ControlWay(address, secret)
+    candidate = await Candidate.at(way)
+    if candidate is None or (known := await candidate.elected()) is None:
+        return None
+    call_this(HOST)
+    entrance, turned = candidate.entrance, candidate.turned
+    told = partial(tell_folder, guard)
+    hosted = await Hosted.lead(entrance, known, secret, environment, told, os.getppid(), turned)
+    guard.tell(leads=entrance.address)
+    hosted.tell_store(guard)
+    return hosted
+
+
+class Candidate:
+    """Follows the coordinator at the end of the ``way``, over ``control`` first, and counts the workers that turn to
+    this process, which are in ``turned`` with all others that do.
+    """
+
+    def __init__(self, way: ControlWay, control: InLoop, here: str) -> None:
+        self._way, self._control = way, control
+        self.entrance = Entrance(
+            here, 0, Door(way.known.read(), Port.CONTROL, "who stands by", _say), self._come, _warn
+        )
+        self.turned: list[tuple[InLoop, Hello]] = []
+        self._known: Known | None = None
+        self._enough = asyncio.Event()
+        self._coming: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def at(cls, way: ControlWay) -> Candidate | None:
+        """One that listens at this host's address on the interface that reaches the coordinator; None where nobody does
+        at the end of the ``way``.
+        """
+        try:
+            control = await InLoop.connect(way, CONNECT_S)
+        except (ConnectionError, NoSecret):
+            return None
+        made = cls(way, control, control.here)
+        made.entrance.open()
+        return made
+
+    async def elected(self) -> Known | None:
+        """What is known once enough have turned to this process; None where the coordinator wants it no more, or nobody
+        can be reached.
+        """
+        hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
+        while True:
+            before = self._known
+            await self._unless_enough(follow(self._control, hello, self._learn))
+            self._control.close()
+            self._count()
+            if self._enough.is_set():
+                return self._known
+            if self._known is before or self._known is None or self._known.board.over is not None:
+                return None
+            await self._unless_enough(self._again())
+            if self._enough.is_set():
+                return self._known
+            if self._control.broken is not None:
+                return None
+
+    async def _again(self) -> None:
+        """Connect once more: another process may have taken the coordinator's place, where that was."""
+        await pause(LOOK_S)
+        try:
+            self._control = await InLoop.connect(self._way, CONNECT_S)
+        except (ConnectionError, NoSecret):
+            pass
+
+    async def _unless_enough(self, work: Coroutine[Any, Any, None]) -> None:
+        tasks = asyncio.create_task(work), asyncio.create_task(self._enough.wait())
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+
+    def _learn(self, known: Known) -> None:
+        self._known = known
+
+    def _come(self, control: Control) -> None:
+        task = asyncio.create_task(self._hear(InLoop(control)))
+        self._coming.add(task)
+        task.add_done_callback(self._coming.discard)
+
+    async def _hear(self, control: InLoop) -> None:
+        hello = await control.receive(HELLO_S)
+        if not isinstance(hello, Hello):
+            control.close()
+            return
+        self.turned.append((control, hello))
+        self._count()
+
+    def _count(self) -> None:
+        if self._known is not None:
+            lines = [self._known.board.known(each) for _, each in self.turned]
+            workers = {line.worker for line in lines if line is not None and line.worker is not None}
+            if self._known.electorate.gives(workers, more=True):
+                self._enough.set()
+
+
+def _warn(text: str) -> None:
+    say(f"warning: at who stands by for the coordinator {text}")
+
+
+def _say(text: str, address: str) -> None:
+    say(f"warning: {text}")
