@@ -64,8 +64,8 @@ def pair() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[Hosts]:
-    """The same with a third one, gamma."""
+def four() -> Iterator[Hosts]:
+    """The same with two more, gamma and delta."""
     yield from _hosts(MORE)
 
 

@@ -1,39 +1,162 @@
-"""The coordinator's host dies, or is cut off: the job goes on from another host."""
+"""The coordinator's host dies, or is cut off: the job goes on from another host, and never from two."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, hold
 from tests.support.launching import launching
 
-pytestmark = pytest.mark.plain_too
-THREE = Shape(replicas=3, stages=1)
+FOUR = Shape(replicas=4, stages=1)  # a worker on each host
+DEADLINE = "recycle.heartbeat_timeout_s=3"
+GOES_ON = "and more than half of the workers have turned to this one"
 
 
 @pytest.fixture
-def launch(request, vehicle, tmp_path, trio):
-    with launching(request.getfixturevalue(vehicle.server), tmp_path, partial(HostsRun, trio), vehicle) as launch:
+def launch(request, vehicle, tmp_path, four):
+    with launching(request.getfixturevalue(vehicle.server), tmp_path, partial(HostsRun, four), vehicle) as launch:
         yield launch
-    for name in trio.names:
-        trio.mend(name)
+    for name in four.names:
+        four.mend(name)
 
 
-def held(folder) -> dict[str, object]:
-    return {"script": WRAPPED, "shape": THREE, "RECYCLE_TEST_WRAP": json.dumps([hold(folder)])}
-
-
-def test_the_coordinators_host_dies(launch, reference, tmp_path):
-    run = launch("recycle.heartbeat_timeout_s=3", **held(tmp_path))
+def start(launch, folder: Path, *more: str):
+    """A job that does not end before there is the file ``folder``/go; returned once somebody stands by elsewhere."""
+    wrap = json.dumps([hold(folder)])
+    run = launch(DEADLINE, *more, script=WRAPPED, shape=FOUR, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 4)
-    run.hear("standby", 2)
+    stands_by(run, 1)
+    return run
+
+
+def stands_by(run, term: int, more: int = 0) -> None:
+    """... on another host, since this term or a later one."""
+    run.wait_for(
+        lambda: [each for each in run.of("standby") if each.get("address") and each["term"] >= term],
+        f"process that stands by in term {term}",
+    )
+
+
+def host_process(run) -> psutil.Process:
+    """The coordinator's, on the host where the run's launcher is."""
+    found = psutil.Process(run.launcher.pid).children(recursive=True)
+    return next(process for process in found if process.name() == "recycle-host")
+
+
+def end(run, folder: Path):
+    """Its result, once all that is left of it has ended."""
+    (folder / "go").touch()
+    result = run.finish()
+    for launcher in run.others.values():
+        launcher.wait(90)
+    return result
+
+
+@pytest.mark.plain_too
+def test_the_coordinators_host_dies(launch, reference, tmp_path):
+    """Next commit within some 3 s, of which the others wait 1.5 for a process that takes its place there."""
+    run = start(launch, tmp_path)
     run.crash("alpha")
     run.hear("coordinator")
-    (tmp_path / "go").touch()
-    result = run.finish()
-    assert_same_training(result, reference(shape=THREE), {"0.0"})
-    assert run.others["gamma"].wait(60) == 0
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"0.0"})
+    assert [run.others[name].wait(60) for name in ("gamma", "delta")] == [0, 0]
+    (told,) = result.of("coordinator")
+    assert "the coordinator on host alpha is silent" in told["text"] and GOES_ON in told["text"]
+
+
+@pytest.fixture
+def vehicle(request):
+    return getattr(request, "param", PLAIN)
+
+
+def test_two_coordinators_hosts_die_in_turn(launch, reference, tmp_path):
+    run = start(launch, tmp_path)
+    run.crash("alpha")
+    run.hear("lost")
+    stands_by(run, 4)
+    run.crash("beta")
+    run.hear("coordinator", 2)
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"0.0", "1.0"})
+
+
+def test_a_worker_comes_back_behind_the_death_of_the_coordinators_host(launch, reference, tmp_path):
+    """Its next process finds the new coordinator, and the new store; its supervisor was killed, too."""
+    run = start(launch, tmp_path, "recycle.rejoin=always")
+    run.crash("alpha")
+    run.hear("lost")
+    guard = psutil.Process(run.others["delta"].pid).children()[0]
+    next(each for each in guard.children() if each.name() == "recycle-super").kill()
+    os.kill(run.pids()[3], signal.SIGKILL)
+    run.hear("caught_up")
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"0.0", "3.0"})
+
+
+def test_the_host_of_the_one_that_stands_by_dies(launch, reference, tmp_path):
+    """Then the coordinator goes on alone, and another one stands by."""
+    run = start(launch, tmp_path)
+    run.crash("beta")
+    stands_by(run, 3)
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"1.0"})
+    assert not result.of("coordinator")
+
+
+def test_the_coordinators_process_is_killed_and_nobody_turns_to_another_host(launch, reference, tmp_path):
+    run = start(launch, tmp_path)
+    host_process(run).kill()
+    run.hear("coordinator")
+    stands_by(run, 3)
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR))
+    (told,) = result.of("coordinator")
+    assert "was killed by signal 9" in told["text"]
+
+
+def test_a_coordinators_host_that_is_cut_off_ends_while_the_others_go_on(launch, reference, four, tmp_path):
+    """Also where it comes back: its coordinator has half of nothing."""
+    run = start(launch, tmp_path)
+    four.cut("alpha")
+    run.hear("coordinator")
+    run.hear("lost")
+    assert run.launcher.wait(60) != 0
+    four.mend("alpha")
+    run.forsake("alpha")
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"0.0"})
+    assert "not half of the last membership's workers can be reached" in run.said_on("alpha")
+    assert "Traceback" not in run.said_on("alpha") + result.output
+
+
+def test_a_coordinator_that_is_stopped_finds_that_the_others_have_gone_on(launch, reference, tmp_path):
+    run = start(launch, tmp_path)
+    stopped = host_process(run)
+    stopped.suspend()
+    run.hear("coordinator")
+    stopped.resume()
+    stopped.wait(60)
+    run.hear("deposed")
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR))
+
+
+def test_half_of_the_hosts_are_cut_off_from_the_coordinators_half(launch, reference, four, tmp_path):
+    """Which goes on, since nobody can have more than half against it; the others end."""
+    run = start(launch, tmp_path)
+    four.cut("gamma")
+    four.cut("delta")
+    run.hear("lost", 2)
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"2.0", "3.0"})
+    assert all(run.others[name].wait(90) != 0 for name in ("gamma", "delta"))
+    assert not result.of("coordinator")

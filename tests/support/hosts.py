@@ -28,7 +28,7 @@ from tests.support.launchers import install
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
 
 NAMES = ("alpha", "beta")
-MORE = (*NAMES, "gamma")
+MORE = (*NAMES, "gamma", "delta")
 HOLDS = "hostname {} && ip link set lo up && echo ready && exec cat"  # until its input ends
 
 
@@ -223,6 +223,7 @@ class HostsRun(Run):
     ) -> None:
         self._hosts = hosts
         self.others: dict[str, WarmLauncher | subprocess.Popen] = {}
+        self.folder = folder
         super().__init__(server, folder, ranks, script, arguments, **{SETTING: str(folder / "secret")} | options)
 
     def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
@@ -253,22 +254,27 @@ class HostsRun(Run):
         for number, name in enumerate(others, 1):
             with self._file(name).open("w") as said:
                 self.others[name] = launch(name, [f"--node_rank={number}", *master], said)
+        self._output = self._file(first)
+        self._output.symlink_to(output.name)
         return launch(first, ["--node_rank=0", *master], output)
 
     def crash(self, name: str) -> None:
         """The host dies; if it is the first, the next one's output is the run's."""
-        first = self.launcher
         self._hosts.crash(name)
-        if name == self._hosts.names[0]:
-            following = next(iter(self.others))
-            self.launcher, self._output = self.others.pop(following), self._file(following)
-            first.wait(10)
+        if self._file(name) == self._output:
+            self.forsake(name)
+
+    def forsake(self, name: str) -> None:
+        """Go on without the host whose output the run's was: the next one's is from now on."""
+        following = next(iter(self.others))
+        self.launcher.wait(10)
+        self.launcher, self._output = self.others.pop(following), self._file(following)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
 
     def said_on(self, name: str) -> str:
-        """... another host than the first."""
+        """... a host."""
         return self._file(name).read_text()
 
     def clean(self) -> list[str]:

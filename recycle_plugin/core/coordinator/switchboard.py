@@ -84,7 +84,8 @@ class Line:
 class Effects:
     """What news lead to: ``frames`` to be sent, each over a connection, connections to be ``closed``, events for the
     user, words that are ``refused``, each with the connection that it has come over, and ranks whose heartbeats are to
-    be ``expected`` from a connection's supervisor; ``ended``: it is known how a worker has ended.
+    be ``expected`` from a connection's supervisor; ``ended``: it is known how a worker has ended; ``over``: the job is
+    over.
     """
 
     frames: list[tuple[int, bytes]] = field(default_factory=list)
@@ -93,6 +94,7 @@ class Effects:
     refused: list[tuple[int, str]] = field(default_factory=list)
     expected: list[tuple[int, int]] = field(default_factory=list)
     ended: bool = False
+    over: bool = False
 
     @property
     def some(self) -> bool:
@@ -484,7 +486,7 @@ class Switchboard:
         if isinstance(message, Restart):
             self._speakers.starts(message.worker)
         if isinstance(message, Over):
-            self.over = message
+            self.over, effects.over = message, True
 
     def _lines_of(self, whom: Whom) -> Iterable[int]:
         if whom == SUPERVISORS:

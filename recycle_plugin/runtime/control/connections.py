@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import cycle
 from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -33,8 +32,8 @@ from recycle_plugin.runtime.system import forked
 
 RETRY_S = 0.05  # between two attempts to connect
 ATTEMPT_S = 5.0  # one of them
-AT_HOME_S = 1.5  # how long who listened where the connection led may be tried, before who stands by elsewhere is
-ELSEWHERE_S = 1.0  # and that one, before the first is tried again
+AT_HOME_S = 1.5  # how long who listened where the connection led is tried, before who stands by elsewhere is
+TRY_S = 1.0  # and then each of them in turn
 APART = 2  # times the silence after which the coordinator is taken for dead: others find so later
 PIECE = 1 << 18  # bytes that are read at once
 UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
@@ -383,18 +382,17 @@ class SocketControl(_Framed):
         if self._way is None:
             return None
         self.close()
-        ways = [self._way]
+        home, elsewhere = self._way, None
         if self._term.host and self.line >= 0:
-            ways.append(replace(self._way, address=(self._term.host, self._term.port)))
+            elsewhere = replace(home, address=(self._term.host, self._term.port))
             timeout_s += APART * self._term.silent_s  # others may come there later
-        deadline = time.monotonic() + timeout_s
-        for way in cycle(ways):
-            if (left_s := deadline - time.monotonic()) <= 0:
-                break
+        began = time.monotonic()
+        deadline, way = began + timeout_s, home
+        while (left_s := deadline - time.monotonic()) > 0:
+            at_home = way is not home or elsewhere is None or time.monotonic() < began + AT_HOME_S
+            way = home if at_home or elsewhere is None else elsewhere
             try:
-                fresh = SocketControl(
-                    way.go(min(left_s, AT_HOME_S if way is self._way else ELSEWHERE_S)), way, self._limit
-                )
+                fresh = SocketControl(way.go(min(left_s, ATTEMPT_S if elsewhere is None else TRY_S)), way, self._limit)
             except NoSecret:
                 break
             except OSError:  # who listened has died since, or nobody does
@@ -409,7 +407,7 @@ class SocketControl(_Framed):
                     self._heed_silence()
                 return welcome
             fresh.close()
-            if welcome is not None or way is not self._way:  # it is refused, or there is no way back
+            if welcome is not None or way is elsewhere:  # it is refused, or there is no way back
                 break
         return None
 

@@ -78,12 +78,14 @@ class Coordinator:
             self._board = Switchboard(ranks, store_port, job_id, clock.now(), socket.gethostname())
         else:
             self._board = known.board
+            if known.board.over is not None:
+                self._over.set()
         self._say, self._claim = say, claim
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._heard: dict[int, InLoop] = {}  # by line: what it is heard over
         self._told: dict[int, InLoop] = {}  # and what it is told over
         self._line_of: dict[Hello, int] = {}  # of supervisors whose datagrams count
-        self.mirror = Mirror(self._board, self._release, self._begin_term, self._depose, known)
+        self.mirror = Mirror(self._board, self._release, self._begin_term, self._depose, self._over, known)
         self.deposed = asyncio.Event()  # the others may go on without it
         self._closing, self._alone_from = False, 0.0
         self._loop = asyncio.get_running_loop()
@@ -323,7 +325,7 @@ class Coordinator:
 
     def _begin_term(self, address: str) -> None:
         """Tell all of a term that begins, at once where nobody stands by elsewhere in it."""
-        if self._closing or self._board.over is not None:
+        if self._closing or self._over.is_set():
             return
         effects = self._taken(News("stands by", clock.now(), text=address))[1]
         self.mirror.then(effects) if address else self._release(effects)
@@ -369,7 +371,7 @@ class Coordinator:
             self._heard.pop(line, None)
             if (control := self._told.pop(line, None)) is not None:
                 control.close()
-        if self._board.over is not None:
+        if effects.over:
             self._over.set()
         if (effects.ended or self._board.over is not None) and not self._board.awaited:
             self._gone.set()

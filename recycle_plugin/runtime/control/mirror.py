@@ -9,6 +9,7 @@ so first (``changes``); of one on another host enough workers have to know (core
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import deque
@@ -50,7 +51,8 @@ class Mirror:
 
     * ``release`` lets others see what has followed from news.
     * ``begin(address)`` has the next term begin, with one that stands by on another host, or none.
-    * ``depose`` is called where the others may go on without this coordinator.
+    * ``depose`` is called where the others may go on without this coordinator, which can't be once it is ``over``, and
+      all have been told so.
     * ``known``: what another one has known, whose place this one has taken.
     """
 
@@ -60,9 +62,10 @@ class Mirror:
         release: Callable[[Effects], None],
         begin: Callable[[str], None],
         depose: Callable[[], object],
+        over: asyncio.Event,
         known: Known | None = None,
     ) -> None:
-        self._board, self._release, self._begin, self._depose = board, release, begin, depose
+        self._board, self._release, self._begin, self._depose, self._over = board, release, begin, depose, over
         self._changes: Callable[[int], object] = lambda pid: None
         self._followers: list[Follower] = []
         # news that were taken in, and those of which all that follows is out
@@ -135,7 +138,7 @@ class Mirror:
 
     def go_on_alone(self) -> None:
         """Let nothing out any more before enough workers know that nobody on another host can go on with them."""
-        if self._board.over is None:
+        if not self._over.is_set():
             self._to_agree, self._agreed_until = self._electorate.copy(), time.monotonic() + AGREE_S
             self._begin("")
 

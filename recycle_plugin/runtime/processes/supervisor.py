@@ -266,14 +266,14 @@ class Supervisor:
                     )
                 ) from error
             hello = Hello(NOBODY, "joining", self._place.pid, socket.gethostname(), waits=bool(self._joins))
-            welcome = await self._welcomed(hello, advice)
-            while self._control.broken is None or await self._control.resume(hello, RESUME_S) is not None:
+            self._welcome = await self._welcomed(hello, advice)
+            while self._control.broken is None or await self._stands_again(hello, RESUME_S):
                 match await self._control.receive(LISTEN_S):
                     case Seated() as seated:
                         self._rank = seated.rank
                     case Restart() as order:
                         self._orders.put_nowait(order)
-                        return welcome
+                        return self._welcome
                     case Refused() as refused:
                         raise NotSeated(refused.reason, refused.code)
             self._control.close()
@@ -460,22 +460,26 @@ class Supervisor:
         if broken is not None and broken.unreadable is not None:
             say(f"error: the coordinator can't be understood: {broken}")
             return False
-        if await self._control.resume(self._hello, OVER_S if self._over.done() else RESUME_S) is None:
+        if not await self._stands_again(self._hello, OVER_S if self._over.done() else RESUME_S):
             return False
-        self._datagrams = self._control.datagrams
-        if (address := self._control.address) is not None and address != self._address:
-            self._moved(address)
         if self._exited is not None and not self._answered.is_set():
             self._tell(self._exited)
         return True
 
-    def _moved(self, address: tuple[str, int]) -> None:
-        """The coordinator is elsewhere from now on."""
-        self._address = address
-        self._place.follow(address)
-        if self._heartbeats is not None:
-            self._heartbeats.close()
-            self._heartbeats = None
+    async def _stands_again(self, hello: Hello, timeout_s: float) -> bool:
+        """Make the connection again; whether it stands.  The coordinator may be elsewhere then, with another store."""
+        welcome = await self._control.resume(hello, timeout_s)
+        if welcome is None:
+            return False
+        self._welcome, self._datagrams = welcome, self._control.datagrams
+        address = self._control.address
+        if address is not None and address != self._address:
+            self._address, self._way = address, ControlWay(address, self._secret)
+            self._place.follow(address)
+            if self._heartbeats is not None:
+                self._heartbeats.close()
+                self._heartbeats = None
+        return True
 
     def _tell(self, message: object) -> None:
         self._control.send(message)
