@@ -321,6 +321,7 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
     from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.processes.guard import Guard
     from recycle_plugin.runtime.processes.launchers import NoPlace, described
+    from recycle_plugin.runtime.system.unread import outlive_readers
 
     try:
         place = described(os.environ) if environment is None else dict(environment)
@@ -346,6 +347,7 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
 
         return standing_by.stand_by(with_credentials(place, command), line, address, elsewhere)
 
+    outlive_readers()
     return Guard(supervise, host if place.get("RANK") == "0" else None, stand_by).hold()
 
 

@@ -34,6 +34,7 @@ from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.process_end import flush, leave_process
 from recycle_plugin.runtime.processes.spawn import die_with_parent
 from recycle_plugin.runtime.system import forked
+from recycle_plugin.runtime.system.unread import outlive_readers
 from recycle_plugin.settings.wording import SettingsError
 
 GIVEN_UP = 3  # exit code
@@ -48,6 +49,7 @@ LINE, TRACE = 300, 20_000  # characters of an error that its line, and its trace
 def main(command: list[str]) -> int:
     """Run the script as a worker of the job; returns the exit code."""
     die_with_parent()  # nobody would watch an orphan
+    outlive_readers()
     signal_info.unblock()
     try:
         session = connect_from_environment(dict(os.environ), _end_early)

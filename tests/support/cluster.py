@@ -372,7 +372,9 @@ class Run:
             await_reports(self.mark)
         left = processes_with(self.mark) + (self.launcher.descendants() if isinstance(self.launcher, Tasks) else [])
         psutil.wait_procs([process for process in left if _name(process) in COMPILERS], timeout=10)
-        found = [f"process {process.name()}: {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
+        found = [
+            f"process {process.name()}: {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()
+        ]
         for pid in [process.pid for process in left] + [
             each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None
         ]:

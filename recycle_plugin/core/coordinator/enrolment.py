@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from recycle_plugin.core.coordinator.succession import LEAST
 from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.placement import at_risk, stages_at_risk
@@ -112,9 +113,12 @@ def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakP
     """The weaknesses of a job: what it does not survive, and what keeps it from its best speed.  Costs one pass over
     the members.
     """
-    alone, strict = len({member.host for member in roster}) == 1, job.placement == "strict"
-    runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
-    yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})
+    hosts, strict = {member.host for member in roster}, job.placement == "strict"
+    alone, runs = len(hosts) == 1, "the coordinator and the store"
+    if len(hosts) < LEAST:
+        runs = f"all workers, {runs}" if alone else runs
+        text = f"single point of failure: host {roster.first.host} runs {runs}; its loss ends the job"
+        yield WeakPoint("note", text, {})
     if shape.replicas == 1 and not job.log:
         text = "each stage has one worker, so the first loss ends the job: start the job with more replicas"
         yield WeakPoint("warning", text, {})

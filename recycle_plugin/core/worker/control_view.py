@@ -244,7 +244,7 @@ class ControlView:
         return outside and self._leaves_at > 0 and self.committed >= self._leaves_at - 1
 
     def lose_coordinator(
-        self, why: str = "the coordinator's host is gone (it is still a single point of failure)"
+        self, why: str = "the coordinator's host is gone, and no other process has taken its place"
     ) -> bool:
         """Takes the job for over, a planned end included, since the connection to the coordinator is broken and nothing
         will be heard any more.  Returns whether that is news.
