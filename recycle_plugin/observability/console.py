@@ -22,6 +22,7 @@ from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable
 STYLES = {
     "lost": "bold red",
     "error": "bold red",
+    "deposed": "bold red",
     "end": "bold red",
     "warning": "yellow",
     "late": "yellow",

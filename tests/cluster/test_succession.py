@@ -17,7 +17,7 @@ from tests.support.launching import launching
 
 FOUR = Shape(replicas=4, stages=1)  # a worker on each host
 DEADLINE = "recycle.heartbeat_timeout_s=3"
-GOES_ON = "and more than half of the workers have turned to this one"
+GOES_ON = "and more than half of the workers have turned to 10.77.0.2:"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.coordinator.state_dump import dump
+from recycle_plugin.core.coordinator.succession import Succession
 from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Refused, Resume, Welcome
 from recycle_plugin.core.messages.from_workers import (
@@ -22,7 +23,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
-from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
+from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
 from recycle_plugin.runtime.control import coordinator as server
 from recycle_plugin.runtime.control import mirror
 from recycle_plugin.runtime.control.connections import connect
@@ -191,5 +192,132 @@ async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatc
         while not [event for event in said if event.kind == "end"]:
             await asyncio.sleep(0.01)
         assert not known.board.lines and following.membership.lost
+    finally:
+        await following.close()
+
+
+# --- on another host -----------------------------------------------------------------------------------
+
+ELSEWHERE = replace(STANDBY, port=7)
+
+
+@asynccontextmanager
+async def one_elsewhere(said: list, monkeypatch):
+    """(coordinator, workers, the connection of one that stands by on another host, in step) of a job on three hosts."""
+    async with four_workers(said) as (coordinator, workers):
+        monkeypatch.setattr(Succession, "wants_one", lambda self, roster: True)
+        control = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        control.send(ELSEWHERE)
+        snapshot = await control.receive(PATIENCE_S)
+        assert isinstance(snapshot, Snapshot)
+        while not coordinator._board.succession.address:
+            control.send(Got(coordinator.mirror._sent))
+            await asyncio.sleep(0.01)
+        assert coordinator._board.succession.address == ("127.0.0.1", 7)
+        taken = asyncio.create_task(takes_all(control, coordinator))
+        try:
+            for worker in workers:
+                worker.send(Knows(1))
+            yield coordinator, workers, control, taken
+        finally:
+            taken.cancel()
+            control.close()
+
+
+async def takes_all(control: InLoop, coordinator: Coordinator) -> None:
+    while control.broken is None:
+        if await control.receive(PATIENCE_S) is not None:
+            control.send(Got(coordinator.mirror._sent))
+
+
+async def settled(coordinator: Coordinator, term: int) -> None:
+    while coordinator._board.succession.term < term:
+        await asyncio.sleep(0.01)
+
+
+async def test_the_coordinator_goes_on_without_who_stands_by_elsewhere_once_half_know(monkeypatch):
+    """Which the workers' ends say by themselves."""
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, workers, control, _):
+        await step(workers, 1)
+        for worker in workers:  # these answer nothing by themselves
+            monkeypatch.setattr(worker.control, "_learn", lambda term: None)
+        control.close()
+        await settled(coordinator, 2)
+        for rank in range(4):
+            workers[rank].send(Stepped(rank, 0, 2))
+        while coordinator.membership.committed < 2:
+            await asyncio.sleep(0.01)
+        workers[0].send(Knows(2))
+        assert await workers[0].receive(0.2) is None, "one of four is not half"
+        workers[1].send(Knows(2))
+        for worker in workers:
+            assert await worker.hear(Committed) == Committed(2)
+        assert not coordinator.deposed.is_set()
+
+
+async def test_a_coordinator_of_which_not_half_know_the_term_ends_and_says_nothing_more(monkeypatch):
+    monkeypatch.setattr(mirror, "AGREE_S", 0.3)
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, workers, control, _):
+        await step(workers, 1)
+        for worker in workers[1:]:
+            monkeypatch.setattr(worker.control, "_learn", lambda term: None)
+        control.close()
+        await settled(coordinator, 2)
+        for rank in range(4):
+            workers[rank].send(Stepped(rank, 0, 2))
+        await asyncio.wait_for(coordinator.deposed.wait(), PATIENCE_S)
+        assert coordinator.membership.committed == 2
+        assert [await worker.receive(0.0) for worker in workers] == [None] * 4
+        assert [event for event in said if event.kind == "deposed"] and not said_of(said, "committed", 2)
+
+
+def said_of(said: list, kind: str, step: int) -> list:
+    return [event for event in said if event.kind == kind and event.details.get("step") == step]
+
+
+async def test_whom_nobody_wants_elsewhere_is_let_go(monkeypatch):
+    """Of two hosts neither may go on against the other, so the coordinator goes on alone, once half know."""
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, workers, _, _):
+        monkeypatch.setattr(Succession, "wants_one", lambda self, roster: False)
+        await settled(coordinator, 2)
+        assert coordinator._board.succession.address is None
+        await step(workers, 1)
+        again = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        again.send(ELSEWHERE)
+        assert await again.receive(PATIENCE_S) is None and again.broken is not None
+
+
+async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_other_one_is_out(monkeypatch):
+    """Though they come to it: what they are told first is the term, and nothing else before enough have."""
+    said: list = []
+    async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
+        await step(workers, 1)
+        coordinator._begin_term("10.0.0.2:7")
+        while coordinator.mirror._waiting:
+            await asyncio.sleep(0.01)
+        coordinator.mirror._followers[0].control.close()
+        known = await asyncio.wait_for(task, PATIENCE_S)
+        lines = [(worker.control.line, worker.control._token) for worker in workers]
+    assert known.board.succession.address == ("10.0.0.2", 7)
+    following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, known=known)
+    await following.start("127.0.0.1", 0)
+    try:
+        assert known.board.succession.address is None and known.board.succession.term == 2
+        back = []
+        for rank, (line, token) in enumerate(lines):
+            control = await asyncio.to_thread(connect, way(following.address), PATIENCE_S)
+            control.send(Hello(rank, "worker", 1000 + rank, "h", line=line, token=token, term=1))
+            term = await asyncio.to_thread(control.receive, PATIENCE_S)
+            assert isinstance(term, StandsBy) and (term.term, term.host) == (2, "")
+            back.append(control)
+        assert await asyncio.to_thread(back[0].receive, 0.2) is None
+        for control in back[:2]:
+            control.send(Knows(2))
+        for control in back:
+            assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+            control.close()
     finally:
         await following.close()

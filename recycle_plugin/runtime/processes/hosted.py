@@ -179,7 +179,8 @@ class Hosted:
         known.board.moves(socket.gethostname(), listener.getsockname()[1])
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await coordinator.lead(entrance, turned, gone)
-        why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to this one"
+        where = "{}:{}".format(*address)
+        why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to {where}"
         _take_over(coordinator, telling, known.board, why)
         store, life = await _start_store(listener, environment)
         return cls(coordinator, store, life, telling, secret)
