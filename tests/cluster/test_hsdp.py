@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from tests.support.cluster import Result, Run
 from tests.support.jobs import PLAIN, Shape, assert_one_line
@@ -130,6 +130,7 @@ def test_a_survivor_draws_and_rounds_as_the_lost_one(launch, tmp_path, more, tol
         ({"wrong": "unused"}, "replica_mesh(…) without fully_shard: call fully_shard(module, mesh=replica_mesh(…))"),
         ({"wrong": "rest"}, "4.weight is trained and not sharded, so that nobody adds its gradients up"),
         ({"wrong": "optimizer"}, "Adafactor with fully_shard is not supported yet"),
+        ({"wrong": "compiled"}, "0 is compiled: layers whose backward is split"),
         ({"wrong": "freeze"}, "0.bias is frozen or thawed after Replicas(…) was made"),
         ({"wrong": "assign"}, "0.weight is another tensor than when Replicas(…) was made"),
         (
@@ -221,17 +222,29 @@ def test_a_death_while_one_is_written_leaves_the_last_whole_one(launch, tmp_path
         ("damage", "is damaged, not whole, or none of such a job's; load another one"),
         ("shape", "is of another model: its 0.weight has shape (2, 2), and here it is (13, 8)"),
         ("names", "is of another model, without model.0.weight"),
+        ("dtype", "is of another model: its 0.weight is torch.float64, and here it is torch.float32"),
+        ("groups", "is of an optimizer with 2 parameter groups, and here it has 1; give the same"),
+        ("parameters", "is of an optimizer with other parameters: 5.weight is in group 0 of this one alone"),
         ("none", ".metadata is missing; name a folder that save() has written to"),
     ],
 )
 def test_what_can_not_be_loaded_is_said_in_a_line(launch, tmp_path, change, said):
     folder = tmp_path / "saved" / "stock"
-    weights = {name: torch.full_like(each, 7.0) for name, each in stock()[0].state_dict().items()}
+    model = stock()[0]
+    weights = {name: torch.full_like(each, 7.0) for name, each in model.state_dict().items()}
     first = weights.pop("0.weight")
     if change != "names":
         weights["0.weight"] = first[:2, :2].clone() if change == "shape" else first
+    if change == "dtype":
+        weights["0.weight"] = first.double()
+    parts = [*model.parameters()]
+    groups = {
+        "groups": [{"params": parts[:2]}, {"params": parts[2:]}],
+        "parameters": [{"params": parts[:-2] + parts[-1:]}],
+    }
+    states = get_optimizer_state_dict(model, torch.optim.Adam(groups.get(change, parts)))
     if change != "none":
-        dcp.save({"model": weights}, checkpoint_id=folder)
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
     (tmp_path / "saved").mkdir(exist_ok=True)
     (tmp_path / "saved" / "latest").write_text("stock")
     if change == "damage":

@@ -44,6 +44,8 @@ def shard(model: nn.Module) -> int:
     if job["wrong"] == "unused":
         return 0
     how = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if job["half"] else {}
+    if job["wrong"] == "compiled":
+        model[0] = torch.compile(model[0], backend="eager")
     for layer in (model[0], model[3]):
         fully_shard(layer, mesh=mesh, **how)
     if job["wrong"] != "rest":

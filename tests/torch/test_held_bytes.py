@@ -57,15 +57,31 @@ def test_what_a_split_backward_leaves_counts_too(module):
     assert held.pending == 4 * ONE + 12, "it is the first that counts"
 
 
-def test_a_forward_that_allows_no_hooks_is_run_without_and_not_counted(module):
+def test_a_forward_that_allows_no_hooks_is_not_counted_and_runs_once_as_well(module):
+    """Of what it does before the part that allows none, such as running statistics, all would be twice."""
     held, x, runs = HeldBytes(module), given(), []
 
     def run() -> tuple[torch.Tensor, ...]:
         runs.append(1)
-        return (module(x) + torch.func.grad(lambda each: module(each).sum())(x),)
+        return (module(x) + torch.func.grad(lambda each: module(each).sum())(x) * module(x),)
 
     (made,) = held.forward(run, (x,))
-    assert torch.equal(made, run()[0]) and held.activation is None and len(runs) == 3
+    assert held.activation is None and len(runs) == 1
+    assert torch.equal(made, run()[0])
+    made.sum().backward()
+    with saved_tensors_hooks(lambda kept: kept, lambda kept: kept), pytest.raises(RuntimeError, match="hooks"):
+        run()
+
+
+def test_hooks_of_the_forward_itself_are_refused_as_torch_refuses_them(module):
+    def run() -> tuple[torch.Tensor, ...]:
+        with saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            return (torch.func.grad(lambda each: module(each).sum())(given()),)
+
+    for call in (run, lambda: HeldBytes(module).forward(run, ())):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            call()
+        torch.func.grad(lambda each: each.sum())(given())  # none are left
 
 
 def test_an_error_of_the_forward_is_its_own(module):

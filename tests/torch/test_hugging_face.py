@@ -150,6 +150,12 @@ def test_what_is_refused(more, newcomer, line):
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_an_evaluation_before_training_is_refused_by_its_name():
+    settings = Settings.from_section(entry.section(entry.TRAINER, REPLICA))
+    with pytest.raises(RecycleError, match="evaluate\\(\\) or predict\\(\\) before train\\(\\)"):
+        entry.check(entry.TRAINER, settings, SimpleNamespace(view=SimpleNamespace(newcomer=False)), trains=False)
+
+
 @pytest.mark.parametrize("rejoin", ["always", 3])
 def test_replicas_of_a_trainer_come_back_where_that_is_asked_for(rejoin):
     settings = Settings.from_section(entry.section(entry.TRAINER, REPLICA | {"rejoin": rejoin}))

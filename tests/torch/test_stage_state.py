@@ -246,6 +246,14 @@ def test_parameters_beside_the_models_are_the_optimizers():
     assert torch.equal(copied, torch.ones(3, dtype=torch.float64)) and target.digest() == source.digest()
 
 
+def test_a_checkpoint_of_other_groups_is_refused_in_one_line():
+    one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    saved = of_list([one, other], torch.optim.Adam([one, other]))
+    state = of_list([one, other], torch.optim.Adam([{"params": [one]}, {"params": [other]}]))
+    with pytest.raises(RecycleError, match="the optimizer has 2 parameter groups here, and 1 in the checkpoint"):
+        state.put(saved.small())
+
+
 def test_room_is_made_where_the_parameter_is_or_in_host_memory():
     parameter = torch.nn.Parameter(torch.ones(2, 3, device="meta"))
     state = of_list([parameter], torch.optim.Adam([parameter]))

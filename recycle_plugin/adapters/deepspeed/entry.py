@@ -166,9 +166,10 @@ class Plugin:
 
         self._check_once()
         assert settings.replicas is not None, "or it would be the other engine"
-        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
         if driver is not None:
-            hugging_face.check(driver, settings, self.session)
+            trains = given.get("optimizer") is not None or bool(config.get("optimizer"))
+            hugging_face.check(driver, settings, self.session, trains)
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
         module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.deadlines, settings.group_sums)

@@ -33,11 +33,18 @@ def section(driver: str | None, given: Any) -> Any:
     return IMPLIED | given
 
 
-def check(driver: str, settings: Settings, session: Session) -> None:
-    """Raise RecycleError for what is not supported of replicas that ``driver`` trains, before their engine is built."""
+def check(driver: str, settings: Settings, session: Session, trains: bool = True) -> None:
+    """Raise RecycleError for what is not supported of replicas that ``driver`` trains, before their engine is built.
+    ``trains``: it is given an optimizer.
+    """
     for release in releases(HUGGING_FACE if driver == TRAINER else ["accelerate"]):
         if not release.fits:
             raise RecycleError(f"{release.wrong}, or set recycle.enabled to false")
+    if driver == TRAINER and not trains:
+        raise RecycleError(
+            f"evaluate() or predict() before train() with {TRAINER}, whose engine can't train then: call them behind "
+            "train(), or set eval_on_start; in a script that does not train set recycle.enabled to false"
+        )
     loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
     if settings.batch != "shrink":
         raise RecycleError(

@@ -33,7 +33,7 @@ from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 PLAN, METADATA = ".plan", ".metadata"
-OURS, OPTIMIZER_STATE = "recycle", "optim.state."
+OURS, OPTIMIZER_STATE, GROUPS = "recycle", "optim.state.", "optim.param_groups."
 ELSEWHERE = ("optimizer", "attributes")  # parts of a state that are under "optim"
 
 
@@ -120,20 +120,42 @@ class DistributedFiles:
             )
         with _in_words(folder):
             metadata = dcp.FileSystemReader(folder).read_metadata()
-        ours: dict[str, Any] = {OURS: b""}
+        ours: dict[str, Any] = {OURS: b"", "optim": {"param_groups": [{"params": b""}] * _groups(metadata)}}
         _load(ours, folder, metadata)
         found = torch.load(io.BytesIO(ours[OURS]), weights_only=True) if ours[OURS] else {"kinds": {}, "rest": {}}
         check_kinds(found["kinds"], self.kinds, folder)
+        _check_model(self.module.state_dict(), metadata, folder)
+        self._check_groups([group["params"] for group in ours["optim"]["param_groups"]], folder)
         self._make_room(metadata)
         contents = self._contents()
-        _check_model(contents["model"], metadata, folder)
         _load(contents, folder, metadata)
         self._take(contents["optim"])
         state.put(found["rest"])
 
+    def _names(self) -> dict[torch.Tensor, str]:
+        """What the weights are called that the optimizer steps."""
+        return {part: name for name, part in self.weights.parts.items()}
+
+    def _check_groups(self, saved: list[Any], folder: Path) -> None:
+        """Raise RecycleError where a checkpoint is of other parameter groups; ``saved``: the names of each, none where
+        it has no optimizer.
+        """
+        groups, name_of = self.optimizer.param_groups, self._names()
+        if saved and len(saved) != len(groups):
+            raise RecycleError(
+                f"load(): {folder} is of an optimizer with {len(saved)} parameter group{'s' * (len(saved) > 1)}, and "
+                f"here it has {len(groups)}; give the same"
+            )
+        for number, (names, group) in enumerate(zip(saved, groups)):
+            if others := {*names} ^ {name_of[each] for each in group["params"]}:
+                raise RecycleError(
+                    f"load(): {folder} is of an optimizer with other parameters: {min(others)} is in group {number} of "
+                    f"{'that one' if min(others) in names else 'this one'} alone; give the same"
+                )
+
     def _contents(self) -> dict[str, Any]:
         """The model and its optimizer, as DCP is to know them; tensors are those that are trained."""
-        name_of = {part: name for name, part in self.weights.parts.items()}
+        name_of = self._names()
         groups = [
             group | {"params": [name_of[each] for each in group["params"]]} for group in self.optimizer.param_groups
         ]
@@ -282,6 +304,19 @@ def _check_model(model: Mapping[str, Any], metadata: Metadata, folder: Path) -> 
                 f"load(): {folder} is of another model: its {name} has shape {tuple(saved.size)}, and here it is "
                 f"{tuple(tensor.shape)}"
             )
+        if saved.properties.dtype != tensor.dtype:
+            raise RecycleError(
+                f"load(): {folder} is of another model: its {name} is {saved.properties.dtype}, and here it is "
+                f"{tensor.dtype}"
+            )
+
+
+def _groups(metadata: Metadata) -> int:
+    """How many parameter groups a checkpoint's optimizer has."""
+    keys = (
+        key.removeprefix(GROUPS).partition(".")[0] for key in metadata.state_dict_metadata if key.startswith(GROUPS)
+    )
+    return max((int(number) + 1 for number in keys), default=0)
 
 
 def _held(contents: Mapping[str, Any]) -> dict[str, torch.Tensor | bytes]:

@@ -34,7 +34,8 @@ def check_layers(module: torch.nn.Module) -> None:
             raise RecycleError(
                 f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False"
             )
-        if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
+        kinds = {kind.__name__ for kind in type(part).__mro__}  # fully_shard makes a class of its own of it
+        if getattr(part, "_compiled_call_impl", None) is not None or "OptimizedModule" in kinds:
             raise RecycleError(
                 f"{name} is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave "
                 "torch.compile out"

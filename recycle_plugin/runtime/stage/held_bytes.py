@@ -1,7 +1,8 @@
 """What a micro-batch holds on a stage between its forward and its weight gradients, counted once.
 
 Storages are counted, each once, and without those of parameters and buffers.  What autograd saves is seen in the first
-forward, which is run for a check only (runtime/stage/repeatable.py), so no other forward differs for it.
+forward, which is run for a check only (runtime/stage/repeatable.py), so no other forward differs for it.  It is seen by
+hooks, which ``torch.func``'s functions refuse: from the first of these on there are none, and nothing is counted.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.gradient_store import Slots
 from recycle_plugin.runtime.stage.split_backward import PendingWeights
 
-NO_HOOKS = "saved tensor hooks"  # in torch's errors where a forward allows none, as with torch.func.grad
+autograd: Any = torch._C._autograd
 
 
 class HeldBytes:
@@ -36,16 +37,13 @@ class HeldBytes:
     def forward(self, run: Callable[[], Tensors], inputs: Tensors) -> Tensors:
         """Run a forward of ``inputs``, and count what its graph holds then; returns its outputs, as ``run()`` does.
 
-        Where the forward allows no hooks on saved tensors, it is run once more, and nothing is counted.
+        Where a part of the forward allows no hooks on saved tensors, nothing is counted.
         """
         saved: list[weakref.ref[_Saved]] = []
-        try:
-            with _seen(saved):
-                outputs = run()
-        except RuntimeError as error:
-            if NO_HOOKS not in str(error):
-                raise
-            return run()
+        with _seen(saved) as complete:
+            outputs = run()
+        if not complete():
+            return outputs
         alive = [each.tensor for one in saved if (each := one()) is not None]
         self.activation = self._count((*alive, *inputs, *outputs))
         self.boundary = sum(tensor.nbytes for tensor in outputs)
@@ -74,16 +72,34 @@ class _Saved:
 
 
 @contextmanager
-def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[None]:
-    """A context in which ``saved`` gets what graphs save."""
+def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[Callable[[], bool]]:
+    """A context in which ``saved`` gets what graphs save; it gives whether that is all so far."""
+    refuse, seeing = autograd._saved_tensors_hooks_disable, True
 
     def pack(tensor: torch.Tensor) -> _Saved:
         kept = _Saved(tensor)
         saved.append(weakref.ref(kept))
         return kept
 
-    with saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        yield
+    def disable(*how: Any) -> None:
+        nonlocal seeing
+        try:
+            refuse(*how)
+        except RuntimeError:  # there are hooks, these or the forward's own
+            if not seeing:
+                raise
+            seeing = False
+            autograd._pop_saved_tensors_default_hooks()
+            refuse(*how)
+
+    autograd._push_saved_tensors_default_hooks(pack, lambda kept: kept.tensor)
+    autograd._saved_tensors_hooks_disable = disable
+    try:
+        yield lambda: seeing
+    finally:
+        autograd._saved_tensors_hooks_disable = refuse
+        if seeing:
+            autograd._pop_saved_tensors_default_hooks()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:

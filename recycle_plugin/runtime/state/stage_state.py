@@ -346,7 +346,12 @@ class OptimizerState:
         Putting(parameter, named).into(state[parameter], values.items())
 
     def set_shared(self, shared: Mapping[str, Any]) -> None:
-        """Take what :meth:`shared` has given."""
+        """Take what :meth:`shared` has given.  Raises RecycleError where it is of another number of groups."""
+        if len(shared["groups"]) != (here := len(self.optimizer.param_groups)):
+            raise RecycleError(
+                f"the optimizer has {here} parameter group{'s' * (here > 1)} here, and {len(shared['groups'])} in the "
+                "checkpoint, or at the other worker: give the same"
+            )
         putting, kept = Putting(self._like), self._of_no_parameter()
         for key in kept:
             del self.state[key]
