@@ -7,6 +7,8 @@
   installed there
 * scripts/bench_step.py throughput: emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
 * scripts/bench_step.py prediction: emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
+* scripts/bench_step.py instructions: three small models, 2x2: processor time of the thread that trains, by instruction,
+  against the stock engine's, and our calls in each (scripts/bench_instructions.py)
 
 Targets: ratio of step times at most 1.05, after a change 1.02; throughput at least 1.15 times, with no more
 micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part writes JSON to --out.
@@ -26,6 +28,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 import psutil
+from bench_instructions import instructions
 
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -66,8 +69,10 @@ def main(arguments: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("part", choices=sorted(PARTS))
-    made.add_argument("--steps", type=int, default=None, help="steps of each run (default: 300, 300, 15 or 20)")
-    made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 5, 2 or 1)")
+    made.add_argument(
+        "--steps", type=int, default=None, help="steps of each run, not of instructions (default: 300, 300, 15 or 20)"
+    )
+    made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 5, 2, 1 or 6)")
     made.add_argument(
         "--checkout",
         type=Path,
@@ -377,6 +382,15 @@ def prediction(found: argparse.Namespace) -> dict:
     }
 
 
+# --- the host's time -----------------------------------------------------------------------------------------
+
+
+def host_time(found: argparse.Namespace) -> dict:
+    """The table of scripts/bench_instructions.py; ``recycle.name=value``, in JSON, is set in the plugin's section."""
+    named = (each.removeprefix("recycle.").split("=", 1) for each in found.overrides)
+    return instructions(found.out, {name: json.loads(value) for name, value in named}, found.rounds)
+
+
 # --- words and numbers ---------------------------------------------------------------------------------------
 
 
@@ -399,6 +413,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "change": change,
     "throughput": throughput,
     "prediction": prediction,
+    "instructions": host_time,
 }
 
 if __name__ == "__main__":
