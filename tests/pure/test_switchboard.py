@@ -24,6 +24,7 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.kept import EVERY
 from recycle_plugin.core.messages.mirroring import Got
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import job, member
 
 RANKS = 4
@@ -192,3 +193,19 @@ def test_an_order_to_start_another_process_is_kept_for_a_supervisor_that_is_away
     played.heard[line].clear()
     played.take("goes on", hello=replace(hello, line=line, heard=heard))
     assert [each for each in played.heard[line] if isinstance(each, Restart)]
+
+
+def test_a_worker_that_was_not_answered_may_come_once_more():
+    """Who was to welcome it has died; once it was heard, or as another process, it is another worker."""
+    board, effects = Switchboard(RANKS, 1, "a job", 0.0), Effects()
+    hello = Hello(1, "worker", 7, "h")
+    first = board.opened(replace(hello, token="one"), "somebody", 0.0, effects)
+    again = board.opened(replace(hello, token="two"), "somebody", 0.1, effects)
+    assert effects.closed == [first] and board.lines[again].worker == WorkerId(1)
+    welcomes = [message for line, frame in effects.frames if line == again and (message := decode(frame))]
+    assert [message.line for message in welcomes if isinstance(message, Welcome)] == [again]
+    assert len([event for event in effects.events if event.kind == "worker"]) == 1 and board.membership.ended is None
+    board.closed(first, 0.2, effects)
+    board.said(again, Ready(member(1), 0, job()), 0.3, effects)
+    other = board.opened(replace(hello, token="three"), "somebody", 0.4, effects)
+    assert board.lines[other].worker != WorkerId(1) and again in board.lines

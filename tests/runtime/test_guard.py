@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +66,31 @@ def test_the_host_outlives_the_supervisor_as_long_as_others_are_there(through):
     os.kill(pid, signal.SIGTERM)
     assert test.makefile().readline().startswith("SIGTERM")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+
+def test_where_those_that_stand_by_end_in_turn_the_next_one_comes_only_after_a_while(monkeypatch):
+    """But it comes: else the coordinator's end would be the job's from then on."""
+    within_s = 3.0
+    monkeypatch.setattr(guard, "WITHIN_S", within_s)
+    test, other = socket.socketpair()
+    held = guard.Guard(stays, stays, lambda line, address, elsewhere: stands_by_shortly(other))
+    began = time.monotonic()
+    pid = in_a_process(held.hold)
+    try:
+        test.settimeout(60)
+        said = test.makefile()
+        for _ in range(guard.TRIES + 2):
+            assert said.readline() == "stands by\n"
+        assert time.monotonic() - began >= within_s, "the last one was put off"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def stays(line: socket.socket) -> int:
+    return 0 if guard.Pipe(line).heard() is None else 1
+
+
+def stands_by_shortly(test: socket.socket) -> int:
+    test.sendall(b"stands by\n")
+    return 0

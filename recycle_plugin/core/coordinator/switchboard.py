@@ -296,7 +296,13 @@ class Switchboard:
 
     def _greet(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
         """Welcomes a worker, and gives it its incarnation; its rank is from the launcher."""
-        worker = self.membership.identify(WorkerId(hello.rank, hello.incarnation))
+        claimed = WorkerId(hello.rank, hello.incarnation)
+        if (before := self._unanswered(claimed, hello)) is not None:
+            self.lines[number].worker, self._workers[claimed] = claimed, number
+            self._hang_up(before, effects)  # whose end is no news
+            self._greet_at(number, effects)
+            return
+        worker = self.membership.identify(claimed)
         self.lines[number].worker = worker
         self._come.add(hello.rank)
         self._workers[worker] = number
@@ -314,6 +320,16 @@ class Switchboard:
         self.act(turned_away, now, effects)
         if self.membership.ended is not None:  # it comes too late: the job has ended meanwhile
             self._put(number, self.membership.ended, effects)
+
+    def _unanswered(self, worker: WorkerId, hello: Hello) -> int | None:
+        """The connection over which the same process has come before, and has heard nothing: who was to answer has
+        died.
+        """
+        number = self._workers.get(worker)
+        if number is None or self.lines[number].heard:
+            return None
+        its = self.lines[number].hello
+        return number if (its.pid, its.host) == (hello.pid, hello.host) else None
 
     def _worker_closed(self, worker: WorkerId, now: float, effects: Effects) -> None:
         exited = self._exits.pop(worker, None)

@@ -223,7 +223,8 @@ class Known:
         news = News.of(message)
         NEWS[news.kind](self.board, news, effects := Effects())
         self._events += [(self.count, event) for event in effects.events]
-        while self._events and self._events[0][0] <= self.out:
+        # before the start nobody has written them down
+        while self._events and self._events[0][0] <= self.out and self.board.start is not None:
             self._events.popleft()
         self.electorate.add(self.count, self.board.membership.roster)
         self.electorate.out(self.out)

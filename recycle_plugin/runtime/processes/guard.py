@@ -144,6 +144,7 @@ class Guard:
         self._copies = Copies(self._send_worker)  # of signals to this process, and to the supervisor
         self._killed: list[float] = []  # when supervisors were
         self._hosts_killed: list[float] = []  # and hosts, and those that stood by
+        self._again_at: float | None = None  # when another process is to stand by, where that is put off
         self._result: int | None = None
 
     def hold(self) -> int:
@@ -162,8 +163,12 @@ class Guard:
             self._have_one_stand_by()
         self._begin()
         while self._result is None:
-            self._serve(self._copies.wait_s)
+            waits = [wait_s for wait_s in (self._copies.wait_s, self._standby_s) if wait_s is not None]
+            self._serve(min(waits, default=None))
             self._copies.settle()
+            if self._standby_s == 0.0:
+                self._again_at = None
+                self._have_one_stand_by()
         self._send_worker(signal.SIGKILL)  # if it still runs: nobody watches it any more
         if self._hosted is not None:
             self._hosted.tell(through=True)
@@ -314,10 +319,17 @@ class Guard:
             self._have_one_stand_by()
 
     def _is_worth_another(self) -> bool:
-        """Whether another process is to stand by: not where they end one after the other."""
+        """Whether another process is to stand by now: where they end one after the other, only after a while."""
         now = time.monotonic()
         self._hosts_killed = [when for when in self._hosts_killed if now - when < WITHIN_S] + [now]
-        return len(self._hosts_killed) <= TRIES
+        if len(self._hosts_killed) > TRIES:
+            self._again_at = self._hosts_killed[0] + WITHIN_S
+        return self._again_at is None
+
+    @property
+    def _standby_s(self) -> float | None:
+        """In how many seconds another process is to stand by; None where none is put off."""
+        return None if self._again_at is None else max(0.0, self._again_at - time.monotonic())
 
     def _goes_on(self, how: str) -> bool:
         """Have who stands by go on in the host's place, if it is in step with that."""

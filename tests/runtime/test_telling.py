@@ -1,0 +1,69 @@
+"""What a coordinator's process tells people where it goes on in another's place."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import pytest
+
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.runtime.processes.telling import LOG, Telling
+from tests.support.membership import job
+from tests.support.secret import SECRET
+
+SEATS = {"0.0": 0, "1.0": 1, "0.1": 2, "1.1": 3}
+
+
+@pytest.fixture
+def telling(tmp_path):
+    """``telling()`` is another process's, in effect."""
+    made: list[Telling] = []
+
+    def tell() -> Telling:
+        made.append(Telling(("127.0.0.1", 1), SECRET, os.getpid(), lambda event: None))
+        made[-1].run_dir = lambda: str(tmp_path)
+        return made[-1]
+
+    yield tell
+    for each in made:
+        each.close()
+
+
+def start_of(folder, **settings: object) -> Event:
+    return Event("start", "it starts", {"job": asdict(job(run_dir=str(folder), **settings)), "seats": SEATS})
+
+
+def logged(folder) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / LOG).read_text().splitlines()]
+
+
+def test_what_the_one_before_has_told_is_not_told_again(telling, tmp_path):
+    first, start = telling(), start_of(tmp_path)
+    for event in (start, Event("lost", "one is lost"), Event("note", "cut off")):
+        first.say(event, 1.0)
+    first.close()
+    with (tmp_path / LOG).open("ab") as log:
+        log.truncate(log.tell() - 5)  # it was killed while it wrote
+    second = telling()
+    second.go_on(start, 2.0)
+    for event in (Event("lost", "one is lost"), Event("lost", "another is lost")):
+        second.say_unless_said(event, 2.0)
+    second.close()
+    lines = (tmp_path / LOG).read_text()
+    assert lines.count("one is lost") == lines.count("another is lost") == 1
+
+
+def test_metrics_go_on_with_what_was_told_before(telling, tmp_path):
+    start = start_of(tmp_path, metrics="127.0.0.1:0")
+    first, second = telling(), telling()
+    lost = {"seat": "0.1", "rank": 2, "cause": "died", "how": "", "seen_at": 1.0}
+    for event in (start, Event("lost", "one is lost", lost)):
+        first.say(event, 1.0)
+    second.go_on(start, 2.0)
+    values = [
+        each._exporter._metrics.registry.get_sample_value("recycle_workers", {"state": "lost"})
+        for each in (first, second)
+    ]
+    assert values == [1.0, 1.0]
