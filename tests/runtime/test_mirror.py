@@ -189,8 +189,12 @@ async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatc
     following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, known=known)
     await following.start("127.0.0.1", 0)
     try:
+        following._refuse_datagram(("127.0.0.1", 1), "its seal is another one's")
+        assert not [event for event in said if event.kind == "stranger"], "it is sealed for the one that has died"
         while not [event for event in said if event.kind == "end"]:
             await asyncio.sleep(0.01)
+        following._refuse_datagram(("127.0.0.1", 1), "its seal is another one's")
+        assert len([event for event in said if event.kind == "stranger"]) == 1
         assert not known.board.lines and following.membership.lost
     finally:
         await following.close()

@@ -15,6 +15,7 @@ from recycle_plugin.authentication.handshake import Port, answer_in_loop
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.mirroring import StandsBy
 from recycle_plugin.runs import free_port
 from recycle_plugin.runtime.control.connections import SocketControl
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -44,8 +45,9 @@ class Worker:
 class Coordinator:
     """Welcomes the supervisor of rank 1, as often as it comes."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self.listener = listener
+    def __init__(self, listener: socket.socket, unanswered: int = 0) -> None:
+        self.listener, self.unanswered = listener, unanswered
+        self.line, self.store_port = -1, 1
         listener.setblocking(False)
 
     async def accept(self) -> InLoop:
@@ -55,7 +57,11 @@ class Coordinator:
         assert isinstance(hello, Hello) and (hello.rank, hello.role) == (1, "supervisor"), (
             "the first message, whatever else is to be said"
         )
-        far.send(Welcome(1, "job"))
+        if self.unanswered:
+            self.unanswered -= 1
+            far.close()
+            return await self.accept()
+        far.send(Welcome(self.store_port, "job", line=self.line))
         return far
 
 
@@ -66,8 +72,10 @@ async def hear(far: InLoop, kind: type) -> object:
 
 
 @asynccontextmanager
-async def supervised(monkeypatch, place: str = "1"):
-    """(coordinator, connection, worker, running supervisor); ``place``: the launcher's number of it."""
+async def supervised(monkeypatch, place: str = "1", unanswered: int = 0):
+    """(coordinator, connection, worker, running supervisor); ``place``: the launcher's number of it.  The coordinator
+    dies so often before it answers.
+    """
     worker = Worker()
 
     async def spawn(*_: object) -> Worker:
@@ -78,7 +86,7 @@ async def supervised(monkeypatch, place: str = "1"):
     monkeypatch.setattr(supervisor, "END_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         host, port = listener.getsockname()
-        coordinator = Coordinator(listener)
+        coordinator = Coordinator(listener, unanswered)
         environment = {"RANK": place, "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         environment[SETTING] = written(Path(folder, "secret"))
         here = worker_keeper.Here()
@@ -97,6 +105,15 @@ async def test_it_comes_again_and_its_worker_does_not_notice(monkeypatch):
             far = await coordinator.accept()
             await hear(far, SupervisorHeartbeat)
         assert worker.signals == [] and not running.done()
+        far.send(Over(0))
+        worker.ended.set_result(0)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
+
+
+async def test_who_was_to_answer_may_die_before_it_does(monkeypatch):
+    async with supervised(monkeypatch, unanswered=2) as (coordinator, far, worker, running):
+        assert coordinator.unanswered == 0
         far.send(Over(0))
         worker.ended.set_result(0)
         assert await asyncio.wait_for(running, PATIENCE_S) == 0
@@ -148,6 +165,7 @@ class Starts:
         self.go_on = asyncio.Event()
         self.started: asyncio.Queue[tuple[Worker, str]] = asyncio.Queue()
         self.refused = 0
+        self.environment: dict[str, str] = {}  # of the last one
         monkeypatch.setattr(supervisor, "pause", self._pause)
         monkeypatch.setattr(worker_keeper, "spawn", self._spawn)
 
@@ -160,7 +178,7 @@ class Starts:
         if self.refused:
             self.refused -= 1
             raise ConnectionError("there is nobody to fork it from")
-        worker = Worker()
+        worker, self.environment = Worker(), environment
         await self.started.put((worker, environment["RECYCLE_INCARNATION"]))
         return worker
 
@@ -309,3 +327,33 @@ async def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
     host = await hosted.Hosted.start(("127.0.0.1", free_port()), 1, {})
     await asyncio.wait_for(host.close(), PATIENCE_S)
     assert store.signals == [signal.SIGKILL]
+
+
+async def test_it_follows_the_coordinator_to_another_host(monkeypatch):
+    """Heartbeats go there by datagram too, and the next worker is started for there, with that host's store."""
+    async with supervised(monkeypatch) as (coordinator, far, worker, running):
+        starts = Starts(monkeypatch)
+        starts.go_on.set()
+        with socket.create_server(("127.0.0.2", 0)) as listener, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+            address = listener.getsockname()
+            datagrams.bind(address)
+            datagrams.settimeout(PATIENCE_S)
+            far.send(Welcome(1, "job", line=3))  # its number is known from now on
+            far.send(StandsBy(1, *address, 1.0))
+            await hear(far, SupervisorHeartbeat)
+            coordinator.listener.close()
+            far.close()
+            elsewhere = Coordinator(listener)
+            elsewhere.line, elsewhere.store_port = 3, 77
+            there = await elsewhere.accept()
+            await hear(there, SupervisorHeartbeat)
+            assert await asyncio.to_thread(datagrams.recv, 1000)
+            await end(worker, there, 0)
+            there.send(Restart(1, 0.0, incarnation=1))
+            worker = await starts.next(1)
+            wanted = {"MASTER_ADDR": address[0], "MASTER_PORT": "77", "RECYCLE_COORDINATOR": "{}:{}".format(*address)}
+            assert wanted.items() <= starts.environment.items()
+            there.send(Over(0))
+            await end(worker, there, 1)
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
+            there.close()
