@@ -603,7 +603,7 @@ def test_who_stands_by_elsewhere_is_turned_to_once_nobody_answers_at_home(home, 
 
 
 def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkeypatch):
-    """Though nobody answers there: that it has come counts there."""
+    """Though who was there dies, too: that it has come counted there."""
     monkeypatch.setattr(connections, "AT_HOME_S", 0.1)
     coordinator, near = home
     elsewhere = listening("127.0.0.2", answers=False)
@@ -612,17 +612,14 @@ def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkey
     coordinator.gone()
     assert near.receive(PATIENCE_S) is None
     resumed: queue.Queue[object] = queue.Queue()
-    resuming = threading.Thread(target=lambda: resumed.put(near.resume(HELLO, 2.0)))
-    resuming.start()
+    threading.Thread(target=lambda: resumed.put(near.resume(HELLO, 5.0)), daemon=True).start()
     elsewhere.hellos.get(timeout=PATIENCE_S)
-    again = Listening.__new__(Listening)
-    again.listener = socket.create_server(coordinator.address)
-    again.listener.settimeout(3.0)
-    assert resumed.get(timeout=PATIENCE_S) is None
-    with pytest.raises(TimeoutError):
-        again.listener.accept()
-    again.listener.close()
-    resuming.join()
+    with socket.create_server(coordinator.address) as again:
+        again.settimeout(0.5)
+        elsewhere.gone()
+        with pytest.raises(TimeoutError):
+            again.accept()
+        assert resumed.get(timeout=PATIENCE_S) is None
 
 
 def test_what_is_said_first_may_be_a_term_that_is_answered_before_the_welcome_comes(home):
