@@ -28,6 +28,7 @@ from recycle_plugin.runtime.control import coordinator as server
 from recycle_plugin.runtime.control import mirror
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
 from tests.support.coordinator_players import PATIENCE_S, Player, four_workers
 from tests.support.secret import SECRET, way
@@ -279,6 +280,40 @@ async def test_a_coordinator_of_which_not_half_know_the_term_ends_and_says_nothi
 
 def said_of(said: list, kind: str, step: int) -> list:
     return [event for event in said if event.kind == kind and event.details.get("step") == step]
+
+
+async def test_enough_may_know_while_nothing_else_is_said(monkeypatch):
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, workers, control, _):
+        control.close()
+        await settled(coordinator, 2)
+        for worker in workers:
+            await worker.receive(0.2)  # it answers by itself
+        while len(coordinator._board.knowing(2)) < 4:
+            await asyncio.sleep(0.01)
+        coordinator.mirror._agreed_until = 0.0  # as if all had taken longer
+        coordinator.mirror.see_late()
+        assert not coordinator.deposed.is_set()
+
+
+async def test_time_goes_on_where_another_hosts_clock_shows_another_one(monkeypatch):
+    """Else deadlines that are in the state would be over at once, or never."""
+    said: list = []
+    async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
+        await step(workers, 1)
+        coordinator.mirror._followers[0].control.close()
+        known = await asyncio.wait_for(task, PATIENCE_S)
+    last = known.now
+    monkeypatch.setattr(server.clock, "now", lambda: 5.0)
+    following = Coordinator(0, 0, lambda event, now: said.append((event, now)), SECRET, known=known)
+    entrance = Entrance("127.0.0.1", 0, following._door, lambda control: None, following._warn)
+    entrance.open()
+    await following.lead(entrance, (), "")
+    try:
+        following.fail("the test is over")
+        assert {now for _, now in said[-1:]} == {last}
+    finally:
+        await following.close()
 
 
 async def test_whom_nobody_wants_elsewhere_is_let_go(monkeypatch):

@@ -70,14 +70,15 @@ class Coordinator:
         claim: Callable[[JobSpec, str], str] = lambda job, job_id: "",
         known: Known | None = None,
     ) -> None:
+        self._shift_s = self._last = 0.0
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._serving: dict[asyncio.Task[Any], InLoop] = {}
         if known is None:  # several jobs may start in one second
             job_id = f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
-            self._board = Switchboard(ranks, store_port, job_id, clock.now(), socket.gethostname())
+            self._board = Switchboard(ranks, store_port, job_id, self._now(), socket.gethostname())
         else:
-            self._board = known.board
+            self._board, self._last = known.board, known.now
             if known.board.over is not None:
                 self._over.set()
         self._say, self._claim = say, claim
@@ -93,6 +94,9 @@ class Coordinator:
         self._heartbeats: HeartbeatListener | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[Any] | None = None
+
+    def _now(self) -> float:
+        return clock.now() + self._shift_s
 
     @property
     def membership(self) -> Membership:
@@ -132,6 +136,7 @@ class Coordinator:
         the one that is ``gone``, of which nobody may come.
         """
         self._entrance = entrance
+        self._shift_s = self._last - self._now() if self._last else 0.0  # another host's clock goes on in this state
         try:
             self._heartbeats = await HeartbeatListener.listen(
                 entrance.address, self._take_datagram, self._refuse_datagram
@@ -144,7 +149,7 @@ class Coordinator:
             self._begin_to_serve(control, hello)
 
     def _begin(self, gone: str = "") -> None:
-        self._alone_from = clock.now() + (BACK_S if self._board.lines else 0.0)
+        self._alone_from = self._now() + (BACK_S if self._board.lines else 0.0)
         for number, line in self._board.lines.items():  # of a coordinator that has died
             back_s = GONE_S if gone and line.hello.host == gone else BACK_S
             self._loop.call_later(back_s, self._see_whether_back, number)
@@ -174,10 +179,10 @@ class Coordinator:
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     def _warn(self, text: str) -> None:
-        self._say(Event("warning", f"at the coordinator {text}"), clock.now())
+        self._say(Event("warning", f"at the coordinator {text}"), self._now())
 
     def _say_stranger(self, text: str, address: str) -> None:
-        self._say(Event("stranger", text, {"address": address}), clock.now())
+        self._say(Event("stranger", text, {"address": address}), self._now())
 
     @property
     def code(self) -> int:
@@ -251,7 +256,7 @@ class Coordinator:
         if hello.line >= 0:
             if self._board.succession.term:  # what it may have to wait for is that enough know of the term
                 control.send(self._board.term_told)
-            news = News("goes on", clock.now(), hello=hello)
+            news = News("goes on", self._now(), hello=hello)
             there, effects = self._taken(news)
             if there:
                 self._attach(hello.line, control, effects)
@@ -260,7 +265,7 @@ class Coordinator:
                 control.send(Refused("the others have gone on without it"))
                 return None
         hello = replace(hello, line=-1, token=secrets.token_hex(TOKEN))
-        opened, effects = self._taken(News("opened", clock.now(), hello=hello, text=_who(control)))
+        opened, effects = self._taken(News("opened", self._now(), hello=hello, text=_who(control)))
         line = int(opened)
         self._attach(line, control, effects)
         if hello.role == OPERATOR:
@@ -312,11 +317,11 @@ class Coordinator:
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """Tell the user of a connection that speaks nonsense, and so is as good as closed."""
         if control.broken is not None and control.broken.unreadable is not None:
-            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), clock.now())
+            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), self._now())
 
     def _refuse_datagram(self, sender: tuple[Any, ...], why: OSError | str) -> None:
         """Refuse a datagram; none of those that are still sealed for a coordinator that has died."""
-        if clock.now() > self._alone_from:
+        if self._now() > self._alone_from:
             self._door.refuses(sender, why)
 
     def _take_datagram(self, hello: Hello, heartbeat: SupervisorHeartbeat, sender: tuple[Any, ...]) -> None:
@@ -327,19 +332,19 @@ class Coordinator:
         """Tell all of a term that begins, at once where nobody stands by elsewhere in it."""
         if self._closing or self._over.is_set():
             return
-        effects = self._taken(News("stands by", clock.now(), text=address))[1]
+        effects = self._taken(News("stands by", self._now(), text=address))[1]
         self.mirror.then(effects) if address else self._release(effects)
 
     def _depose(self) -> None:
         if not self.deposed.is_set():
-            self._say(Event("deposed", DEPOSED, {"term": self._board.succession.term}), clock.now())
+            self._say(Event("deposed", DEPOSED, {"term": self._board.succession.term}), self._now())
         self.deposed.set()
 
     # --- news ------------------------------------------------------------------------------------
 
     def _take(self, kind: str, line: int = -1, message: object = None, text: str = "") -> None:
         if not self._closing:
-            self.mirror.then(self._taken(News(kind, clock.now(), line, None, message, text))[1])
+            self.mirror.then(self._taken(News(kind, self._now(), line, None, message, text))[1])
 
     def _taken(self, news: News) -> tuple[Any, Effects]:
         """What the switchboard answers to ``news``, and what follows from them, once whoever stands by has them too."""
@@ -356,7 +361,7 @@ class Coordinator:
 
     def _release(self, effects: Effects) -> None:
         """Let others see what has followed."""
-        now = clock.now()
+        now = self._now()
         for line, frame in effects.frames:
             if (control := self._told.get(line)) is not None:
                 control.send(frame)

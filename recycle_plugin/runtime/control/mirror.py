@@ -173,7 +173,7 @@ class Mirror:
         """Pass on what waits for more, and let go who has taken nothing for too long, or is not wanted any more."""
         for each in self._followers:
             each.control.flush_soon()
-        if self._to_agree is not None and time.monotonic() > self._agreed_until:
+        if not self._is_agreed() and time.monotonic() > self._agreed_until:
             self._depose()
         elif self._waiting and time.monotonic() - self._waiting[0][1] > LATE_S:
             for each in [each for each in self._followers if each.in_step and each.taken < self._waiting[0][0]]:
@@ -181,12 +181,16 @@ class Mirror:
         if self.elsewhere and not self._board.succession.wants_one(self._board.membership.roster):
             self._let_go(self.elsewhere[0])
 
-    def _may_go(self, news: int) -> bool:
+    def _is_agreed(self) -> bool:
+        """Whether nobody on another host can go on without this one."""
         if self._to_agree is not None:
-            if not self._to_agree.gives(self._board.knowing(self._board.succession.term), more=False):
-                return False
-            self._to_agree = None
-        return all(each.taken >= news for each in self._followers if each.in_step)
+            knowing = self._board.knowing(self._board.succession.term)
+            if self._to_agree.gives(knowing, more=False):
+                self._to_agree = None
+        return self._to_agree is None
+
+    def _may_go(self, news: int) -> bool:
+        return self._is_agreed() and all(each.taken >= news for each in self._followers if each.in_step)
 
     def _let_out(self) -> None:
         while self._waiting and self._may_go(self._waiting[0][0]):
@@ -202,13 +206,15 @@ class Mirror:
 
 @dataclass
 class Known:
-    """What a process that stands by knows: the ``board`` as it was with the last news, which were so many (``count``),
-    and of how many all that follows is ``out``; the memberships that others may go by.
+    """What a process that stands by knows: the ``board`` as it was with the last news, which were so many (``count``)
+    and came at ``now`` by the coordinator's clock, and of how many all that follows is ``out``; the memberships that
+    others may go by.
     """
 
     board: Switchboard
     count: int
     out: int = 0
+    now: float = 0.0
     _events: deque[tuple[int, Event]] = field(default_factory=deque)
     electorate: Electorate = field(default_factory=Electorate)
 
@@ -219,7 +225,7 @@ class Known:
 
     def take(self, message: Taken) -> None:
         """Take news in."""
-        self.count, self.out = self.count + 1, message.out
+        self.count, self.out, self.now = self.count + 1, message.out, message.now
         news = News.of(message)
         NEWS[news.kind](self.board, news, effects := Effects())
         self._events += [(self.count, event) for event in effects.events]
