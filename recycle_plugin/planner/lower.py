@@ -64,10 +64,19 @@ def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
     """The program that ``seat`` executes in ``step`` by ``plan``.  Raises KeyError for a seat that the plan does not
     have.
     """
+    return tuple(one.at(step) for one in _template(plan, seat))
+
+
+def _template(plan: Plan, seat: Seat) -> tuple[Instruction, ...]:
+    """The program in step 0, made once for a plan and a seat."""
+    kept = plan.templates.get(seat)
+    if kept is not None:
+        return kept
 
     def where(datum: Datum) -> BoundaryRoute:
         stage = goes_to(datum, plan.stages)
         assert stage is not None, f"nobody needs the {datum}"
         return BoundaryRoute(plan.route[datum.stage, datum.made_of], plan.route[stage, datum.made_of])
 
-    return tuple(lower((one.at(step) for one in plan.programs[seat]), plan.stages, where))
+    made = plan.templates[seat] = tuple(lower(plan.programs[seat], plan.stages, where))
+    return made

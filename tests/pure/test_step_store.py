@@ -33,7 +33,7 @@ def store(committed: int = STEP - 1, **named) -> StepStore:
     return found
 
 
-def made(one: Instruction, have: StepStore) -> dict[Datum, str]:
+def made(one: Instruction, have: StepStore, boundary_only: bool = False) -> dict[Datum, str]:
     return {each: f"{each} by {one}" for each in provides(one)}
 
 
@@ -135,7 +135,7 @@ def test_data_that_is_drawn_is_waited_for_as_is_what_is_evaluated():
     here.reads_iterator = True
     assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")]
     here.put(datum("drawn"), "a batch")
-    here.run(instruction(Op.LOAD), lambda one, have: {datum("data"): have[datum("drawn")]})
+    here.run(instruction(Op.LOAD), lambda one, have, boundary_only: {datum("data"): have[datum("drawn")]})
     assert here[datum("data")] == "a batch" and datum("drawn") in here and here.held() == {params()}
     here.commit(STEP)
     assert set(here) == {params()}

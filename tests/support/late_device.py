@@ -34,7 +34,7 @@ class LateDevice:
     ``asked``: all copies so far; ``under_way``: what is not over.
     """
 
-    where, kind, generators = CPU.where, CPU.kind, CPU.generators
+    where, kind, generators, lags = CPU.where, CPU.kind, CPU.generators, True
     room, memory, arithmetic, budget, repeatable = CPU.room, CPU.memory, CPU.arithmetic, CPU.budget, CPU.repeatable
     order = CPU.order
 

@@ -72,7 +72,7 @@ class StoredStage:
     def _run(self, op: Op, key: Key, boundary_only: bool, wanted: str) -> Any:
         made: dict[Datum, Any] = {}
 
-        def compute(instruction: Instruction, have: StepStore) -> dict[Datum, Any]:
+        def compute(instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
             made.update(self.stage.compute(instruction, have, boundary_only))
             return made
 

@@ -77,6 +77,27 @@ def test_layers_that_checkpointing_cuts_off_are_refused():
         stage.summed(KEY[0])
 
 
+def test_numpys_stream_goes_on_with_the_normal_number_that_it_has_kept():
+    """It draws two at a time: the second one is kept beside the generator's bytes."""
+
+    def drawn(inside: Callable[[], None]) -> list[float]:
+        numpy.random.seed(3)
+        inside()
+        found = []
+        for _ in range(4):  # a number is kept, gone, kept, gone
+            found.append(numpy.random.randn())
+            inside()
+        return [*found, numpy.random.rand()]
+
+    def keyed_draws() -> None:
+        for _ in range(2):
+            with keyed(5, CPU):
+                of_key.append(numpy.random.randn())
+
+    of_key: list[float] = []
+    assert drawn(keyed_draws) == drawn(lambda: None) and len(set(of_key)) == 1
+
+
 @pytest.mark.parametrize("draw", (random.random, numpy.random.rand, lambda: torch.rand(()).item()))
 def test_what_is_drawn_in_a_forward_leaves_the_scripts_own_streams_alone(draw):
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)

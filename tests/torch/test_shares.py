@@ -121,7 +121,7 @@ def make(stage: TorchHelpedStage, sent: SentWeights, blocks: list[Block], size: 
             for op in (Op.F, Op.I, Op.W):
                 instruction = Instruction(op, 1, one, 5)
                 assert list(stage.spend(instruction)) == []
-                stage.store.run(instruction, lambda it, have: stage.compute(it, have, False))
+                stage.store.run(instruction, stage.compute)
     return stage.sums(5, blocks)
 
 
@@ -236,4 +236,4 @@ def test_an_error_in_the_compute_is_a_refusal(tmp_path):
     stage.begin(5, weights())
     stage.store.put(Datum("act", 0, MicroBatch(0, 0), 5), (torch.rand(3, WIDTH + 1),))
     with pytest.raises(CantHelp, match="RuntimeError"):
-        stage.store.run(Instruction(Op.F, 1, MicroBatch(0, 0), 5), lambda it, have: stage.compute(it, have, False))
+        stage.store.run(Instruction(Op.F, 1, MicroBatch(0, 0), 5), stage.compute)

@@ -70,36 +70,33 @@ def requires(
     """
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
     last = stage == stages - 1
-
-    def datum(kind: str, at: int = stage) -> Datum:
-        return Datum(kind, at, micro_batch, step)
-
     match op:
         case Op.LOAD:
-            return (datum("drawn"),) if drawn else ()
+            return (Datum("drawn", stage, micro_batch, step),) if drawn else ()
         case Op.RECV_ACT:
-            return (datum("act", stage - 1),)
+            return (Datum("act", stage - 1, micro_batch, step),)
         case Op.RECV_GRAD:
-            return (datum("grad", stage + 1),)
+            return (Datum("grad", stage + 1, micro_batch, step),)
         case Op.F:
-            inputs: tuple[Datum, ...] = (datum("act", stage - 1),) if stage else ()
-            inputs += (datum("data"),) if stage == 0 or last else ()
+            inputs: tuple[Datum, ...] = (Datum("act", stage - 1, micro_batch, step),) if stage else ()
+            inputs += (Datum("data", stage, micro_batch, step),) if stage == 0 or last else ()
             return inputs + (Datum("params", stage, None, step),)
         case Op.I | Op.B:
-            grad = () if last else (datum("grad", stage + 1),)
-            return (datum("stash"), Datum("params", stage, None, step)) + grad
+            grad = () if last else (Datum("grad", stage + 1, micro_batch, step),)
+            return (Datum("stash", stage, micro_batch, step), Datum("params", stage, None, step)) + grad
         case Op.W:
-            return (datum("inner"),)
+            return (Datum("inner", stage, micro_batch, step),)
         case Op.SEND_ACT:
-            return (datum("act"),)
+            return (Datum("act", stage, micro_batch, step),)
         case Op.SEND_GRAD:
-            return (datum("grad"),)
+            return (Datum("grad", stage, micro_batch, step),)
         case Op.REDUCE:
             return tuple(Datum("wgrad", stage, mine, step) for mine in own)
         case Op.TIE:
-            return (datum("reduced"),)
+            return (Datum("reduced", stage, None, step),)
         case Op.VALIDATE | Op.STEP:
-            return (datum("reduced"), datum("tied")) if tied else (datum("reduced"),)
+            reduced = Datum("reduced", stage, None, step)
+            return (reduced, Datum("tied", stage, None, step)) if tied else (reduced,)
 
 
 def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
@@ -109,7 +106,7 @@ def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
     """
     if instruction.op not in (Op.F, Op.I, Op.B, Op.W, Op.REDUCE):
         return ()
-    return tuple(datum for datum in requires(instruction, stages, own) if datum.kind != "params")
+    return tuple([datum for datum in requires(instruction, stages, own) if datum.kind != "params"])
 
 
 def provides(instruction: Instruction) -> tuple[Datum, ...]:

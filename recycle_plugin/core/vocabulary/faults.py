@@ -85,26 +85,24 @@ class Fault:
 
 
 class FaultScript:
-    """The faults of one process, the ``incarnation``-th at ``seat``, each of which strikes once."""
+    """The faults of one process, the ``incarnation``-th at ``seat``, each of which strikes once.
+
+    ``pending``: those that are still to strike.
+    """
 
     def __init__(self, faults: tuple[Fault, ...], seat: Seat, incarnation: int = 0) -> None:
-        self._pending = [fault for fault in faults if fault.seat == seat and fault.incarnation == incarnation]
+        self.pending = [fault for fault in faults if fault.seat == seat and fault.incarnation == incarnation]
         self._seen: dict[tuple[str, str], int] = {}
-
-    @property
-    def pending(self) -> bool:
-        """Whether any is still to strike."""
-        return bool(self._pending)
 
     def due(self, when: str, where: str) -> Fault | None:
         """The fault that strikes now, or None; it is then used up.  ``where``: the text form of the instruction or
         point that has been reached.
         """
-        if not self._pending:
+        if not self.pending:
             return None
         self._seen[when, where] = self._seen.get((when, where), 0) + 1
-        for fault in self._pending:
+        for fault in self.pending:
             if (fault.when, fault.where, fault.count) == (when, where, self._seen[when, where]):
-                self._pending.remove(fault)
+                self.pending.remove(fault)
                 return fault
         return None

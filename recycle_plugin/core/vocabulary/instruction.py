@@ -7,7 +7,7 @@ second evaluation; ``1SA0.2>0.2`` sends an activation to seat 0.2 and ``2RA0.2<0
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -36,6 +36,7 @@ class Op(str, Enum):
 
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
+MOVES = SENDS | RECEIVES
 STAGE_WIDE = frozenset({Op.REDUCE, Op.TIE, Op.VALIDATE, Op.STEP})
 COMPUTE = frozenset({Op.F, Op.I, Op.W, Op.B})
 
@@ -61,7 +62,7 @@ class Instruction:
     def __post_init__(self) -> None:
         if (self.micro_batch is None) != (self.op in STAGE_WIDE):
             raise ValueError(f"{self.op.name} {'takes no' if self.micro_batch else 'needs a'} micro-batch")
-        if (self.peer is None) == (self.op in SENDS | RECEIVES):
+        if (self.peer is None) == (self.op in MOVES):
             raise ValueError(f"{self.op.name} {'takes no' if self.peer else 'needs a'} peer")
 
     @property
@@ -72,7 +73,7 @@ class Instruction:
 
     def at(self, step: int) -> Instruction:
         """The same instruction in another step."""
-        return replace(self, step=step)
+        return Instruction(self.op, self.stage, self.micro_batch, step, self.peer)
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.op.value}{self.micro_batch or ''}"

@@ -138,6 +138,11 @@ class Plan:
         return self._owned[seat.stage].get(seat.replica, ())
 
     @cached_property
+    def templates(self) -> dict[Seat, tuple[Instruction, ...]]:
+        """Programs with loads and transfers, by seat, as far as they were asked for (planner/lower.py)."""
+        return {}
+
+    @cached_property
     def _owned(self) -> dict[int, dict[int, tuple[MicroBatch, ...]]]:
         return {}
 

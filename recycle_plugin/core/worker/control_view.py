@@ -65,7 +65,8 @@ class ControlView:
     on without this worker, since it was to leave; ``newcomer``: it has come back to a job that had started; ``may_go``:
     its script is through, and nobody needs it; ``shard``: which of its seat's it is; ``called_off``: the last
     generation that held at once and that a newcomer was not in; ``heard_in``: the last one that this worker is in;
-    ``reported_first``: the first that a newcomer has reported for since then.
+    ``reported_first``: the first that a newcomer has reported for since then; ``serves``, ``hashes``: see
+    :meth:`take_serves` and :meth:`take_hashes`.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -90,8 +91,8 @@ class ControlView:
         self._ends_heard = 0  # of these, by a newcomer's script
         self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known
         self._sources: list[Serving] = []
-        self._serves: list[Serve] = []
-        self._hashes: set[int] = set()  # the steps after which the state is to be hashed
+        self.serves: list[Serve] = []
+        self.hashes: set[int] = set()  # the steps after which the state is to be hashed
         self.replay: Replay | None = None
         self.beside: tuple[Member, ...] = ()
         self.others: Roster | None = None  # of a newcomer: the last that it has heard of, and is not in
@@ -192,9 +193,9 @@ class ControlView:
             case Serving():
                 self._sources.append(message)
             case Serve():
-                self._serves.append(message)
+                self.serves.append(message)
             case HashAfter():
-                self._hashes.add(message.step)
+                self.hashes.add(message.step)
             case Durable():
                 self.durable = max(self.durable, message.step)
             case LogOnly():
@@ -277,6 +278,8 @@ class ControlView:
 
     def check(self) -> None:
         """Raises :class:`Interrupted` if the membership has changed, or :class:`JobEnded` if the job is over."""
+        if self.end is None and self.pending is None:
+            return
         self.check_end()
         change = self.interruption()
         if change is not None:
@@ -289,16 +292,12 @@ class ControlView:
 
     def take_serves(self) -> list[Serve]:
         """Takes out whom this worker is to serve, as far as that was not taken before."""
-        if not self._serves:
-            return []
-        found, self._serves = self._serves, []
+        found, self.serves = self.serves, []
         return found
 
     def take_hashes(self) -> set[int]:
         """Takes out the steps after which the state is to be hashed, as far as that was not taken before."""
-        if not self._hashes:
-            return set()
-        found, self._hashes = self._hashes, set()
+        found, self.hashes = self.hashes, set()
         return found
 
     def take_news(self) -> Iterator[tuple[Generation | None, Committed]]:

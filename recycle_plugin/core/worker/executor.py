@@ -33,7 +33,7 @@ class InstructionRunner(Protocol):
     def now_us(self) -> int:
         """The world's clock, in integer microseconds."""
 
-    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterable[Any]:
         """Waits until what ``instruction`` needs is at ``seat``."""
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:

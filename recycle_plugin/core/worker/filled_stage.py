@@ -59,10 +59,7 @@ class FilledStage:
         self._machine.operations.go_by(marker.share)
         if marker.norm is not None:
             store.put(store.of_layers("norm", step), marker.norm)
-        store.run(
-            Instruction(Op.STEP, store.seat.chunk, None, step),
-            lambda one, have: self._machine.operations.compute(one, have, False),
-        )
+        store.run(Instruction(Op.STEP, store.seat.chunk, None, step), self._machine.operations.compute)
         self._steps.applied(step)
         self._steps.commit(step)
         store.commit(step)

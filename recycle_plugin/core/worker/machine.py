@@ -161,8 +161,11 @@ class Machine(Protocol):
     def running(self, program: StepProgram) -> AbstractContextManager[Iterable[Instruction]]:
         """A context in which ``program`` runs; its value is the instructions to execute."""
 
-    def performing(self, instruction: Instruction) -> AbstractContextManager[object]:
-        """A context in which ``instruction`` is carried out."""
+    def begin(self, instruction: Instruction) -> None:
+        """Notes that ``instruction`` is carried out now."""
+
+    def end(self, instruction: Instruction) -> None:
+        """Notes that it is not any more, whether it was done or not."""
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Waits for the time that ``instruction`` takes, where no computing does."""

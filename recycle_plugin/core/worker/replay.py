@@ -173,7 +173,7 @@ class StageWork(Undisturbed):
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Computes, and keeps for the log what would travel: another stage may have to be replayed later."""
         yield from self._machine.spend(instruction)
-        self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+        self._store.run(instruction, self._machine.compute)
         for datum in provides(instruction):
             if datum.kind in TRAVELS and datum in self._store:
                 self.keep(datum, self._store.move(datum, -1))
@@ -268,7 +268,7 @@ class StepEnd(Undisturbed):
                 self._store.put(self._store.of_layers("norm", instruction.step), self._record.norm)
             with self._times.of("step"):
                 yield from self._machine.spend(instruction)
-                self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+                self._store.run(instruction, self._machine.compute)
 
 
 class Replayed(NamedTuple):

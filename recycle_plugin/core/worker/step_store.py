@@ -37,7 +37,7 @@ SUMS = frozenset({"reduced", "tied"})
 """Kinds that are as large as the weights."""
 GIVEN = frozenset({"drawn", "params"})
 """Kinds that no rejected weight has a part in: data that can't be read again, and the weights that are gone back to."""
-Compute = Callable[[Instruction, "StepStore"], Mapping[Datum, Any]]
+Compute = Callable[[Instruction, "StepStore", bool], Mapping[Datum, Any]]
 
 
 class Tier(Protocol):
@@ -75,6 +75,7 @@ class StepStore:
 
     ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no
     limit.  ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``;
+    ``sums``, what is here of the kinds in SUMS;
     ``peak_weight``, the most that boundary tensors of its own have weighed; ``peak``, the most micro-batches that had a
     stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
     """
@@ -96,7 +97,7 @@ class StepStore:
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
         self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
-        self._sums: set[Datum] = set()
+        self.sums: set[Datum] = set()
         self._open: dict[tuple[int, MicroBatch | None], int] = {}  # stashes and pending weight gradients
 
     # --- what is here ------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class StepStore:
         """A copy with the same values, and a life of its own."""
         found = copy(self)
         found._data, found._sent, found._open = dict(self._data), dict(self._sent), dict(self._open)
-        found._sums = set(self._sums)
+        found.sums = set(self.sums)
         return found
 
     # --- how it comes ------------------------------------------------------------------------------
@@ -186,15 +187,14 @@ class StepStore:
         return True
 
     def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
-        """Lets ``compute`` make what ``instruction`` provides of what is here.  Raises AssertionError where an input is
-        missing.
+        """Lets ``compute(instruction, self, boundary_only)`` make what ``instruction`` provides of what is here.
+        Raises AssertionError where an input is missing.
 
         ``boundary_only``: for the boundary tensor only, so that nothing else stays.
         """
-        lacking = next(self.missing(instruction), None)
-        if lacking is not None:
+        for lacking in self.missing(instruction):
             raise AssertionError(f"{instruction} needs {lacking}, which seat {self.seat} does not have")
-        self.conclude(instruction, compute(instruction, self), boundary_only)
+        self.conclude(instruction, compute(instruction, self, boundary_only), boundary_only)
 
     def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
         """Takes in that ``instruction`` has run: what it uses up goes, and what it has ``made`` is kept.
@@ -247,10 +247,8 @@ class StepStore:
     def drop_sums(self, step: int) -> None:
         """Drops the sums of the steps up to ``step``, which are committed, in the middle of a later one, whose own sum
         needs as much room.  What else :meth:`commit` drops is small, or on the host, and waits for the step's end.
-
-        Costs next to nothing where there is none.
         """
-        for datum in [datum for datum in self._sums if datum.step <= step]:
+        for datum in [datum for datum in self.sums if datum.step <= step]:
             self._remove(datum)
 
     def undo(self, step: int) -> None:
@@ -314,7 +312,8 @@ class StepStore:
     def _put(self, datum: Datum, value: Any, valid_from: int) -> None:
         if datum.kind == "wgrad" and datum in self._data:
             raise AssertionError(f"the {datum} would be counted twice")
-        self._remove(datum)
+        if datum in self._data:
+            self._remove(datum)
         kept, weight = self._tiers[0].keep(value), 0
         if datum.kind in TRAVELS and datum.stage == self.seat.chunk:
             weight = self._tiers[0].weigh(kept)
@@ -325,7 +324,7 @@ class StepStore:
             self._open[key] = self._open.get(key, 0) + 1
             self.peak = max(self.peak, len(self._open))
         elif datum.kind in SUMS:
-            self._sums.add(datum)
+            self.sums.add(datum)
         self._data[datum] = _Entry(kept, valid_from, weight)
 
     def _remove(self, datum: Datum) -> None:
@@ -333,9 +332,11 @@ class StepStore:
         if found is None:
             return
         self._weight -= found.weight
-        self._sent.pop(datum, None)
-        self._sums.discard(datum)
-        if datum.kind in ("stash", "inner"):
+        if datum.kind in TRAVELS:
+            self._sent.pop(datum, None)
+        elif datum.kind in SUMS:
+            self.sums.discard(datum)
+        elif datum.kind in ("stash", "inner"):
             key = datum.step, datum.micro_batch
             self._open[key] -= 1
             if not self._open[key]:

@@ -40,6 +40,7 @@ from recycle_plugin.core.worker.serving import Applied, Service, Servings
 from recycle_plugin.core.worker.step_store import StepStore
 
 T = TypeVar("T")
+AWAITS = RECEIVES | {Op.LOAD, Op.STEP}  # what comes from elsewhere
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Worker:
         self._final = 0  # the step before which the script does nothing any more
         self.program: StepProgram | None = None
         self._last_forward: Instruction | None = None
+        # core.worker.executor.InstructionRunner: what the machine does without the worker
+        self.now_us, self.reach = machine.now_us, machine.reach
 
     @property
     def running(self) -> StepProgram:
@@ -262,9 +265,10 @@ class Worker:
 
         ``waiting``: this worker has nothing else to do.
         """
-        if self._control_view.outside:
+        view = self._control_view
+        if not (view.serves or view.hashes or self.hash_at or self.servings) or view.outside:
             return None  # what a newcomer is to hash, it hashes as it follows
-        for asked in self._control_view.take_serves():
+        for asked in view.take_serves():
             self._serve(asked)
         self.hash_at |= self._control_view.take_hashes()
         stepped, committed = self._steps.stepped, max(self._steps.committed, self._control_view.committed)
@@ -321,32 +325,31 @@ class Worker:
             self._control_view.check_end()  # of a change it hears in await_inputs, with the others of its seat
         while self.serve_now(waiting=False):
             pass
-        self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
+        if self.store.sums:
+            self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
 
-    def now_us(self) -> int:
-        """The machine's clock, in integer microseconds."""
-        return self._machine.now_us()
-
-    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterable[Any]:
         """Waits for what comes from elsewhere, and, before a step, for the commit of the one whose undo record it
         overwrites; and for the others that hold the seat, where only all can do it.
         """
         self._left_out = None
         if self._lockstep is None:
-            yield from self._await_inputs(instruction)
-            return
-        yield from self._lockstep.come_to()
-        if self._lockstep.stops:
+            return self._await_inputs(instruction) if instruction.op in AWAITS else ()
+        return self._await_inputs_together(instruction, self._lockstep)
+
+    def _await_inputs_together(self, instruction: Instruction, lockstep: Lockstep) -> Iterator[Any]:
+        yield from lockstep.come_to()
+        if lockstep.stops:
             self._left_out = instruction if self._lacks(instruction) else None
             return
         try:
             yield from self._await_inputs(instruction)
         except Interrupted:
-            yield from self._lockstep.stop()
+            yield from lockstep.stop()
             self._left_out = instruction
             return
         if instruction.op in JOINT:
-            yield from self._lockstep.begin(str(instruction))
+            yield from lockstep.begin(str(instruction))
 
     def _lacks(self, instruction: Instruction) -> bool:
         """Whether ``instruction``, which another shard of the seat has run, waits for what is not here."""
@@ -365,22 +368,21 @@ class Worker:
             yield from self._machine.wait_for_commit(before)
             self._steps.commit(before)
 
-    def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Tells the machine that an instruction is about to run or has run: injected faults strike there."""
-        self._machine.reach(when, seat, instruction)
-
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Carries ``instruction`` out: computes, sends, adds up, validates or steps."""
+        return self._perform(instruction) if self._lockstep is None else self._perform_together(instruction)
+
+    def _perform_together(self, instruction: Instruction) -> Iterator[Any]:
+        assert self._lockstep is not None, "others hold the seat with this worker"
         try:
             if self._left_out is None:
                 yield from self._perform(instruction)
         except Interrupted:
-            if self._lockstep is None:
-                raise
             yield from self._lockstep.stop()
 
     def _perform(self, instruction: Instruction) -> Iterator[Any]:
-        with self._machine.performing(instruction):
+        self._machine.begin(instruction)
+        try:
             yield from self._machine.spend(instruction)
             match instruction.op:
                 case Op.REDUCE | Op.TIE:
@@ -393,6 +395,8 @@ class Worker:
                     self._send(instruction)
                 case op if op not in RECEIVES:
                     self._compute(instruction)
+        finally:
+            self._machine.end(instruction)
 
     def record(self, span: Span) -> None:
         """Takes the time span of an instruction that has run, for the stopwatch and the machine's trace."""
@@ -405,13 +409,14 @@ class Worker:
     # instructions
 
     def _compute(self, instruction: Instruction) -> None:
-        boundary_only = instruction in self.running.boundary_only
-        compute = self._machine.operations.compute
-        self.store.run(instruction, lambda one, have: compute(one, have, boundary_only), boundary_only)
-        if instruction == self._last_forward and instruction.step > 0:
-            self._say_losses(instruction.step)
-        if self._observers and instruction.step > 0:
-            self._tell_made(instruction)
+        program = self.running
+        boundary_only = bool(program.boundary_only) and instruction in program.boundary_only
+        self.store.run(instruction, self._machine.operations.compute, boundary_only)
+        if instruction.step > 0:
+            if instruction is self._last_forward:
+                self._say_losses(instruction.step)
+            if instruction.op is Op.LOAD or program.resumed:
+                self._tell_made(instruction)
 
     def _tell_made(self, instruction: Instruction) -> None:
         """Tells of what was drawn, and what a failure has had made again: whoever made it first may not have had it on
@@ -469,7 +474,7 @@ class Worker:
         self.servings.before_step(step - 1, self.store.valid_from)
         self._machine.hashing.finish()
         settings = self._machine.units.settings()
-        self.store.run(instruction, lambda one, have: self._machine.operations.compute(one, have, False))
+        self.store.run(instruction, self._machine.operations.compute)
         norm = self.store.get(self.store.of_layers("norm", step))  # which STEP itself may have found
         self.servings.stepped(step, Applied(norm, settings, self.running.share))
         for each in self._observers:

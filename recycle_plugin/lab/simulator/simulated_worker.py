@@ -339,15 +339,16 @@ class SimulatedMachine(SimulatedReplays):
         self.step = max(self.step, program.step)
         yield program.instructions
 
-    @contextmanager
-    def performing(self, instruction: Instruction) -> Iterator[None]:
-        """A context in which ``instruction`` is carried out."""
+    def begin(self, instruction: Instruction) -> None:
+        """Notes that ``instruction`` is carried out now."""
         self.current, self.at = instruction, (COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
             self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
                 self.worker.running.resumed and self.control_view.collected(instruction.step, NORM) is not None
             )
-        yield
+
+    def end(self, instruction: Instruction) -> None:
+        """Notes nothing: what is at rest waits, and says so."""
 
     def spend(self, instruction: Instruction) -> Iterator[int]:
         """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""

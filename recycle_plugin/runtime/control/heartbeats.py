@@ -25,8 +25,8 @@ ANSWER_S = 1.0  # how long a heartbeat that was due may be answered late, before
 class Heartbeats:
     """The heartbeats of the worker whose ``view`` of the job it is; only the main thread reports what it is at.
 
-    ``lease_until``: when the lease ends, by time.monotonic in seconds, infinite before :meth:`start`.  ``silent`` is
-    called, in a thread, where the coordinator says nothing.
+    ``done``: how many instructions it has finished.  ``lease_until``: when the lease ends, by time.monotonic in
+    seconds, infinite before :meth:`start`.  ``silent`` is called, in a thread, where the coordinator says nothing.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class Heartbeats:
     ) -> None:
         self._view, self._send, self._silent = view, send, silent
         self._at: tuple[str, object] = (ELSEWHERE, SCRIPT)
-        self._done = 0
+        self._main = threading.main_thread().ident
+        self.done = 0
         self._number = 0
         self._said_to_compute = False
         self._sent: dict[int, float] = {}
@@ -60,28 +61,26 @@ class Heartbeats:
         ``at`` is one of the words of core/messages/activity.py; ``what``, or what it returns, is only made a text when
         it is sent, in another thread.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = self._at
-        self._change((at, what))
+        before = self.turn_to((at, what))
         try:
             yield
         finally:
-            self._change(before)
+            self.turn_to(before)
 
-    def finished(self) -> None:
-        """Count one more finished instruction."""
-        self._done += 1
+    def turn_to(self, at: tuple[str, object]) -> tuple[str, object]:
+        """Note what the main thread is at from now on, as :meth:`at` has it, and return what it was at; other threads
+        change nothing.
 
-    def _change(self, at: tuple[str, object]) -> None:
-        """Note what the thread is at; the end of computing is sent at once.
-
-        Whatever comes next may hold the interpreter up, and no heartbeat gets out.
+        The end of computing is sent at once: whatever comes next may hold the interpreter up, and no heartbeat gets
+        out.
         """
+        before = self._at
+        if threading.get_ident() != self._main:
+            return before
         self._at = at
         if self._said_to_compute:
             self.beat()
+        return before
 
     # --- the coordinator's word ----------------------------------------------------------------------
 
@@ -102,7 +101,7 @@ class Heartbeats:
                 Heartbeat(
                     self._view.rank,
                     self._number,
-                    self._done,
+                    self.done,
                     at,
                     str(what() if callable(what) else what)[:LONGEST],
                     self._view.begun,

@@ -66,11 +66,16 @@ class TrainingThread:
     @contextmanager
     def at_work(self, work: object) -> Iterator[None]:
         """Note that this thread, which trains, carries out ``work`` of a program inside of this context."""
-        before, self.work, self.ident = self.work, work, threading.get_ident()
+        before = self.turn_to(work)
         try:
             yield
         finally:
             self.work = before
+
+    def turn_to(self, work: object) -> object:
+        """Note that this thread, which trains, carries out ``work`` from now on; returns what it did before."""
+        before, self.work, self.ident = self.work, work, threading.get_ident()
+        return before
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:

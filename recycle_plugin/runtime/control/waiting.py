@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -60,7 +59,8 @@ class Waiting:
         timeout_s = timeout_s or self.timeout_s
         served: bool | None = False  # what a newcomer waits for may be there already, and nothing comes then
         deadline = time.monotonic() + timeout_s
-        with self._heartbeats.at(WAITS, what), self._counted():
+        was_at, began_us = self._heartbeats.turn_to((WAITS, what)), time.monotonic_ns() // 1000
+        try:
             while True:
                 with self.changed:
                     self._view.check() if interruptible else self._view.check_end()
@@ -79,14 +79,8 @@ class Waiting:
                         left = min(deadline, cut_off) - now
                         self.changed.wait(left if served is None else min(left, SERVE_S))
                 served = self._thread.serve_newcomers()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count the time inside of this context as waited."""
-        began_us = time.monotonic_ns() // 1000
-        try:
-            yield
         finally:
+            self._heartbeats.turn_to(was_at)
             self.waited_us += time.monotonic_ns() // 1000 - began_us
 
     def _raise_cut_off(self, name: str) -> NoReturn:

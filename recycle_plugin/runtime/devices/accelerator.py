@@ -34,7 +34,7 @@ class Accelerator:
     """The accelerator at ``where``, of any kind for which torch has streams and events (runtime/devices/port.py)."""
 
     def __init__(self, where: torch.device) -> None:
-        self.where, self.kind = where, where.type
+        self.where, self.kind, self.lags = where, where.type, True
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
         self._taken, self._taking = set[Any](), threading.Lock()  # streams that somebody orders something on

@@ -70,17 +70,17 @@ class Cpu:
     Its memory is the machine's, which other workers use too.
     """
 
-    where, kind = HOST, HOST.type
+    where, kind, lags = HOST, HOST.type, False
     generators = (torch.default_generator,)
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
         """Detached tensors, contiguous; copies where their memory may not be shared."""
-        given = (tensor.detach() if shared else tensor.detach().clone() for tensor in tensors)
-        return There(tuple(tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in given))
+        given = [tensor.detach() if shared else tensor.detach().clone() for tensor in tensors]
+        return There(tuple([tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in given]))
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
         """Detached tensors on the host; copies where their memory may not be shared."""
-        return There(tuple(tensor.detach().to(HOST, copy=not shared) for tensor in tensors))
+        return There(tuple([tensor.detach().to(HOST, copy=not shared) for tensor in tensors]))
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in host memory.

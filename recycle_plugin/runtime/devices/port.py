@@ -96,12 +96,14 @@ class DeviceMemory(NamedTuple):
 class Device(Protocol):
     """What a worker computes on, for any thread.
 
-    ``where`` is where tensors are made that it computes with, ``kind`` its name for torch.autocast.  Methods' ``what``
+    ``where`` is where tensors are made that it computes with, ``kind`` its name for torch.autocast.  ``lags``: its work
+    may go on after the call that has started it.  Methods' ``what``
     is named by a wait that passes its deadline; only then is it made a text.
     """
 
     where: torch.device
     kind: str
+    lags: bool
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
         """Start copying tensors, wherever they are, to host memory, contiguous and without a graph.

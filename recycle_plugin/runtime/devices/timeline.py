@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,30 +40,33 @@ class Timeline:
         self._anchor: tuple[DeviceEvent, int] | None = None  # an event, and when it has happened
         self._last_us = 0  # the end of the last span
 
-    def start(self, instruction: Instruction, start: Callable[[], T]) -> T:
-        """Call ``start``, which starts ``instruction``, once the device has at most one other to do.
+    def start(self, start: Callable[..., T], instruction: Instruction, *given: object) -> T:
+        """Call ``start(instruction, *given)``, which starts ``instruction``, once the device has at most one other to
+        do.
 
         Raises WaitTimeout where that takes too long, and what earlier work has failed with.
         """
+        if not self._device.lags:
+            return start(instruction, *given)
         self._settle(AHEAD)
         begin = self._mark(instruction)
-        made = start()
+        made = start(instruction, *given)
         self._under_way.append(Started(instruction, begin, self._device.event(instruction)))
         return made
 
-    def spans(self, span: Span) -> Iterator[Span]:
-        """Take the span of what the host has been through, and yield those of what is over, in the device's time.
+    def spans(self, span: Span) -> list[Span]:
+        """Take the span of what the host has been through; returns those of what is over, in the device's time.
 
         Behind what a whole stage does all is over: others are told how long the step has taken.
         """
+        if not self._device.lags:
+            return [span]
         own = self._under_way[-1] if self._under_way and self._under_way[-1].instruction is span.instruction else None
         if own is not None:
             own.span = span
         self._settle(0 if span.instruction.op in STAGE_WIDE else len(self._under_way))
-        yield from self._over
-        if own is None:
-            yield span
-        self._over.clear()
+        over, self._over = self._over, []
+        return [*over, span] if own is None else over
 
     def _settle(self, left: int) -> None:
         """Wait until at most ``left`` instructions are under way, and take the times of all that are over."""

@@ -40,7 +40,7 @@ def outgoing(outputs: Any) -> Tensors:
         raise RecycleError(
             f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors"
         )
-    return tuple(member.resolve_conj().resolve_neg() for member in members)
+    return tuple([member.resolve_conj().resolve_neg() for member in members])
 
 
 def _wrong(member: Any) -> str | None:
@@ -69,7 +69,7 @@ def incoming(tensors: Tensors) -> Any:
     change them.
     """
     marked = _is_mark(tensors[-1])
-    members = tuple(tensor.clone() for tensor in (tensors[:-1] if marked else tensors))
+    members = tuple([tensor.clone() for tensor in (tensors[:-1] if marked else tensors)])
     return members if marked or len(members) > 1 else members[0]
 
 
@@ -77,7 +77,7 @@ def gradients(inputs: Tensors) -> Tensors:
     """The gradients of ``inputs`` that travel back after the backward; a mark where nothing was computed from an
     input.
     """
-    return tuple(MARK if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad)
+    return tuple([MARK if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad])
 
 
 def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,7 +85,7 @@ def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor,
 
     Outputs that nothing was computed from are left out.
     """
-    members = (output for output in outputs if differentiable(output))
+    members = [output for output in outputs if differentiable(output)]
     return [
         (output, grad)
         for output, grad in zip(members, grads, strict=True)

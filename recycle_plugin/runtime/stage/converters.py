@@ -34,7 +34,7 @@ class Converter:
         """What to run instead of the method, or None."""
         if self.call is not None:
             return self.call(module, *args, **kwargs)
-        if kwargs.keys() == {"input"}:
+        if kwargs and kwargs.keys() == {"input"}:
             args, kwargs = (*args, kwargs["input"]), {}
         return None if kwargs or len(args) != 1 else (partial(getattr(type(module), self.seam), module), args[0])
 

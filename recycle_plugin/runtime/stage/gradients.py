@@ -354,8 +354,11 @@ class Gradients:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
             buckets.append([])
+            numbers = 0
             for parameter in parameters:
                 buckets[-1].append(parameter)
-                if sum(p.numel() for p in buckets[-1]) > limit:
+                numbers += parameter.numel()
+                if numbers > limit:
                     buckets.append([])
+                    numbers = 0
         return [bucket for bucket in buckets if bucket]

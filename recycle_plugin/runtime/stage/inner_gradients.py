@@ -58,5 +58,7 @@ class InnerGradients:
 
 def asked_for(inputs: tuple[Any, ...], known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """The parameters, ``known`` by id, among the tensors and GradientEdges that a run of autograd's engine is for."""
+    if not inputs:
+        return []
     leaves = (getattr(one.node, "variable", None) if isinstance(one, GradientEdge) else one for one in inputs)
     return [known[id(leaf)] for leaf in leaves if id(leaf) in known]

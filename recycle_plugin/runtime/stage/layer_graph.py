@@ -88,9 +88,11 @@ class LayerGraph:
             else:
                 if _custom(kind):
                     custom.append(node)
-                waiting += [after for after, _ in node.next_functions if after is not None]
+                for after, _ in node.next_functions:
+                    if after is not None:
+                        waiting.append(after)
         self.parameters = tuple(parameters)
-        return bool(parameters) and not any(_leads_to_both(node, x) for node in custom)
+        return bool(parameters) and not (custom and any(_leads_to_both(node, x) for node in custom))
 
     def _close(self, output: Tensor, x: Tensor, cut: Tensor) -> None:
         node: Any = output.grad_fn

@@ -6,11 +6,13 @@ own stream they would differ, and the gradient would be of another function, sil
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,18 +38,17 @@ def keyed(seed: int, device: Device) -> Iterator[None]:
     Layers that are left out at random draw from the latter.  Afterwards the worker's own streams go on as if nothing
     was.  No device is waited for: a generator's state is on the host.
     """
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy else None
+    python, numpy = random.getstate(), _numpy.begin(seed)
     random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed % 2**32)
+    generators, trackers = _seeded(seed, device), _seeded_trackers(seed, device)
     try:
-        with keyed_torch(seed, device), _keyed_trackers(seed, device):
-            yield
+        yield
     finally:
         random.setstate(python)
-        if numpy:
-            numpy.random.set_state(array)
+        numpy()
+        _put_back(generators)
+        for tracker, states in trackers:
+            tracker.set_states(states)
 
 
 @contextmanager
@@ -56,29 +57,74 @@ def keyed_torch(seed: int, device: Device) -> Iterator[None]:
 
     That is for a backward: with the others it takes ten times as long.
     """
+    states = _seeded(seed, device)
+    try:
+        yield
+    finally:
+        _put_back(states)
+
+
+def _seeded(seed: int, device: Device) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Have torch's default generators for ``device`` start from ``seed``; returns what they were."""
     states = [(generator, generator.get_state()) for generator in device.generators]
     for generator, _ in states:
         # torch.manual_seed looks for other devices each time, which takes longer than all of this
         generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+    return states
 
 
-@contextmanager
-def _keyed_trackers(seed: int, device: Device) -> Iterator[None]:
-    """Inside of this context every state of every tracker starts from ``seed`` and its name."""
+def _put_back(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+class _NumpyStream:
+    """numpy's own stream, the bytes of its generator: get_state() and set_state() take 60 µs, number by number.
+
+    A normal number may be kept beside the bytes, which only get_state() shows.  One comes there only as others are
+    drawn: so bytes with which there was none before have none again.
+    """
+
+    _bytes = 4 * 625  # numpy's mt19937_state: the numbers, and which of them is next
+
+    def __init__(self) -> None:
+        self._alone = b""  # bytes beside which nothing is kept
+
+    def begin(self, seed: int) -> Callable[[], object]:
+        """Start from ``seed``, where numpy is used; returns what puts the stream back."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return lambda: None
+        drawn, generator = numpy.random, numpy.random.mtrand._rand._bit_generator
+        if not isinstance(generator, drawn.MT19937):
+            raise TypeError(f"numpy's own stream is a {type(generator).__name__}: only a MT19937 can be seeded again")
+        address = generator.ctypes.state_address
+        before = ctypes.string_at(address, self._bytes)
+        if before != self._alone:
+            whole = drawn.get_state()
+            if whole[3]:
+                drawn.seed(seed % 2**32)
+                return partial(drawn.set_state, whole)
+            self._alone = before
+        drawn.seed(seed % 2**32)
+
+        def put_back() -> None:
+            drawn.seed(0)  # which keeps no normal number
+            ctypes.memmove(address, before, self._bytes)
+
+        return put_back
+
+
+_numpy = _NumpyStream()
+
+
+def _seeded_trackers(seed: int, device: Device) -> list[tuple[Any, Any]]:
+    """Have every state of every tracker start from ``seed`` and its name; returns what they were."""
     kept = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
     own = device.generators[-1]
     for tracker, states in kept:
         tracker.set_states({name: _started(state, named(seed, name), own) for name, state in states.items()})
-    try:
-        yield
-    finally:
-        for tracker, states in kept:
-            tracker.set_states(states)
+    return kept
 
 
 def _trackers() -> Iterator[Any]:

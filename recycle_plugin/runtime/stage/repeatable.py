@@ -122,17 +122,15 @@ class Reuse:
     def __init__(self) -> None:
         self.may = True
         self._first: dict[int, torch.UntypedStorage] | None = None  # kept, so that its memory is not given out again
-        self._known = False
+        self.known = False
 
     def see(self, made: Tensors) -> None:
-        """Take what a run has ``made``."""
-        if self._known:
-            return
+        """Take what a run has ``made``; of no use where it is ``known``."""
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made if each.numel()}
         if self._first is None:
             self._first = storages
         else:
-            self.may, self._known, self._first = bool(self._first.keys() & storages.keys()), True, None
+            self.may, self.known, self._first = bool(self._first.keys() & storages.keys()), True, None
 
 
 class Rehearsal:

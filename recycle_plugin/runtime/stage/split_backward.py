@@ -48,16 +48,11 @@ from torch.utils import checkpoint
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.converters import CONVERTERS, Converter
-from recycle_plugin.runtime.stage.gradient_store import TorchGradients, swapped
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.inner_gradients import asked_for, engine_runs
 from recycle_plugin.runtime.stage.layer_graph import LayerGraph, run_engine
 
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    """How often each was changed in place."""
-    return [tensor._version for tensor in tensors]
 
 
 class _Work(NamedTuple):
@@ -67,11 +62,11 @@ class _Work(NamedTuple):
     saved: list[Tensor]
     gradient: Tensor
     task: int
-    versions: list[int]
+    versions: list[int]  # of what is saved: how often each was changed in place
     version: int  # of the gradient
 
     def load(self) -> None:
-        if _versions(self.saved) != self.versions or self.gradient._version != self.version:
+        if [one._version for one in self.saved] != self.versions or self.gradient._version != self.version:
             raise RuntimeError("a tensor that a weight gradient needs was changed in place between I and W")
         self.graph.saved.tensors = self.saved
 
@@ -100,8 +95,8 @@ class PendingWeights:
 
     def add(self, graph: LayerGraph, saved: list[Tensor], gradient: Tensor) -> None:
         """Take the weight half of one use of a layer; called by its node, in the order of the backward."""
-        task = torch._C._current_graph_task_id()
-        self._work.append(_Work(graph, saved, gradient, task, _versions(saved), gradient._version))
+        task, versions = torch._C._current_graph_task_id(), [one._version for one in saved]
+        self._work.append(_Work(graph, saved, gradient, task, versions, gradient._version))
 
     def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a ``gradient`` of ``parameter`` that I has made outside of its layer, for W to add to its own and
@@ -120,8 +115,8 @@ class PendingWeights:
             made = [parameter for parameter in parameters if parameter in self._made] if self._made else []
             for use in uses:
                 use.load()
-            outputs = (*(use.graph.output for use in uses), *made)
-            gradients = (*(use.gradient for use in uses), *map(self._made.pop, made))
+            outputs = (*[use.graph.output for use in uses], *made)
+            gradients = (*[use.gradient for use in uses], *map(self._made.pop, made))
             run_engine(outputs, gradients, True, False, parameters, True, True)
         while self._made:
             parameter, gradient = self._made.popitem()
@@ -141,9 +136,9 @@ def _runs(work: list[_Work]) -> Iterator[tuple[tuple[nn.Parameter, ...], list[_W
         for parameter in one.graph.parameters:
             last.pop((one.task, id(parameter)), None)
             last[one.task, id(parameter)] = parameter
-    times = Counter(number for _, number in last)
+    times = Counter([number for _, number in last])
     for task, uses in tasks.items():
-        own = tuple(parameter for (of, number), parameter in last.items() if of == task and times[number] == 1)
+        own = tuple([parameter for (of, number), parameter in last.items() if of == task and times[number] == 1])
         if own:
             yield own, uses
     for (task, number), parameter in last.items():
@@ -189,8 +184,7 @@ class _Deferral:
         graph, fits = LayerGraph(), False
         try:
             if fits := graph.run(function, x, self.known):
-                split: Callable[..., Tensor] = _Split.apply
-                return split(x, self.anchor, graph, self)
+                return _split(torch._C._functorch.unwrap_if_dead(x), self.anchor, graph, self)
             return None
         finally:
             if not fits:
@@ -261,6 +255,11 @@ class _Split(torch.autograd.Function):
         return made, None, None, None
 
 
+# torch.autograd.Function.apply without what it looks for first: no transform is active here (_plain_autograd), and a
+# tensor of one that is over is unwrapped
+_split: Callable[..., Tensor] = super(torch.autograd.Function, _Split).apply
+
+
 def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *args: Any, **kwargs: Any) -> Tensor:
     """What a converted module's seam runs instead of its own method."""
     if deferral.splits and _plain_autograd() and deferral.trains(module):
@@ -278,9 +277,7 @@ def _plain(x: Any) -> bool:
 def _dispatched() -> bool:
     """Whether a dispatch mode is active, other than selective checkpointing's."""
     count = torch._C._len_torch_dispatch_stack()
-    return count > 0 and not all(
-        isinstance(torch._C._get_dispatch_stack_at(place), _SELECTIVE) for place in range(count)
-    )
+    return not all(isinstance(torch._C._get_dispatch_stack_at(place), _SELECTIVE) for place in range(count))
 
 
 def _plain_autograd() -> bool:
@@ -290,7 +287,9 @@ def _plain_autograd() -> bool:
     Under autocast several layers may share a cast, which belongs to the graph around them; torch.func and forward mode
     need the stock functions; a dispatch mode would see the functions that cut a graph off.
     """
-    if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or _dispatched():
+    if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return False
+    if torch._C._len_torch_dispatch_stack() and _dispatched():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
@@ -323,6 +322,7 @@ class DeferredWeights:
         self._deferral.known = {
             id(parameter): parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)
         }
+        self._gradients = TorchGradients(self._deferral.known.values())
         self.converted = tuple(self._layers)
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
@@ -339,15 +339,15 @@ class DeferredWeights:
         These are those whose parameters it has ``asked`` for gradients of, those through which it has differentiated
         twice, and those whose graph can't be split.  If there are any, the forward has to be run again.
         """
-        return self.fuse({*asked, *self._deferral.unfit})
+        found = {*asked, *self._deferral.unfit}
+        return self.fuse(found) if found else ()
 
     def hooked(self) -> tuple[str, ...]:
         """Fuse the layers whose parameters have hooks, which may look at anything of their backward; returns their
         names.
         """
-        return self.fuse(
-            [one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks]
-        )
+        found = [one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks]
+        return self.fuse(found) if found else ()
 
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
@@ -355,13 +355,14 @@ class DeferredWeights:
         if self._deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
         self._deferral.held = pending = PendingWeights()
-        weights = [parameter for parameter in self._deferral.known.values() if parameter.requires_grad]
-        made: list[Tensor | None] = [None] * len(weights)
+        store, weights = self._gradients, [*self._deferral.known.values()]
+        self._deferral.splits, before = True, store.swap([None] * len(weights))
         try:
-            with self._deferral.splitting(), engine_runs(self._refuse), swapped(TorchGradients(weights), made):
+            with engine_runs(self._refuse):
                 yield pending
         finally:
-            self._deferral.held = None
+            self._deferral.splits, self._deferral.held = False, None
+            made = store.swap(before)
         for parameter, gradient in zip(weights, made):
             if gradient is None:
                 continue

@@ -46,6 +46,7 @@ from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, Reus
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -142,27 +143,24 @@ class Stage:
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F, I, W or B makes, by datum; with ``boundary_only`` I makes the boundary tensor alone."""
-        stage, step, one = instruction.stage, instruction.step, instruction.works_on
-
-        def datum(kind: str, at: int = stage) -> Datum:
-            return Datum(kind, at, one, step)
-
-        match instruction.op:
-            case Op.F:
-                made, stash, loss = self.forward(
-                    (step, one), have.get(datum("data"), LoadedBatch()), have.get(datum("act", stage - 1), ())
-                )
-                return {datum("act"): made, datum("stash"): stash} | ({} if loss is None else {datum("loss"): loss})
-            case Op.W:
-                self.backward_weight((step, one), have[datum("inner")])
-                return {datum("wgrad"): None}
-        stash, grads = have[datum("stash")], have.get(datum("grad", stage + 1))
-        if instruction.op is Op.B:
-            return {datum("grad"): self.backward((step, one), stash, grads), datum("wgrad"): None}
+        op, stage, step, one = instruction.op, instruction.stage, instruction.step, instruction.works_on
+        key, wgrad = (step, one), Datum("wgrad", stage, one, step)
+        if op is Op.F:
+            data, received = Datum("data", stage, one, step), Datum("act", stage - 1, one, step)
+            made, stash, loss = self.forward(key, have.get(data, LoadedBatch()), have.get(received, ()))
+            found = {Datum("act", stage, one, step): made, Datum("stash", stage, one, step): stash}
+            return found if loss is None else {**found, Datum("loss", stage, one, step): loss}
+        if op is Op.W:
+            self.backward_weight(key, have[Datum("inner", stage, one, step)])
+            return {wgrad: None}
+        stash, grads = have[Datum("stash", stage, one, step)], have.get(Datum("grad", stage + 1, one, step))
+        grad = Datum("grad", stage, one, step)
+        if op is Op.B:
+            return {grad: self.backward(key, stash, grads), wgrad: None}
         if boundary_only:
-            return {datum("grad"): self.backward_input_boundary_only((step, one), stash, grads)}
-        made, inner = self.backward_input((step, one), stash, grads)
-        return {datum("grad"): made, datum("inner"): inner}
+            return {grad: self.backward_input_boundary_only(key, stash, grads)}
+        made, inner = self.backward_input(key, stash, grads)
+        return {grad: made, Datum("inner", stage, one, step): inner}
 
     def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, Told | None]:
         """Run one forward: what goes to the next stage, what the backward needs, and on the last stage the loss.
@@ -171,7 +169,7 @@ class Stage:
         """
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
-        given = ForwardInputs(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
+        given = ForwardInputs(loaded, tuple([tensor.requires_grad_(differentiable(tensor)) for tensor in moved]))
         outputs, loss = (
             self._watched_forward(key, given)
             if "forward" not in self._watched and key[0] > 0
@@ -182,7 +180,7 @@ class Stage:
             return (), Stash(given.inputs, (), self._scaled(loss / model.scale)), model.told(loss)
         stash = Stash(given.inputs, outgoing(outputs), None)
         made = packed(outputs, self._own_memory(key[0], stash.outputs))
-        return tuple(tensor.detach() for tensor in made), stash, None
+        return tuple([tensor.detach() for tensor in made]), stash, None
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times its scale, in fp32 at least: in fp16 most scales would make it infinite."""
@@ -213,7 +211,7 @@ class Stage:
             if not unfit and failed is not None:
                 raise failed
             if not unfit:
-                if key[0] > 0:
+                if key[0] > 0 and not self._reuse.known:
                     self._reuse.see(_made(*made))
                 return made
 
@@ -221,7 +219,7 @@ class Stage:
         model, (step, micro_batch) = self._model, key
         # an evaluation has a negative step; a boundary-only forward has a graph too: layers may want one, and without
         # it torch may choose other kernels
-        split = nullcontext() if self._deferred is None else self._deferred.forward()
+        split = NOTHING if self._deferred is None else self._deferred.forward()
         with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
             outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
             if not model.last:
@@ -236,16 +234,17 @@ class Stage:
                 made = self._differentiate(stash, grads)
             if pending is not None:
                 pending.run()
-            return made
+        return made
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
         """Compute the gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
         early = empty(self._made) if self._blocks is not None else None
-        aside = nullcontext() if early is None else self._aside(early)
+        aside = NOTHING if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
             made = self._differentiate(stash, grads)
         self._collect()
-        self.held.left(pending, early)
+        if self.held.pending is None:
+            self.held.left(pending, early)
         return made, Inner(pending, early)
 
     @contextmanager
@@ -317,7 +316,7 @@ class Stage:
         return self._randomness(key[1], key[0], half)
 
     def _hold(self) -> AbstractContextManager[PendingWeights | None]:
-        return nullcontext() if self._deferred is None else self._deferred.hold()
+        return NOTHING if self._deferred is None else self._deferred.hold()
 
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
         """Run the backward; returns the gradients of the inputs."""
@@ -355,12 +354,12 @@ class Stage:
         check_unchanged(module, before, "forward")
         return computed
 
-    @contextmanager
-    def _watching(self, half: str) -> Iterator[None]:
+    def _watching(self, half: str) -> AbstractContextManager[None]:
         """A context for a backward: the first of each ``half`` must leave parameters and buffers as they are."""
-        if half in self._watched:
-            yield
-            return
+        return NOTHING if half in self._watched else self._watched_backward(half)
+
+    @contextmanager
+    def _watched_backward(self, half: str) -> Iterator[None]:
         before = ModuleState(self._model.module)
         yield
         self._watched.add(half)
@@ -382,8 +381,10 @@ class Stage:
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        shared = (self._reuse.may or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
-        return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
+        own, may = self._memory[1], self._reuse.may
+        return tuple(
+            [member.clone() if may or member.untyped_storage().data_ptr() in own else member for member in members]
+        )
 
     def _data(self, given: ForwardInputs) -> Any:
         """A copy of the inputs, since a layer may change them."""
@@ -393,10 +394,13 @@ class Stage:
                 tensor.requires_grad_(differentiable(tensor))
         return data
 
+    def _summing(self, key: Key) -> AbstractContextManager[None]:
+        """A context: what is added to gradients inside of it is the micro-batch's."""
+        return NOTHING if self._blocks is None and self._masters is None else self._summing_apart(key)
+
     @contextmanager
-    def _summing(self, key: Key) -> Iterator[None]:
-        """Inside of this context what is added to gradients is the micro-batch's."""
-        with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
+    def _summing_apart(self, key: Key) -> Iterator[None]:
+        with NOTHING if self._blocks is None else self._blocks.adding(key[1]):
             yield
             self._collect()
 

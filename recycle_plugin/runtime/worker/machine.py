@@ -244,20 +244,23 @@ class TorchMachine:
         finally:
             self._session.hooks.between_steps = between
 
-    @contextmanager
-    def performing(self, instruction: Instruction) -> Iterator[None]:
-        """A context for one instruction: it is reported in heartbeats, and where others would see it, waits for the
-        lease.
-        """
+    def begin(self, instruction: Instruction) -> None:
+        """Report ``instruction`` in heartbeats; where others would see it, wait for the lease before."""
         if instruction.op in OUTWARD:
             self._wait_taken()
             self._session.waiting.for_lease(instruction)
-        if instruction.op in COMPUTE and instruction.step > 0 and self.control_view.is_committed(instruction.step - 1):
-            self.operations.prepare(instruction.step)
-        at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
-        with self._session.heartbeats.at(at, instruction), self._session.thread.at_work(instruction):
-            yield
-        self._session.heartbeats.finished()
+        step, stepping = instruction.step, self.operations.stepping
+        if instruction.op in COMPUTE and step > 0 and step != stepping.prepared:
+            stepping.prepare(step, self.control_view.committed)
+        heartbeats, thread = self._session.heartbeats, self._session.thread
+        was_at = heartbeats.turn_to((ELSEWHERE if instruction.op is Op.LOAD else COMPUTES, instruction))
+        self._before = was_at, thread.turn_to(instruction)
+
+    def end(self, instruction: Instruction) -> None:
+        """Report what this thread was at before."""
+        was_at, work = self._before
+        self._session.thread.work = work
+        self._session.heartbeats.turn_to(was_at)
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Nothing: a real worker's instruction takes its time by itself."""
@@ -272,7 +275,8 @@ class TorchMachine:
         """Take the time span of an instruction that the host has been through; returns the spans of what is over on
         the device, in its time.
         """
-        return list(self.operations.timeline.spans(span))
+        self._session.heartbeats.done += 1
+        return self.operations.timeline.spans(span)
 
     def number(self, loss: Told) -> Loss:
         """A loss in Python's numbers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class TorchOperations:
         source: Source,
         applied: Callable[[int], None],
     ) -> None:
-        self._view, self._stage, self._stepping = session.view, stage, stepping
+        self._view, self._stage, self.stepping = session.view, stage, stepping
         self._source, self._applied = source, applied
         self.agree: Callable[[Instruction], object] = bool
         self.timeline = Timeline(stage.device, lambda: session.waiting.timeout_s)
@@ -62,11 +61,7 @@ class TorchOperations:
 
         Raises WaitTimeout where that takes too long.
         """
-        return self.timeline.start(instruction, partial(self._table[instruction.op], instruction, have, boundary_only))
-
-    def prepare(self, step: int) -> None:
-        """Get ready for ``step``, while it is computed and the one before is committed."""
-        self._stepping.prepare(step)
+        return self.timeline.start(self._table[instruction.op], instruction, have, boundary_only)
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         """What REDUCE or TIE makes, together with all workers that take part in it."""
@@ -74,27 +69,27 @@ class TorchOperations:
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's share of the squared norm of ``step``."""
-        return self._stepping.share(step)
+        return self.stepping.share(step)
 
     def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
         """The norm over all stages, from the share of each."""
-        return self._stepping.norm_of(shares)
+        return self.stepping.norm_of(shares)
 
     def tied_in_order(self, total: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What TIE has made, as all stages of the tie log it."""
-        return self._stepping.tied_in_order(total)
+        return self.stepping.tied_in_order(total)
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back."""
-        self._stepping.undo(step)
+        self.stepping.undo(step)
 
     def go_by(self, share: LiveShare) -> None:
         """Take which part of the replicas contributes from now on."""
-        self._stepping.go_by(share)
+        self.stepping.go_by(share)
 
     def forget_sums(self, after: int) -> None:
         """Drop all gradients of the steps after ``after``."""
-        self._stepping.forget_sums()
+        self.stepping.forget_sums()
 
     def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.works_on
@@ -104,12 +99,12 @@ class TorchOperations:
 
     def _reduce(self, instruction: Instruction, holder: Seat | None) -> list[torch.Tensor] | None:
         rank = None if holder is None else self._view.roster.holding(holder, self._view.shard).rank
-        return self._stepping.reduce(instruction.step, rank, lambda: self.agree(instruction))
+        return self.stepping.reduce(instruction.step, rank, lambda: self.agree(instruction))
 
     def _tie(self, instruction: Instruction, holder: Seat | None) -> dict[int, torch.Tensor]:
-        return self._stepping.tie(instruction.step)
+        return self.stepping.tie(instruction.step)
 
     def _step(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        self._stepping.apply(instruction.step)
+        self.stepping.apply(instruction.step)
         self._applied(instruction.step)
         return dict.fromkeys(provides(instruction))

@@ -31,7 +31,8 @@ from recycle_plugin.runtime.worker.scripted import ScriptedStage
 class Stepping:
     """Sums, applies and takes back the steps of one worker's ``optimizer``; ``undo`` is what takes them back.
 
-    ``await_readers`` returns once nobody reads the state any more, which a step or an undo is about to change.
+    ``prepared``: the last step that it has got ready for.  ``await_readers`` returns once nobody reads the state any
+    more, which a step or an undo is about to change.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Stepping:
         self._contributing = LiveShare()
         ScaledRates(optimizer.wrapped, lambda: self._contributing.rate_factor)
         self._applying = 0  # the step that the optimizer is at
-        self._prepared = 0  # the last one that was prepared
+        self.prepared = 0  # the last one that was prepared
         stage.loss_scale = scale.value
 
     def go_by(self, share: LiveShare) -> None:
@@ -109,12 +110,12 @@ class Stepping:
         torch.clear_autocast_cache()
         self._rescale(step, skips)
 
-    def prepare(self, step: int) -> None:
-        """Get ready for ``step``, while its gradients are computed and the one before is committed; nothing where it is
-        applied already.
+    def prepare(self, step: int, committed: int) -> None:
+        """Get ready for ``step`` while its gradients are computed, once the one before is ``committed``; nothing where
+        it is applied already.
         """
-        if self._prepared != step and self._optimizer.steps == step - 1:
-            self._prepared = step
+        if committed >= step - 1 == self._optimizer.steps:
+            self.prepared = step
             self._undo.prepare()
 
     def clip(self) -> torch.Tensor | None:
@@ -161,7 +162,7 @@ class Stepping:
 
     def rewritten(self) -> None:
         """Get ready once more for the next step, since the state was written otherwise than by a step."""
-        self._prepared = 0
+        self.prepared = 0
         torch.clear_autocast_cache()
 
     def forget_sums(self) -> None:

@@ -18,11 +18,11 @@ from wrappers.trainers import TRAINERS
 
 def swallow(seat: str, only: str, times: int) -> None:
     """What the worker at ``seat`` is to send in the instruction ``only`` is gone without a trace, so many ``times``."""
-    transfer, perform, left = TorchMachine.transfer, TorchMachine.performing, [True] * times
+    transfer, begin, left = TorchMachine.transfer, TorchMachine.begin, [True] * times
 
-    def performing(self: TorchMachine, instruction):
+    def begins(self: TorchMachine, instruction):
         self.swallows = str(instruction) == only
-        return perform(self, instruction)
+        begin(self, instruction)
 
     def changed(self: TorchMachine, datum, value, target, valid_from) -> None:
         if str(TRAINERS[0].seat) == seat and self.swallows and left:
@@ -30,7 +30,7 @@ def swallow(seat: str, only: str, times: int) -> None:
         else:
             transfer(self, datum, value, target, valid_from)
 
-    TorchMachine.transfer, TorchMachine.performing = changed, performing
+    TorchMachine.transfer, TorchMachine.begin = changed, begins
 
 
 def break_sum(seat: str, step: int, times: int) -> None:
