@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recycle_plugin.core.coordinator.succession import LEAST
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import spread, stages_at_risk
@@ -72,6 +73,12 @@ class ConfiguredJob:
     def survives(self) -> bool:
         """Whether it survives any loss at all, once the plugin is enabled."""
         return self.settings.reroute and self.replicas > 1
+
+    @property
+    def survives_first_host(self) -> bool:
+        """Whether somebody on another host takes the coordinator's place where rank 0's dies."""
+        first = next(iter(self.hosts.values()))
+        return len(self.hosts) >= LEAST and 2 * len(first) < sum(map(len, self.hosts.values()))
 
     @property
     def busiest_blocks(self) -> int:

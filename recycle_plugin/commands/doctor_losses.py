@@ -22,13 +22,14 @@ def survival(job: ConfiguredJob) -> Section:
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
     lines = ["workers: none"]
     logs = job.settings.log is not None
-    ends = "the host of rank 0, which runs the coordinator and the store"
+    ends = [] if job.survives_first_host else ["the host of rank 0, which runs the coordinator and the store"]
     if logs:
-        lines = [f"replayed from the logs, while all others wait: a stage's last worker; ends it: {ends}"]
+        last = "replayed from the logs, while all others wait: a stage's last worker"
+        lines = ["; ends it: ".join([last, *ends])]
     if job.survives:
         left = "one is left in every stage" if job.settings.unit == "worker" else "one replica is left whole"
         count = f"workers: any {each}; at best {each * job.stages} of {workers}, if {left}"
-        lines = [count, *(lines if logs else [f"ends it: a stage's last worker; {ends}"])]
+        lines = [count, *(lines if logs else ["; ".join(["ends it: a stage's last worker", *ends])])]
     if len(rows) == 1:
         lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
     if job.spare_slots:
@@ -44,7 +45,9 @@ def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
     """A row of the table of hosts; ``ends``: why the host's loss ends the job, "" where it does not."""
     seats = job.hosts[host]
     ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
-    reasons = ["coordinator"] * (ranks[0] == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
+    reasons = ["coordinator"] * (ranks[0] == 0 and not job.survives_first_host) + [
+        f"all of {stages_text(risky)}"
+    ] * bool(risky)
     if not risky and job.survives and job.ends(seats):
         reasons.append("a worker of every replica")
     if not (reasons or job.survives):

@@ -164,7 +164,7 @@ def _ways(job: ConfiguredJob, found: Choices) -> list[dict]:
         both = _from_checkpoint(job, [max(taken) for taken in zip(*pairs)])
         losses.append(_row("two neighbours, at worst", "replay", "one after the other, at most", both))
     again = _from_checkpoint(job, [step_s] * len(EVERY))
-    for lost in ("stages that can't be replayed", "the host of rank 0"):
+    for lost in ("stages that can't be replayed", *(() if job.survives_first_host else ("the host of rank 0",))):
         losses.append(_row(lost, "end", "from a checkpoint", again))
     return losses
 

@@ -44,10 +44,10 @@ def _worker_losses(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]
 
 
 def host_cases(job: ConfiguredJob) -> Iterator[tuple[str, list[str]]]:
-    """Hosts whose loss is survived, those together that are alike.  The first has rank 0."""
+    """Hosts whose loss is survived, those together that are alike."""
     risky = at_risk(job.hosts)
     groups: dict[tuple, list[str]] = {}
-    for host, seats in list(job.hosts.items())[1:]:
+    for host, seats in list(job.hosts.items())[0 if job.survives_first_host else 1 :]:
         if host not in risky and not job.ends(seats):
             groups.setdefault(_alike(seats), []).append(host)
     for names in groups.values():

@@ -122,12 +122,10 @@ def test_each_kind_of_loss_comes_once(doctor) -> None:
 
 
 def test_hosts_that_lose_the_same_are_told_together(doctor) -> None:
-    """Of six hosts with half a stage each, three stages: the first has the coordinator, the others are alike by
-    stage.
-    """
+    """Of six hosts with half a stage each, three stages: they are alike by stage."""
     cases = data(doctor, HEALTHY, "--pp 3 --dp 4", dict.fromkeys("abcdef", 2))["slowdown"]["cases"]
     assert {case["lost"]: case["hosts"] for case in cases if "hosts" in case} == {
-        "host b": ["b"],
+        "host a (+1 alike)": ["a", "b"],
         "host c (+1 alike)": ["c", "d"],
         "host e (+1 alike)": ["e", "f"],
     }
@@ -191,18 +189,30 @@ def test_ranks_dealt_out_over_the_hosts(doctor) -> None:
     """What is recommended takes the trouble away, and the loss of a host is then that of whole replicas."""
     spread = {**HEALTHY, "recycle": {"enabled": True, "placement": "spread"}}
     found = data(doctor, spread, "--pp 4 --dp 3", dict.fromkeys("abc", 4))
-    assert found["change"] == [] and [row["ends"] for row in found["survives"]["hosts"]] == ["coordinator", "", ""]
+    assert found["change"] == [] and [row["ends"] for row in found["survives"]["hosts"]] == ["", "", ""]
     assert [row["seats"][0] for row in found["survives"]["hosts"]] == ["0.0", "1.0", "2.0"]
     assert [row["ranks"] for row in found["survives"]["hosts"]] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     costs = {case["lost"]: case["period_us"] for case in found["slowdown"]["cases"]}
-    assert costs["host b (+1 alike)"] == costs["any whole replica"]
+    assert costs["host a (+2 alike)"] == costs["any whole replica"]
     (line,) = data(doctor, spread, "--pp 2 --dp 2", {"a": 1, "b": 3})["change"]
     assert line.startswith("b holds every replica of stage 1: no placement helps")
 
 
+def test_rank_0s_host_may_go_where_the_others_have_more_than_half_of_the_workers(doctor) -> None:
+    for slots, survived in (
+        ({"a": 2, "b": 1, "c": 1}, False),
+        ({"a": 2, "b": 2}, False),
+        ({"a": 1, "b": 2, "c": 1}, True),
+    ):
+        config = {**HEALTHY, "recycle": {"enabled": True, "placement": "spread"}}
+        found = data(doctor, config, "--pp 2 --dp 2", slots)["survives"]
+        assert ("coordinator" not in found["hosts"][0]["ends"]) == survived
+        assert ("the host of rank 0" not in doctor(config, "--pp 2 --dp 2", slots)[1]) == survived
+
+
 def test_hosts_that_may_go(doctor) -> None:
     found = data(doctor, HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 1, "c": 1, "d": 1})
-    assert found["change"] == [] and [row["ends"] for row in found["survives"]["hosts"]] == ["coordinator", "", "", ""]
+    assert found["change"] == [] and [row["ends"] for row in found["survives"]["hosts"]] == ["", "", "", ""]
     assert (found["survives"]["any_workers"], found["survives"]["at_best_workers"]) == (1, 2)
 
 
@@ -395,8 +405,8 @@ def test_a_host_with_a_worker_of_every_replica_ends_a_job_of_whole_replicas(doct
         data(doctor, {**SIZES, **config}, "--pp 2 --dp 2", hosts)["survives"]["hosts"]
         for config in (ON, {"recycle": {**ON["recycle"], "unit": "replica"}})
     )
-    assert [host["ends"] for host in of_workers] == ["coordinator", "", ""]
-    assert [host["ends"] for host in of_replicas] == ["coordinator", "a worker of every replica", ""]
+    assert [host["ends"] for host in of_workers] == ["", "", ""]
+    assert [host["ends"] for host in of_replicas] == ["", "a worker of every replica", ""]
 
 
 # --- the two texts ---------------------------------------------------------------------------------------
@@ -451,10 +461,10 @@ costs: small, fp32, micro-batch 1; MEASURED: a device, 2026-01-01
 What it survives
 ! recycle.enabled is false: the stock engine runs, and any loss ends the job; set it to true
   workers: any 2; at best 4 of 6, if one is left in every stage
-  ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store
+  ends it: a stage's last worker
   slots: 2 more than workers; launch with --num_nodes or --num_gpus to leave them out
   host  ranks  seats    its loss
-  a     0-1    0.0 1.0  ends the job: coordinator
+  a     0-1    0.0 1.0  is survived
   b     2-3    2.0 0.1  is survived
   c     4-5    1.1 2.1  is survived
 
@@ -468,6 +478,7 @@ Predicted slowdown
   any whole replica              561.1 ms   1.47x  1.47x
   all replicas but one            1101 ms   2.89x  2.89x
   host c                          1101 ms   2.89x  2.89x
+  host a                          1081 ms   2.84x  2.84x
   host b                         561.1 ms   1.47x  1.47x
 
 What is refused
