@@ -28,9 +28,11 @@ def launch(request, vehicle, tmp_path, four):
         four.mend(name)
 
 
-def start(launch, folder: Path, *more: str):
-    """A job that does not end before there is the file ``folder``/go; returned once somebody stands by elsewhere."""
-    wrap = json.dumps([hold(folder)])
+def start(launch, folder: Path, *more: str, held: dict | None = None):
+    """A job that does not end before there is the file ``folder``/go; returned once somebody stands by elsewhere.
+    ``held``: where else it waits.
+    """
+    wrap = json.dumps([hold(folder), *([held] if held else [])])
     run = launch(DEADLINE, *more, script=WRAPPED, shape=FOUR, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 4)
     stands_by(run, 1)
@@ -100,6 +102,20 @@ def test_a_worker_comes_back_behind_the_death_of_the_coordinators_host(launch, r
     run.hear("caught_up")
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR), {"0.0", "3.0"})
+
+
+def test_the_coordinators_host_gets_a_notice_and_goes(launch, reference, tmp_path):
+    """Its worker leaves as planned, and nothing is lost once the host is taken away."""
+    early = hold(tmp_path) | {"before": "0F0.0@10", "by": ["go10"]}
+    run = start(launch, tmp_path, f"recycle.leave_on='test -e {tmp_path}/notice.$(hostname)'", held=early)
+    (tmp_path / "notice.alpha").touch()
+    run.hear("notice")
+    (tmp_path / "go10").touch()
+    run.hear("left")
+    run.crash("alpha")
+    run.hear("coordinator")
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), left={"0.0"})
 
 
 def test_the_host_of_the_one_that_stands_by_dies(launch, reference, tmp_path):

@@ -303,6 +303,13 @@ def test_without_the_coordinators_host_the_job_ends_with_a_checkpoint():
     assert not goes_away(membership, 2, coordinator=True).events
 
 
+def test_the_coordinators_host_goes_as_others_do_where_somebody_stands_by_elsewhere():
+    membership = job_of()
+    membership.course.stood_by_elsewhere = True
+    (generation,) = said(goes_away(membership, 0, coordinator=True), Generation)
+    assert [each.rank for each in generation.members] == [1, 3] and membership.ended is None
+
+
 def test_nothing_goes_before_training_has_started():
     membership = Membership(4)
     membership.receive(Ready(member(0, "alpha"), 0, job()), 0.0)

@@ -13,7 +13,6 @@ from recycle_plugin.core.messages.encoding import decode
 from recycle_plugin.core.messages.from_coordinator import ForkStandby, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Ready
 from recycle_plugin.core.messages.mirroring import Knows, StandsBy
-from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from tests.support.membership import job, member
 
@@ -150,7 +149,7 @@ def test_the_supervisor_of_another_host_is_asked_once_training_starts():
 def test_all_hear_of_a_term_and_who_comes_later_too():
     job = Board()
     job.take("stands by", text="10.0.0.2:77")
-    term = StandsBy(1, "10.0.0.2", 77, lease_s(job.board.job.deadlines))
+    term = StandsBy(1, "10.0.0.2", 77, 0.0)  # the job's deadlines are infinite
     assert all(job.told[line][-1] == term for line in (*job.supervisors, *job.workers))
     line = job.workers[2]
     assert job.take("goes on", hello=job.hello(line)) and job.told[line][-1] == term

@@ -102,6 +102,7 @@ class Course:
         self.barriers = Barriers()
         self.boards = Boards()
         self.throughput = Throughput()
+        self.stood_by_elsewhere = False  # whether the coordinator's host may go
         self.stood_still = -1  # behind which commit all have regrouped since everybody waited
         # members whose script has ended without a goodbye (vanishing.py)
         self.vanished: dict[WorkerId, Exited | None] = {}

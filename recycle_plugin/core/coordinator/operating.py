@@ -2,7 +2,8 @@
 And a host's own notice that it goes.
 
 * A leave that would leave a stage without a worker is refused, and of a host then all of it.  A host that goes does not
-  ask: then the job ends at the commit, with a checkpoint, as it does where it is the coordinator's.
+  ask: then the job ends at the commit, with a checkpoint, as it does where it is the coordinator's, and nobody stands
+  by on another one.
 * Who has left as planned stays away until its seat is admitted.  Who was coming back there does not.
 * A seat that was given up, or has left, is admitted: a spare takes it, or its own supervisor starts the next process;
   where neither is there, it is free for whoever comes.
@@ -80,7 +81,7 @@ def host_goes(course: Course, message: HostGoes, now: float, out: CoordinatorOut
     if not course.vacancies.is_drained(host):
         out.say("notice", why, host=host)
         _start_nobody(host, why, course, out)
-    if message.coordinator:
+    if message.coordinator and not course.stood_by_elsewhere:
         ends.end_planned(course, f"{why}. The coordinator is there", out, TRY_AGAIN)
     elif members := [each for each in _there(host, course) if course.joining.get(each.worker) is None]:
         departures.leave(course, [Leaving(each.rank, why, incarnation=each.incarnation) for each in members], now, out)
