@@ -13,6 +13,7 @@ from recycle_plugin.core.messages.encoding import decode
 from recycle_plugin.core.messages.from_coordinator import ForkStandby, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Ready
 from recycle_plugin.core.messages.mirroring import Knows, StandsBy
+from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from tests.support.membership import job, member
 
@@ -149,16 +150,17 @@ def test_the_supervisor_of_another_host_is_asked_once_training_starts():
 def test_all_hear_of_a_term_and_who_comes_later_too():
     job = Board()
     job.take("stands by", text="10.0.0.2:77")
-    term = StandsBy(1, "10.0.0.2", 77, 0.0)  # the job's deadlines are infinite
+    term = StandsBy(1, "10.0.0.2", 77, lease_s(job.board.job.deadlines))
     assert all(job.told[line][-1] == term for line in (*job.supervisors, *job.workers))
     line = job.workers[2]
-    assert job.take("goes on", hello=job.hello(line)) and job.told[line][-1] == term
+    job.told.clear()
+    assert job.take("goes on", hello=job.hello(line)) and job.told[line][1] == term
     assert job.board.knowing(1) == set()
     job.take("said", line=line, message=Knows(1))
     assert job.board.knowing(1) == {WorkerId(2)}
     job.take("goes on", hello=job.hello(job.workers[1], term=1))
     assert job.board.knowing(1) == {WorkerId(1), WorkerId(2)}
-    assert isinstance(job.told[job.workers[1]][-1], Welcome), "it knows"
+    assert isinstance(job.told[job.workers[1]][0], Welcome) and term not in job.told[job.workers[1]], "it knows"
 
 
 def test_who_knows_of_a_later_term_is_not_known_here():
