@@ -12,6 +12,7 @@ from recycle_plugin.lab.simulator import campaign
 CORE = Path(campaign.__file__).parents[2] / "core"
 CORE_ALONE = {  # told nothing by a failure, so that no schedule of failures reaches them; each has a test of its own
     "coordinator.operating",
+    "coordinator.lines",
     "coordinator.succession",
     "coordinator.switchboard",
     "coordinator.wait_graph",

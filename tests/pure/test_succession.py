@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.succession import AGAIN_S, Electorate, Succession
-from recycle_plugin.core.coordinator.switchboard import NEWS, Effects, News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import decode
 from recycle_plugin.core.messages.from_coordinator import ForkStandby, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Ready

@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 
+from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.coordinator.switchboard import NEWS, Effects, News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Generation, Restart, Welcome
 from recycle_plugin.core.messages.from_operators import AskDrain, AskLeave

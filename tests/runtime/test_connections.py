@@ -21,9 +21,11 @@ from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed, W
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Post
 from recycle_plugin.core.messages.kept import EVERY
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy
-from recycle_plugin.runtime.control import connections
-from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
+from recycle_plugin.runtime.control import connections, framed
+from recycle_plugin.runtime.control.connections import SocketControl, connect
+from recycle_plugin.runtime.control.framed import Control, Disconnected
 from recycle_plugin.runtime.control.in_loop import AT_ONCE, InLoop
+from recycle_plugin.runtime.control.in_process import InProcess
 from tests.support.certificates import tls_secret
 from tests.support.secret import SECRET, answered, way
 
@@ -490,7 +492,7 @@ def test_an_end_that_takes_nothing_is_given_up_after_a_deadline(ends):
 
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)
 def test_an_end_that_takes_nothing_is_given_up_before_memory_is(ends, monkeypatch):
-    monkeypatch.setattr(connections, "UNSENT", 1 << 25)
+    monkeypatch.setattr(framed, "UNSENT", 1 << 25)
     while ends.near.broken is None:
         assert not ends.near.send(LARGE)
     assert "the other end takes nothing, and " in ends.near.broken.why

@@ -14,7 +14,7 @@ from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.control import session as session_module
-from recycle_plugin.runtime.control.connections import InProcess
+from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
 from tests.support.coordinator import generation
 from tests.support.secret import SECRET

@@ -14,7 +14,9 @@ from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard, WantResult
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-from recycle_plugin.runtime.control.connections import Control, InProcess, SocketControl
+from recycle_plugin.runtime.control.connections import SocketControl
+from recycle_plugin.runtime.control.framed import Control
+from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.control.session import Session
 from tests.support.secret import SECRET, answered
 

@@ -10,10 +10,11 @@ dies (runtime/control/coordinator.py).  Connections then go on with that one as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hmac import compare_digest
 from typing import Any, NamedTuple
 
+from recycle_plugin.core.coordinator.lines import Effects, Line
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import (
     SUPERVISORS,
@@ -52,7 +53,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED, Kept
+from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Taken
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import named
@@ -64,42 +65,6 @@ EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, befo
 PLACING, WORKER, SUPERVISOR, JOINING, OPERATOR = "placing", "worker", "supervisor", "joining", "operator"
 GOING_ON = (WORKER, SUPERVISOR, JOINING)  # the roles of those who turn to who takes the coordinator's place
 AT_ONCE = (Post, Left, Vanishing)  # what is long, or the last word, is acknowledged at once
-
-
-@dataclass
-class Line:
-    """A connection: who has come over it, as which ``worker`` if it is one, how many of its messages were ``heard``,
-    and what was sent over it; ``deaf``: nothing that it says counts.  ``term``: the last that its other end knows of.
-    """
-
-    hello: Hello
-    worker: WorkerId | None = None
-    heard: int = 0
-    kept: Kept = field(default_factory=Kept)
-    deaf: bool = False
-    term: int = 0
-
-
-@dataclass
-class Effects:
-    """What news lead to: ``frames`` to be sent, each over a connection, connections to be ``closed``, events for the
-    user, words that are ``refused``, each with the connection that it has come over, and ranks whose heartbeats are to
-    be ``expected`` from a connection's supervisor; ``ended``: it is known how a worker has ended; ``over``: the job is
-    over.
-    """
-
-    frames: list[tuple[int, bytes]] = field(default_factory=list)
-    closed: list[int] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    expected: list[tuple[int, int]] = field(default_factory=list)
-    ended: bool = False
-    over: bool = False
-
-    @property
-    def some(self) -> bool:
-        """Whether there are any that somebody sees."""
-        return bool(self.frames or self.closed or self.events or self.refused or self.expected)
 
 
 class Switchboard:

@@ -23,17 +23,19 @@ from typing import Any
 from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import Event
-from recycle_plugin.core.coordinator.switchboard import NEWS, OPERATOR, WORKER, Effects, News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import NEWS, OPERATOR, WORKER, News, Switchboard
 from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello, Ready, SupervisorHeartbeat
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
-from recycle_plugin.runtime.control.connections import Control, InProcess
 from recycle_plugin.runtime.control.entrance import Entrance
+from recycle_plugin.runtime.control.framed import Control
 from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.control.mirror import STANDBY, Known, Mirror
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 from recycle_plugin.runtime.system import clock

@@ -11,7 +11,8 @@ from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.runtime.control.connections import ATTEMPT_S, Control, ControlWay, Disconnected, connect
+from recycle_plugin.runtime.control.connections import ATTEMPT_S, ControlWay, connect
+from recycle_plugin.runtime.control.framed import Control, Disconnected
 
 AT_ONCE = 100  # messages that are taken in before they are asked for
 

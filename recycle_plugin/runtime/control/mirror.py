@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.succession import Electorate
-from recycle_plugin.core.coordinator.switchboard import NEWS, Effects, News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken

@@ -33,7 +33,8 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.boards import BoardAccess
-from recycle_plugin.runtime.control.connections import Control, ControlWay, connect
+from recycle_plugin.runtime.control.connections import ControlWay, connect
+from recycle_plugin.runtime.control.framed import Control
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting

@@ -26,10 +26,10 @@ from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.runtime.control.connections import InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.control.mirror import Known
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import DEPOSED, SERVER_VARIABLE, Pipe

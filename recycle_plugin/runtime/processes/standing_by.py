@@ -16,9 +16,10 @@ from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.runtime.control.connections import Control, ControlWay
+from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.coordinator import HELLO_S
 from recycle_plugin.runtime.control.entrance import Entrance
+from recycle_plugin.runtime.control.framed import Control
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.mirror import STANDBY, Known, follow
 from recycle_plugin.runtime.processes import signal_senders as senders
