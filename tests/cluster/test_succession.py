@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.hosts import HostsRun
-from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, hold
+from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, faults, held, hold
 from tests.support.launching import launching
 
 FOUR = Shape(replicas=4, stages=1)  # a worker on each host
@@ -28,11 +29,11 @@ def launch(request, vehicle, tmp_path, four):
         four.mend(name)
 
 
-def start(launch, folder: Path, *more: str, held: dict | None = None):
+def start(launch, folder: Path, *more: str, early: dict | None = None):
     """A job that does not end before there is the file ``folder``/go; returned once somebody stands by elsewhere.
-    ``held``: where else it waits.
+    ``early``: where else it waits.
     """
-    wrap = json.dumps([hold(folder), *([held] if held else [])])
+    wrap = json.dumps([hold(folder), *([early] if early else [])])
     run = launch(DEADLINE, *more, script=WRAPPED, shape=FOUR, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 4)
     stands_by(run, 1)
@@ -66,10 +67,15 @@ def end(run, folder: Path):
 def test_the_coordinators_host_dies(launch, reference, tmp_path):
     """Next commit within some 3 s, of which the others wait 1.5 for a process that takes its place there."""
     run = start(launch, tmp_path)
+    died = time.time()
     run.crash("alpha")
     run.hear("coordinator")
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR), {"0.0"})
+    after = [
+        min(each["time"] for each in result.of(kind) if each["time"] > died) for kind in ("coordinator", "committed")
+    ]
+    print("seconds until another coordinator, and until the next commit:", [round(each - died, 2) for each in after])
     assert [run.others[name].wait(60) for name in ("gamma", "delta")] == [0, 0]
     (told,) = result.of("coordinator")
     assert "the coordinator on host alpha is silent" in told["text"] and GOES_ON in told["text"]
@@ -78,6 +84,25 @@ def test_the_coordinators_host_dies(launch, reference, tmp_path):
 @pytest.fixture
 def vehicle(request):
     return getattr(request, "param", PLAIN)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=pytest.mark.all_kills)
+        for moment in ("before 0F0.0@6", "after 0W0.0@6", "before 0REDUCE@6", "after 0REDUCE@6", "after 0STEP@6")
+    ],
+)
+def test_the_coordinators_host_dies_with_its_worker_at(moment, launch, reference, tmp_path):
+    """... a named instruction: the host within a moment of the worker, which has told what it had by then."""
+    run = start(launch, tmp_path, faults(f"kill 0.0 {moment}"), early=held(tmp_path, 6, "go6"))
+    worker = psutil.Process(run.pids()[0])
+    (tmp_path / "go6").touch()
+    psutil.wait_procs([worker], timeout=60)
+    run.crash("alpha")
+    run.hear("coordinator")
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR), {"0.0"})
 
 
 def test_two_coordinators_hosts_die_in_turn(launch, reference, tmp_path):
@@ -106,8 +131,8 @@ def test_a_worker_comes_back_behind_the_death_of_the_coordinators_host(launch, r
 
 def test_the_coordinators_host_gets_a_notice_and_goes(launch, reference, tmp_path):
     """Its worker leaves as planned, and nothing is lost once the host is taken away."""
-    early = hold(tmp_path) | {"before": "0F0.0@10", "by": ["go10"]}
-    run = start(launch, tmp_path, f"recycle.leave_on='test -e {tmp_path}/notice.$(hostname)'", held=early)
+    asks = f"recycle.leave_on='test -e {tmp_path}/notice.$(hostname)'"
+    run = start(launch, tmp_path, asks, early=held(tmp_path, 10, "go10"))
     (tmp_path / "notice.alpha").touch()
     run.hear("notice")
     (tmp_path / "go10").touch()
