@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.hosts import HostsRun
-from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, faults, held, hold
+from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, difference, faults, held, hold
 from tests.support.launching import launching
 
 FOUR = Shape(replicas=4, stages=1)  # a worker on each host
@@ -189,6 +189,29 @@ def test_a_coordinator_that_is_stopped_finds_that_the_others_have_gone_on(launch
     run.hear("deposed")
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR))
+
+
+def test_a_coordinator_that_goes_on_in_time_has_lost_nobody(launch, reference, tmp_path):
+    """Those who had hung up, and were about to turn to another host, come again."""
+    run = start(launch, tmp_path)
+    stopped, worker = host_process(run), psutil.Process(run.pids()[3])
+    stopped.suspend()
+    run.wait_for(lambda: not [each for each in worker.net_connections("tcp") if run.port in each.raddr[1:]], "a worker")
+    stopped.resume()
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR))
+    assert not result.of("coordinator") and not result.of("deposed")
+
+
+def test_a_line_that_is_cut_for_a_moment_costs_nobody(launch, reference, four, tmp_path):
+    """Though connections break, and who stands by elsewhere takes nothing meanwhile."""
+    run = start(launch, tmp_path)
+    four.cut("alpha")
+    time.sleep(2.6)  # connections break after 2.25 s, and are made again within 1.5 s more
+    four.mend("alpha")
+    result = end(run, tmp_path)
+    assert result.code == 0 and not result.of("coordinator") and not result.of("deposed"), result.output[-6000:]
+    assert difference(result, reference(shape=FOUR)).tolerated
 
 
 def test_half_of_the_hosts_are_cut_off_from_the_coordinators_half(launch, reference, four, tmp_path):

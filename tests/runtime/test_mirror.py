@@ -326,7 +326,7 @@ async def test_whom_nobody_wants_elsewhere_is_let_go(monkeypatch):
         await step(workers, 1)
         again = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
         again.send(ELSEWHERE)
-        assert await again.receive(PATIENCE_S) is None and again.broken is not None
+        assert isinstance(await again.receive(PATIENCE_S), Refused)
 
 
 async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_other_one_is_out(monkeypatch):
@@ -360,3 +360,29 @@ async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_o
             control.close()
     finally:
         await following.close()
+
+
+async def test_who_hangs_up_since_it_hears_nothing_is_not_dead(monkeypatch):
+    """It comes again, and nothing is lost; whoever closes without a word is."""
+    said: list = []
+    coordinator = Coordinator(1, 1, lambda event, now: said.append(event), SECRET)
+    await coordinator.start("127.0.0.1", 0)
+    hello = Hello(0, "worker", 12, "h")
+    try:
+        control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
+        control.send(hello)
+        assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+        coordinator._begin_term("127.0.0.9:9")
+        while (await asyncio.to_thread(control.receive, 0.1), control._term.term) != (None, 1):
+            pass
+        line = control.line
+        control.give_up("nothing is heard")
+        while line in coordinator._heard:
+            await asyncio.sleep(0.01)
+        assert line in coordinator._board.lines
+        assert (await asyncio.to_thread(control.resume, hello, PATIENCE_S)).line == line
+        control.close()
+        while line in coordinator._board.lines:
+            await asyncio.sleep(0.01)
+    finally:
+        await coordinator.close()

@@ -2,7 +2,7 @@
 another coordinator (core/coordinator/switchboard.py).
 
 Both ends count the messages that come, but for the greeting (Hello, Welcome), the counts themselves (Got), and who
-stands by (StandsBy, Knows).
+stands by (StandsBy, Knows, Turns).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import islice
 
 from recycle_plugin.core.messages.from_coordinator import Posted, Refused, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy
+from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
 
-UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows)
+UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows, Turns)
 EVERY = 64  # after so many messages who receives them says how far it is
 
 

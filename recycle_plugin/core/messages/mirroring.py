@@ -38,6 +38,15 @@ class Knows:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """The last word over a connection that this end breaks, since it hears nothing in this ``term``: it comes again, or
+    turns to who stands by, and is not dead.
+    """
+
+    term: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A piece of the state of the one that coordinates, as JSON (core/coordinator/state_dump.py), with the first
     ``count`` news in it.

@@ -80,7 +80,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
-from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
+from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken, Turns
 
 MESSAGES = (
     # from a worker or its supervisor
@@ -162,6 +162,7 @@ MESSAGES = (
     Got,
     StandsBy,
     Knows,
+    Turns,
     Snapshot,
     Taken,
 )

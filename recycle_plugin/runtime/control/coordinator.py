@@ -30,6 +30,7 @@ from recycle_plugin.core.coordinator.switchboard import NEWS, OPERATOR, WORKER, 
 from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello, Ready, SupervisorHeartbeat
 from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.mirroring import Turns
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.runtime.control.entrance import Entrance
@@ -86,6 +87,7 @@ class Coordinator:
         self._say, self._claim = say, claim
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._heard: dict[int, InLoop] = {}  # by line: what it is heard over
+        self._away: set[int] = set()  # lines whose other ends break them, and come again
         self._told: dict[int, InLoop] = {}  # and what it is told over
         self._line_of: dict[Hello, int] = {}  # of supervisors whose datagrams count
         self.mirror = Mirror(self._board, self._release, self._begin_term, self._depose, self._over, known)
@@ -295,9 +297,16 @@ class Coordinator:
         self._complain_of(hello, control)
         if self._heard.get(line) is control:
             del self._heard[line]
-            self._take("closed", line)
+            if line in self._away:
+                self._away.remove(line)
+                self._loop.call_later(BACK_S, self._see_whether_back, line)
+            else:
+                self._take("closed", line)
 
     def _said(self, line: int, message: object) -> None:
+        if isinstance(message, Turns):
+            self._away.add(line)
+            return
         if isinstance(message, Ready) and not self.membership.started and not self._board.claimed:
             why = self._claim(message.job, self._board.job_id)
             self._take("unclaimed" if why else "claimed", text=why or message.job.run_dir)

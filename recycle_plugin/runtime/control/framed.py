@@ -20,7 +20,7 @@ from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
-from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy
+from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
 from recycle_plugin.core.messages.typed import Unreadable
 
 UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
@@ -225,6 +225,7 @@ class Framed:
 
     def give_up(self, why: str) -> None:
         if self._term.host:
+            self.send(Turns(self._term.term))
             self._break(Disconnected(why))
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.succession import Electorate
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -101,9 +102,10 @@ class Mirror:
         """Serve a process that stands by, in place of one before."""
         there = control.there
         address = f"{there[0]}:{hello.port}" if hello.port and there is not None else ""
-        if address and (
-            self._to_agree is not None or not self._board.succession.wants_one(self._board.membership.roster)
-        ):
+        if address and self._to_agree is not None:
+            return  # it may ask again
+        if address and not self._board.succession.wants_one(self._board.membership.roster):
+            control.send(Refused("nobody on another host is to stand by"))
             return
         for before in self.elsewhere if address else self._here:
             self._let_go(before)
@@ -176,9 +178,11 @@ class Mirror:
             each.control.flush_soon()
         if not self._is_agreed() and time.monotonic() > self._agreed_until:
             self._depose()
-        elif self._waiting and time.monotonic() - self._waiting[0][1] > LATE_S:
-            for each in [each for each in self._followers if each.in_step and each.taken < self._waiting[0][0]]:
-                self._let_go(each)
+        elif self._waiting:
+            news, late_s = self._waiting[0][0], time.monotonic() - self._waiting[0][1] - LATE_S
+            for each in [each for each in self._followers if each.in_step and each.taken < news]:
+                if late_s > (self._board.term_told.silent_s if each.address else 0.0):  # a line may be cut for a moment
+                    self._let_go(each)
         if self.elsewhere and not self._board.succession.wants_one(self._board.membership.roster):
             self._let_go(self.elsewhere[0])
 
@@ -237,9 +241,9 @@ class Known:
         self.electorate.out(self.out)
 
 
-async def follow(control: InLoop, hello: Hello, learnt: Callable[[Known], Any]) -> None:
+async def follow(control: InLoop, hello: Hello, learnt: Callable[[Known], Any]) -> bool:
     """Take in all that the coordinator at the other end of ``control`` does, until it is gone.  ``learnt`` gets what is
-    known once its whole state has come, and that then goes on by itself.
+    known once its whole state has come, and that then goes on by itself.  Returns whether it may be asked again.
     """
     control.send(hello)
     pieces: list[bytes] = []
@@ -260,3 +264,6 @@ async def follow(control: InLoop, hello: Hello, learnt: Callable[[Known], Any]) 
         elif isinstance(message, Taken) and known is not None:
             waits = waits or message.waits
             known.take(message)
+        elif isinstance(message, Refused):
+            return False
+    return True

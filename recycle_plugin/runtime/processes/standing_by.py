@@ -28,7 +28,7 @@ from recycle_plugin.runtime.processes.hosted import Hosted, address_of, in_one_l
 from recycle_plugin.runtime.system.console import say
 
 CONNECT_S = 60.0  # how long it tries to reach the coordinator
-LOOK_S = 0.2  # between two tries
+LOOK_S = 0.5  # between two tries
 Address = tuple[str, int]
 
 
@@ -128,33 +128,35 @@ class Candidate:
         """
         hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
         while True:
-            before = self._known
-            await self._unless_enough(follow(self._control, hello, self._learn))
+            wanted = await self._unless_enough(follow(self._control, hello, self._learn))
             self._control.close()
             self._count()
             if self._enough.is_set():
                 return self._known
-            if self._known is before or self._known is None or self._known.board.over is not None:
+            if not wanted or self._known is None or self._known.board.over is not None:
                 return None
-            await self._unless_enough(self._again())
+            again = await self._unless_enough(self._again())
             if self._enough.is_set():
                 return self._known
-            if self._control.broken is not None:
+            if not again:
                 return None
 
-    async def _again(self) -> None:
-        """Connect once more: another process may have taken the coordinator's place, where that was."""
+    async def _again(self) -> bool:
+        """Connect once more, where another process may be the coordinator by now; whether somebody is there."""
         await pause(LOOK_S)
         try:
             self._control = await InLoop.connect(self._way, CONNECT_S)
         except (ConnectionError, NoSecret):
-            pass
+            return False
+        return True
 
-    async def _unless_enough(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_enough(self, work: Coroutine[Any, Any, bool]) -> bool:
+        """What ``work`` returns, false where enough have come before."""
         tasks = asyncio.create_task(work), asyncio.create_task(self._enough.wait())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
+        return tasks[0].done() and not tasks[0].cancelled() and bool(tasks[0].result())
 
     def _learn(self, known: Known) -> None:
         self._known = known
