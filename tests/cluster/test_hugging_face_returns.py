@@ -37,6 +37,18 @@ def returned(result: Result, *ranks: int) -> int:
     return step
 
 
+def goes_on(result: Result, calm: Result, first: int = 1) -> None:
+    """Ranks 0 and 1 are back, and from then on draw what a job without a loss has drawn, by the same rates; ``first``:
+    the step that the script began with.
+    """
+    step = returned(result, 0, 1)
+    for rank, record in result.records.items():
+        whole, begins = calm.records[rank]["trained"], step if rank < 2 else first
+        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
+        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
+        assert len(history(record)) == STEPS
+
+
 @pytest.mark.parametrize("stage, kill", [(1, [3, "step", 3]), (3, [0, "step", 3]), (2, [2, "log", 2])])
 def test_a_replica_that_comes_back_is_in_losses_and_weights_from_its_first_step_on(start, stage, kill):
     uneven, logged = kill[1] == "log", kill[2] if kill[1] == "log" else 0
@@ -78,13 +90,7 @@ def test_who_comes_back_draws_as_without_a_loss_by_the_same_rates(start, stage, 
     held = {"held": [9]}
     result = start(stage=stage, kills=[[0, "step", 8]], arguments=arguments, metrics=False, **SEVERAL | held)
     calm = start(stage=stage, arguments=arguments, metrics=False, samples=SEVERAL["samples"])
-    step = returned(result, 0, 1)
-    for rank, record in result.records.items():
-        whole = calm.records[rank]["trained"]
-        begins = step if rank < 2 else 1
-        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
-        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
-        assert len(history(record)) == STEPS
+    goes_on(result, calm)
 
 
 @pytest.mark.parametrize("stage, kill", [(1, [0, "evaluating", 8]), (3, [3, "evaluating", 11])])
@@ -127,12 +133,7 @@ def test_a_job_that_has_resumed_is_come_back_to(start):
     more = {"resume": str(saved.folder / "out" / "checkpoint-5"), "arguments": {"max_steps": STEPS}, "metrics": False}
     result = start(kills=[[0, "step", 8]], **more, **SEVERAL | {"held": [10]})
     calm = start(samples=SEVERAL["samples"], **more)
-    step = returned(result, 0, 1)
-    for rank, record in result.records.items():
-        whole, begins = calm.records[rank]["trained"], step if rank < 2 else 6
-        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
-        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
-        assert len(history(record)) == STEPS
+    goes_on(result, calm, first=6)
 
 
 def test_a_script_that_looks_for_a_checkpoint_finds_one_of_the_others_and_goes_on_from_their_step(start):
@@ -141,12 +142,7 @@ def test_a_script_that_looks_for_a_checkpoint_finds_one_of_the_others_and_goes_o
         stage=3, kills=[[0, "step", 8]], resume="last", arguments=arguments, metrics=False, **RETURNS | {"held": [10]}
     )
     calm = start(stage=3, arguments={"max_steps": STEPS}, metrics=False, samples=RETURNS["samples"])
-    step = returned(result, 0, 1)
-    for rank, record in result.records.items():
-        whole, begins = calm.records[rank]["trained"], step if rank < 2 else 1
-        assert record["trained"] == {str(each): whole[str(each)] for each in range(begins, STEPS + 1)}, rank
-        assert history(record, "learning_rate") == pytest.approx(history(calm.records[rank], "learning_rate"))
-        assert len(history(record)) == STEPS
+    goes_on(result, calm)
 
 
 def test_a_stream_that_each_rank_reads_goes_on_in_who_comes_back(start):

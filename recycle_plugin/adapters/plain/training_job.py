@@ -100,52 +100,34 @@ class PlainJob:
         dcp: bool = False,
     ) -> None:
         self.seat, self.module, self.optimizer, self.scheduler = place.seat, module, optimizer, scheduler
-        topology = place.topology
-        check_layers(module)
-        check_optimizer(module, optimizer)
-        check_scheduler(scheduler)
+        _check(line, module, optimizer, scheduler, clip, shards, dcp)
         held = module if shards is None else shards
-        if shards is None and line.hooks.place is not None:
-            raise RecycleError(
-                "replica_mesh(…) without fully_shard: call fully_shard(module, mesh=replica_mesh(…)) before "
-                "Replicas(…), or leave the mesh out"
-            )
         if shards is not None:
-            check_elementwise(optimizer, "fully_shard")
             shards.take(optimizer)
         device = device_of_all(held)
-        if not clip >= 0:
-            raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
-        stage, peers, shard = self.seat.stage, place.peers, place.shard
         assert line.hooks.startup is not None, "there are groups"
         with line.hooks.startup.building(trained(held)):
-            make_alike((*held.parameters(), *held.buffers()), peers)
-        kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
-        self._files: CheckpointFormat = PlainFiles(self.seat, topology.stages, module, kinds, place.shards, shard)
-        if dcp or shards is not None:
-            from recycle_plugin.adapters.plain.distributed_files import DistributedFiles, Unsharded  # half a second's
-
-            check_elementwise(optimizer, "dcp=True")
-            weights = shards or Unsharded(dict(module.named_parameters()))
-            self._files = DistributedFiles(module, weights, optimizer, kinds, shard)
-        first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
-        model = StageModel(held, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
-        steps = PlainOptimizer(optimizer, scheduler)
+            make_alike((*held.parameters(), *held.buffers()), place.peers)
+        self._files = _files(place, module, optimizer, scheduler, shards, dcp)
+        topology, shard, keyed_forwards = place.topology, place.shard, settings.rng == "keyed"
         self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
 
+        def model_of(stage: int, layers: nn.Module) -> StageModel:
+            ends = stage == 0, stage == topology.stages - 1
+            return StageModel(layers, loss, topology.micro_batches, *ends, device, keyed=keyed_forwards)
+
         def made(other: int) -> MadeStage:
             assert make is not None, "then nobody asks"
-            ends = other == 0, other == topology.stages - 1
-            again = StageModel(make(other), loss, topology.micro_batches, *ends, device, keyed=keyed_forwards)
-            return MadeStage(again, lambda seed, place: keyed(seed, device))
+            return MadeStage(model_of(other, make(other)), lambda seed, place: keyed(seed, device))
 
+        steps = PlainOptimizer(optimizer, scheduler)
         framework = Framework(
             seat=self.seat,
             topology=topology,
-            model=model,
+            model=model_of(self.seat.stage, held),
             optimizer=steps,
-            buckets=MeanBuckets(peers),
+            buckets=MeanBuckets(place.peers),
             checkpoints=self._files,
             cursor=self._cursor,
             micro_batch_size=micro_batch_size,
@@ -156,7 +138,7 @@ class PlainJob:
             state=(scheduler_part(lambda: scheduler, lambda: optimizer), steps.counters),
             compute=compute,
             shards=place.shards,
-            shard=place.shard,
+            shard=shard,
             make=None if make is None else made,
         )
         self._trainer = Trainer(line, settings, framework)
@@ -226,6 +208,48 @@ class PlainJob:
             self._files.read(self._trainer.state, chosen(Path(folder), tag))
             self._trainer.loaded(whole=True)
         self._trainer.loading.remember(place)
+
+
+def _check(
+    line: Session,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    clip: float,
+    shards: Shards | None,
+    dcp: bool,
+) -> None:
+    """Raise RecycleError for what a script has given that does not work."""
+    check_layers(module)
+    check_optimizer(module, optimizer)
+    check_scheduler(scheduler)
+    if shards is None and line.hooks.place is not None:
+        raise RecycleError(
+            "replica_mesh(…) without fully_shard: call fully_shard(module, mesh=replica_mesh(…)) before "
+            "Replicas(…), or leave the mesh out"
+        )
+    if shards is not None or dcp:
+        check_elementwise(optimizer, "dcp=True" if shards is None else "fully_shard")
+    if not clip >= 0:
+        raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
+
+
+def _files(
+    place: HeldSeat,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    shards: Shards | None,
+    dcp: bool,
+) -> CheckpointFormat:
+    """Which files a checkpoint of this worker's part has."""
+    kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
+    if shards is None and not dcp:
+        return PlainFiles(place.seat, place.topology.stages, module, kinds, place.shards, place.shard)
+    from recycle_plugin.adapters.plain.distributed_files import DistributedFiles, Unsharded  # half a second's
+
+    weights = shards or Unsharded(dict(module.named_parameters()))
+    return DistributedFiles(module, weights, optimizer, kinds, place.shard)
 
 
 def _no_iterator(what: str) -> Any:
