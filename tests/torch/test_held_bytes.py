@@ -39,6 +39,18 @@ def test_storages_count_once_and_parameters_and_what_is_dropped_do_not(module):
     assert all(each.grad is not None for each in module.parameters())
 
 
+def test_of_a_nested_tensor_that_counts_which_it_consists_of(module):
+    held, x = HeldBytes(module), given()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        offsets = torch.tensor([0, 2, ROWS])
+        return (torch.nested.nested_tensor_from_jagged(x, offsets).sin().values(),)
+
+    (made,) = held.forward(run, (x,))
+    assert held.activation == 2 * ONE + 3 * 8, "x, its sine, and the offsets"
+    made.sum().backward()
+
+
 def test_a_checkpointed_layer_holds_its_input(module):
     held, x = HeldBytes(module), given()
     held.forward(lambda: (checkpoint(module, x, use_reentrant=False),), (x,))

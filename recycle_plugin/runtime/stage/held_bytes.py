@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.gradient_store import Slots
@@ -66,9 +67,11 @@ class _Saved:
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # so that no mode sees it
+        whole = is_traceable_wrapper_subclass(tensor)  # of which .data is none, but for its own dispatch
+        # no mode sees it
+        with torch._C.DisableTorchFunction(), _disable_current_modes() if whole else torch._C._DisableTorchDispatch():
             # without its graph: an operator that saves its own output would hold itself, and never be freed
-            self.tensor = tensor.data
+            self.tensor = tensor.detach() if whole else tensor.data
 
 
 @contextmanager
@@ -104,10 +107,19 @@ def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[Callable[[], bool]]:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """Where the storages of ``tensors`` are, and their bytes; of a tensor without one its own."""
-    for tensor in tensors:
+    for tensor in (part for each in tensors for part in _parts(each)):
         try:
             storage = tensor.untyped_storage()
             place = storage.data_ptr(), storage.nbytes()
         except (NotImplementedError, RuntimeError):  # sparse, of a derivative under way, or of a framework's own kind
             place = id(tensor), tensor.numel() * tensor.element_size()
         yield place
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that one of a framework's own kind consists of, such as a nested one; of others itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
