@@ -13,6 +13,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.packing import packed
 from recycle_plugin.runtime.worker.iterator_states import MOST, IteratorStates
+from tests.jobs.stateful import stateful
 
 
 class Data:
@@ -62,6 +63,19 @@ def test_who_comes_back_begins_as_its_predecessor_did(job):
     newcomer.begin_as_predecessor()
     assert newcomer.nearest(Place(1, 7), 0) == 3 and newcomer.present.state["order"].tolist() == [0, 1, 2, 3]
     assert newcomer.nearest(Place(1, 7), 3) == 3, "it is loaded once"
+
+
+def test_a_loader_that_stands_there_already_gives_all_epochs_as_one_that_was_never_loaded(job):
+    """torchdata's without helpers, once it is loaded, gives later epochs in another order."""
+    loaders = []
+    for states in (first := job.states(None), newcomer := job.states(None)):
+        states.present = stateful(range(8), 2, seed=5, helpers=0)
+        loaders.append(states.present)
+    first.begin(0, first.state())
+    newcomer.begin_as_predecessor()
+    assert newcomer.nearest(Place(1, 3), 0) == 0, "it reads up to there"
+    whole, again = ([batch.tolist() for _ in range(3) for batch in loader] for loader in loaders)
+    assert whole == again and whole[:4] != whole[4:8]
 
 
 @pytest.mark.parametrize("place, read", ((Place(2, 7), 0), (Place(1, 2), 0), (Place(1, 7), 4)))

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from recycle_plugin.adapters.deepspeed.cpu_adam import make_stateless
 from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.stage.clipping import squared_norm
@@ -51,6 +52,7 @@ class StockOptimizer:
 
     def __init__(self, engine: Any, apply: Callable[[Clip], None]) -> None:
         self._engine, self._apply = engine, apply
+        make_stateless(self.wrapped)
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:

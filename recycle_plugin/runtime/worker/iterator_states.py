@@ -56,10 +56,16 @@ class IteratorStates:
             self._session.boards.post(BOARD, packed((read, state)), ALWAYS)
 
     def begin_as_predecessor(self) -> None:
-        """Have a newcomer's first iterator begin where its predecessor's did, once it is brought to a place."""
+        """Have a newcomer's first iterator begin where its predecessor's did, once it is brought to a place.
+
+        A loader that has that state already does not load it: torchdata's, without helper processes, would give later
+        epochs in another order than one that was never loaded, as that of the replica's other end.
+        """
         kept = None if self.present is None else self._session.boards.predecessors(BOARD)
         if kept is not None:
-            self.set(*unpacked(kept))
+            read, state = unpacked(kept)
+            if read or self.state() != state:
+                self.set(read, state)
 
     def state(self) -> bytes | None:
         """The present state; None where there is none that can be read back, which is said once."""
