@@ -308,12 +308,45 @@ async def test_time_goes_on_where_another_hosts_clock_shows_another_one(monkeypa
     following = Coordinator(0, 0, lambda event, now: said.append((event, now)), SECRET, known=known)
     entrance = Entrance("127.0.0.1", 0, following._door, lambda control: None, following._warn)
     entrance.open()
-    await following.lead(entrance, (), "")
+    await following.lead(entrance, "")
     try:
         following.fail("the test is over")
         assert {now for _, now in said[-1:]} == {last}
     finally:
         await following.close()
+
+
+async def test_where_one_stands_by_elsewhere_no_other_does(monkeypatch):
+    """Also one that was there before, and comes again, while another host was asked."""
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, _, control, _):
+        again = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        again.send(replace(ELSEWHERE, port=8))
+        assert isinstance(await again.receive(PATIENCE_S), Refused)
+        assert coordinator._board.succession.address == ("127.0.0.1", 7) and control.broken is None
+        again.close()
+
+
+async def test_nobody_stands_by_elsewhere_before_half_know_that_the_one_before_is_out(monkeypatch):
+    """Else they could hear of the one before alone, which knows nothing of what has come since."""
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, workers, control, _):
+        for worker in workers:
+            monkeypatch.setattr(worker.control, "_learn", lambda term: None)
+        control.close()
+        await settled(coordinator, 2)
+        again = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        again.send(ELSEWHERE)
+        assert await again.receive(PATIENCE_S) is None and again.broken is not None, "it may ask again"
+        assert coordinator._board.succession.term == 2
+        for worker in workers:
+            worker.send(Knows(2))
+        while not coordinator.mirror._is_agreed():
+            await asyncio.sleep(0.01)
+        again = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        again.send(ELSEWHERE)
+        assert isinstance(await again.receive(PATIENCE_S), Snapshot)
+        again.close()
 
 
 async def test_whom_nobody_wants_elsewhere_is_let_go(monkeypatch):
@@ -329,32 +362,34 @@ async def test_whom_nobody_wants_elsewhere_is_let_go(monkeypatch):
         assert isinstance(await again.receive(PATIENCE_S), Refused)
 
 
-async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_other_one_is_out(monkeypatch):
+@pytest.mark.parametrize("terms", (["10.0.0.2:7"], ["10.0.0.2:7", ""]), ids=("at once", "while the first waits for it"))
+async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_other_one_is_out(terms):
     """Though they come to it: what they are told first is the term, and nothing else before enough have."""
     said: list = []
     async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
         await step(workers, 1)
-        coordinator._begin_term("10.0.0.2:7")
-        while coordinator.mirror._waiting:
-            await asyncio.sleep(0.01)
+        for term in terms:
+            coordinator._begin_term(term)
+        await step(workers, 2)
         coordinator.mirror._followers[0].control.close()
         known = await asyncio.wait_for(task, PATIENCE_S)
         lines = [(worker.control.line, worker.control._token) for worker in workers]
-    assert known.board.succession.address == ("10.0.0.2", 7)
+    last = len(terms) + 1
+    assert known.board.succession.term == last - 1
     following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, known=known)
     await following.start("127.0.0.1", 0)
     try:
-        assert known.board.succession.address is None and known.board.succession.term == 2
+        assert known.board.succession.address is None and known.board.succession.term == last
         back = []
         for rank, (line, token) in enumerate(lines):
             control = await asyncio.to_thread(connect, way(following.address), PATIENCE_S)
             control.send(Hello(rank, "worker", 1000 + rank, "h", line=line, token=token, term=1))
             term = await asyncio.to_thread(control.receive, PATIENCE_S)
-            assert isinstance(term, StandsBy) and (term.term, term.host) == (2, "")
+            assert isinstance(term, StandsBy) and (term.term, term.host) == (last, "")
             back.append(control)
         assert await asyncio.to_thread(back[0].receive, 0.2) is None
         for control in back[:2]:
-            control.send(Knows(2))
+            control.send(Knows(last))
         for control in back:
             assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
             control.close()

@@ -53,7 +53,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.kept import EVERY, UNCOUNTED
+from recycle_plugin.core.messages.kept import BEATS, EVERY, UNCOUNTED
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Taken
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import named
@@ -193,7 +193,7 @@ class Switchboard:
             line.term = max(line.term, min(message.term, self.succession.term))
             return
         line.heard += 1
-        if line.heard % EVERY == 0 or isinstance(message, AT_ONCE):
+        if line.heard % (BEATS if line.hello.role == SUPERVISOR else EVERY) == 0 or isinstance(message, AT_ONCE):
             self._put(number, Got(line.heard), effects)
         if line.hello.role == OPERATOR:
             self._put(number, self._answer_to(message, now, effects), effects)

@@ -16,6 +16,7 @@ from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
 
 UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows, Turns)
 EVERY = 64  # after so many messages who receives them says how far it is
+BEATS = 8  # of a supervisor, which hears little else
 
 
 class Kept:

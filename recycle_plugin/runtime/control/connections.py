@@ -88,14 +88,14 @@ class SocketControl(Framed):
         if self._way is None:
             return None
         self.close()
-        home, elsewhere = self._way, None
-        if self._term.host and self.line >= 0:
-            elsewhere = replace(home, address=(self._term.host, self._term.port))
+        home = way = self._way
+        if self._elsewhere is not None:
             timeout_s += APART * self._term.silent_s  # others may come there later
         began = time.monotonic()
-        deadline, way = began + timeout_s, home
+        deadline = began + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            at_home = way is not home or elsewhere is None or time.monotonic() < began + AT_HOME_S
+            elsewhere = self._elsewhere  # the last term may be another one by now
+            at_home = way is not home or time.monotonic() < began + AT_HOME_S
             way = home if at_home or elsewhere is None else elsewhere
             try:
                 fresh = SocketControl(way.go(min(left_s, ATTEMPT_S if elsewhere is None else TRY_S)), way, self._limit)
@@ -110,12 +110,21 @@ class SocketControl(Framed):
                 with self._sending, self._receiving:
                     self._socket, self._way, self.here, self.there = fresh._socket, way, fresh.here, fresh.there
                     self._go_on(fresh, welcome)
+                    if way is not home:  # who stands by for that one, it will say
+                        self._term = replace(self._term, host="", port=0)
                     self._heed_silence()
                 return welcome
             fresh.close()
-            if welcome is not None or way is elsewhere:  # it is refused, or there is no way back
+            if welcome is not None or way is not home:  # it is refused, or there is no way back
                 break
         return None
+
+    @property
+    def _elsewhere(self) -> ControlWay | None:
+        """The way to who stands by on another host, if anybody does."""
+        if self._way is None or not self._term.host or self.line < 0:
+            return None
+        return replace(self._way, address=(self._term.host, self._term.port))
 
     def _answer(self, fresh: SocketControl, deadline: float) -> object | None:
         """The answer that comes over a ``fresh`` connection; who answers may have to know first that this end knows of

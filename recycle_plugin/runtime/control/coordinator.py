@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -131,13 +131,13 @@ class Coordinator:
         except BaseException:
             await self._close_ports()
             raise
-        if self._board.succession.address is not None:
+        if self._board.succession.term:  # whether enough knew of the last one is not known
             self.mirror.go_on_alone()
         self._begin()
 
-    async def lead(self, entrance: Entrance, turned: Sequence[tuple[InLoop, Hello]], gone: str) -> None:
-        """Go on at an ``entrance`` to which others have ``turned`` already: this process stood by on another host than
-        the one that is ``gone``, of which nobody may come.
+    async def lead(self, entrance: Entrance, gone: str) -> None:
+        """Go on at an ``entrance`` to which others have turned already (:meth:`answer`): this process stood by on
+        another host than the one that is ``gone``, of which nobody may come.
         """
         self._entrance = entrance
         self._shift_s = self._last - self._now() if self._last else 0.0  # another host's clock goes on in this state
@@ -149,8 +149,6 @@ class Coordinator:
             self._warn(f"no heartbeats come by datagram ({error.strerror})")
         entrance.answer = self._answer
         self._begin(gone)
-        for control, hello in turned:
-            self._begin_to_serve(control, hello)
 
     def _begin(self, gone: str = "") -> None:
         self._alone_from = self._now() + (BACK_S if self._board.lines else 0.0)
@@ -234,6 +232,10 @@ class Coordinator:
             control.close()
         else:
             self._begin_to_serve(InLoop(control))
+
+    def answer(self, control: InLoop, hello: Hello) -> None:
+        """Answer one who has said ``hello`` before this coordinator was there."""
+        self._begin_to_serve(control, hello)
 
     def _begin_to_serve(self, control: InLoop, hello: Hello | None = None) -> None:
         self._serving[asyncio.create_task(self._serve(control, hello))] = control

@@ -81,6 +81,10 @@ class Control(Protocol):
     def sent(self) -> int:
         """How many messages this end has sent since it was welcomed."""
 
+    @property
+    def unheard(self) -> int:
+        """How many of these the other end has not said it has."""
+
     def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
         """Whether the other end says within ``timeout_s`` seconds that it has the first ``count`` messages; somebody
         has to receive meanwhile.
@@ -195,6 +199,10 @@ class Framed:
     @property
     def sent(self) -> int:
         return self._kept.count
+
+    @property
+    def unheard(self) -> int:
+        return self._kept.count - self._kept.dropped
 
     def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
         with self._acknowledged:

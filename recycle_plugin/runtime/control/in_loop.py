@@ -94,6 +94,13 @@ class InLoop:
         self._more, self.there = True, self._control.there  # some may have come with that
         return welcome
 
+    def give_up_unless_heard(self, most: int) -> None:
+        """Take it for broken where the other end has left more than ``most`` messages unanswered, and somebody else may
+        answer; see Control.give_up.
+        """
+        if self._control.unheard > most:
+            self._control.give_up("nothing is heard of the coordinator")
+
     def close(self) -> None:
         """Close the connection, and wake the task that waits in it."""
         self._leave()

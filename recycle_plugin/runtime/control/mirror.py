@@ -75,8 +75,8 @@ class Mirror:
         # what is to go out once so many news were taken in, and what is done before; with when it was put there
         self._waiting: deque[tuple[int, float, Effects, Callable[[], object]]] = deque()
         self._electorate = Electorate() if known is None else known.electorate
-        self._to_agree: Electorate | None = None  # of which half have to know of the last term
-        self._agreed_until = 0.0
+        self._to_agree: Electorate | None = None  # of which half have to know of this term
+        self._term, self._agreed_until = 0, 0.0
 
     # --- who stands by ---------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Mirror:
 
     @property
     def elsewhere(self) -> list[Follower]:
-        """Those on other hosts: one at most."""
+        """The one on another host, if there is one."""
         return [each for each in self._followers if each.address]
 
     async def serve(self, control: InLoop, hello: Hello) -> None:
@@ -107,7 +107,11 @@ class Mirror:
         if address and not self._board.succession.wants_one(self._board.membership.roster):
             control.send(Refused("nobody on another host is to stand by"))
             return
-        for before in self.elsewhere if address else self._here:
+        if address and self.elsewhere:
+            if self.elsewhere[0].in_step:
+                control.send(Refused("another process stands by"))
+            return
+        for before in [] if address else self._here:
             self._let_go(before)
         follower = Follower(control, hello.pid, address, self._sent)
         self._followers.append(follower)
@@ -121,7 +125,7 @@ class Mirror:
 
     def _has_taken(self, follower: Follower, count: int) -> None:
         follower.taken = count
-        if not follower.in_step and count == self._sent:
+        if not follower.in_step and count == self._sent and (self._is_agreed() or not follower.address):
             follower.in_step = True
             if follower.address:
                 self._begin(follower.address)
@@ -144,6 +148,7 @@ class Mirror:
         if not self._over.is_set():
             self._to_agree, self._agreed_until = self._electorate.copy(), time.monotonic() + AGREE_S
             self._begin("")
+            self._term = self._board.succession.term
 
     # --- news ------------------------------------------------------------------------------------
 
@@ -188,10 +193,8 @@ class Mirror:
 
     def _is_agreed(self) -> bool:
         """Whether nobody on another host can go on without this one."""
-        if self._to_agree is not None:
-            knowing = self._board.knowing(self._board.succession.term)
-            if self._to_agree.gives(knowing, more=False):
-                self._to_agree = None
+        if self._to_agree is not None and self._to_agree.gives(self._board.knowing(self._term), more=False):
+            self._to_agree = None
         return self._to_agree is None
 
     def _may_go(self, news: int) -> bool:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -169,16 +169,17 @@ class Hosted:
         environment: dict[str, str],
         told: Callable[[Event], None],
         guard: int,
-        turned: Sequence[tuple[InLoop, Hello]],
+        hand_over: Callable[[Callable[[InLoop, Hello], None]], None],
     ) -> Hosted:
         """Go on at the ``entrance`` of this host, with a store of its own, in place of a coordinator on another host,
-        from which enough have ``turned`` to this one.
+        from which enough have turned to this one; ``hand_over`` gives all of them to a function, and who still comes.
         """
         address, gone = entrance.address, known.board.succession.host
         listener = socket.create_server((address[0], 0), backlog=4096)
         known.board.moves(socket.gethostname(), listener.getsockname()[1])
         coordinator, telling = cls._following(address, known, secret, told, guard)
-        await coordinator.lead(entrance, turned, gone)
+        await coordinator.lead(entrance, gone)
+        hand_over(coordinator.answer)
         where = "{}:{}".format(*address)
         why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to {where}"
         _take_over(coordinator, telling, known.board, why)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -83,12 +83,17 @@ async def _elsewhere(
     """What goes on once more than half of the workers have come; None where nobody wants it any more."""
     way = ControlWay(address, secret)
     candidate = await Candidate.at(way)
-    if candidate is None or (known := await candidate.elected()) is None:
+    if candidate is None:
         return None
+    elected, alone = asyncio.create_task(candidate.elected()), asyncio.create_task(reader.read(1))
+    await asyncio.wait((elected, alone), return_when=asyncio.FIRST_COMPLETED)
+    if alone.done() or (known := elected.result()) is None:  # a guard that is gone could not end the coordinator
+        return None
+    alone.cancel()
+    await asyncio.wait((alone,))
     call_this(HOST)
-    entrance, turned = candidate.entrance, candidate.turned
-    told = partial(tell_folder, guard)
-    hosted = await Hosted.lead(entrance, known, secret, environment, told, os.getppid(), turned)
+    entrance, told = candidate.entrance, partial(tell_folder, guard)
+    hosted = await Hosted.lead(entrance, known, secret, environment, told, os.getppid(), candidate.hand_over)
     guard.tell(leads=entrance.address)
     hosted.tell_store(guard)
     return hosted
@@ -96,7 +101,7 @@ async def _elsewhere(
 
 class Candidate:
     """Follows the coordinator at the end of the ``way``, over ``control`` first, and counts the workers that turn to
-    this process, which are in ``turned`` with all others that do.
+    this process, as supervisors do.
     """
 
     def __init__(self, way: ControlWay, control: InLoop, here: str) -> None:
@@ -104,7 +109,8 @@ class Candidate:
         self.entrance = Entrance(
             here, 0, Door(way.known.read(), Port.CONTROL, "who stands by", _say), self._come, _warn
         )
-        self.turned: list[tuple[InLoop, Hello]] = []
+        self._turned: list[tuple[InLoop, Hello]] = []
+        self._answer: Callable[[InLoop, Hello], None] | None = None
         self._known: Known | None = None
         self._enough = asyncio.Event()
         self._coming: set[asyncio.Task[Any]] = set()
@@ -171,12 +177,27 @@ class Candidate:
         if not isinstance(hello, Hello):
             control.close()
             return
-        self.turned.append((control, hello))
+        if self._answer is not None:
+            self._answer(control, hello)
+            return
+        self._turned.append((control, hello))
         self._count()
 
+    def hand_over(self, answer: Callable[[InLoop, Hello], None]) -> None:
+        """Give all who have turned to this process to ``answer``, and those who still come."""
+        self._answer = answer
+        for control, hello in self._turned:
+            answer(control, hello)
+
+    @property
+    def _stands_by(self) -> bool:
+        """Whether it was told of in the last term that it knows of: before, the coordinator may go on without it."""
+        address = None if self._known is None else self._known.board.succession.address
+        return address is not None and address[1] == self.entrance.address[1]
+
     def _count(self) -> None:
-        if self._known is not None:
-            lines = [self._known.board.known(each) for _, each in self.turned]
+        if self._known is not None and self._stands_by:
+            lines = [self._known.board.known(each) for _, each in self._turned]
             workers = {line.worker for line in lines if line is not None and line.worker is not None}
             if self._known.electorate.gives(workers, more=True):
                 self._enough.set()

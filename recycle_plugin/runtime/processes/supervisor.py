@@ -41,6 +41,7 @@ from recycle_plugin.core.messages.from_workers import (
     Terminate,
     Unguarded,
 )
+from recycle_plugin.core.messages.kept import BEATS
 from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S
 from recycle_plugin.errors import CutOff, NoCredentials
 from recycle_plugin.runtime.control.connections import ControlWay
@@ -59,6 +60,7 @@ WORKER = "recycle_plugin.worker_process"  # what it runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 10.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
+SILENT = 3  # so many times the coordinator may not say how far it is
 LOOK_S = 0.1  # between two tries
 OVER_S = 2.0  # and where the job is over, and it may be gone for good
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
@@ -421,6 +423,7 @@ class Supervisor:
             if self._heartbeats is not None and self._datagrams is not None:
                 self._heartbeats.send(message, self._datagrams)
             await asyncio.sleep(self._every_s)
+            self._control.give_up_unless_heard(SILENT * BEATS)
 
     def _fence(self) -> None:
         """Kill the worker: whoever goes on does so without it, and it must not wake up."""
