@@ -24,6 +24,7 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
 )
 from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.runtime.control import coordinator as server
 from recycle_plugin.runtime.control import mirror
 from recycle_plugin.runtime.control.connections import connect
@@ -314,6 +315,25 @@ async def test_time_goes_on_where_another_hosts_clock_shows_another_one(monkeypa
         assert {now for _, now in said[-1:]} == {last}
     finally:
         await following.close()
+
+
+async def test_nobody_is_given_up_while_nothing_gets_out(monkeypatch):
+    """Who stands by takes nothing, as where this host is cut off; time goes on once it does."""
+    said: list = []
+    async with one_elsewhere(said, monkeypatch) as (coordinator, workers, control, taken):
+        taken.cancel()
+        workers[0].send(Stepped(0, 0, 1))
+        workers[0].send(Note(0, "a note", "that is held", {}))
+        while not coordinator.mirror.holds_up:
+            await asyncio.sleep(0.01)
+        ticks: list[float] = []
+        tick = coordinator._board.tick
+        monkeypatch.setattr(coordinator._board, "tick", lambda now, effects: (ticks.append(now), tick(now, effects)))
+        await asyncio.sleep(3 * TICK_S)
+        assert not ticks
+        control.send(Got(coordinator.mirror._sent))
+        while not ticks:
+            await asyncio.sleep(0.01)
 
 
 async def test_where_one_stands_by_elsewhere_no_other_does(monkeypatch):

@@ -403,7 +403,8 @@ class Coordinator:
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         self.mirror.see_late()
-        self._take("tick")
+        if not self.mirror.holds_up:
+            self._take("tick")
 
 
 def _who(control: InLoop) -> str:

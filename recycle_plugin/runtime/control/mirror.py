@@ -32,6 +32,7 @@ STANDBY = "standby"  # its role
 PIECE = 1 << 20  # bytes of the state that are sent at once
 LISTEN_S = 60.0  # how long nothing need be heard
 LATE_S = 2.0  # how long who stands by may take to take news in
+HELD_S = 0.5  # how long it mostly takes them, and more
 AGREE_S = 10.0  # how long enough workers may take to say that they know of a term
 
 
@@ -176,6 +177,13 @@ class Mirror:
             first()
             self._release(effects)
         self._let_out()
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether what was decided does not get out: then nobody is to be given up, since it may be this host that is cut
+        off.
+        """
+        return bool(self._waiting) and time.monotonic() - self._waiting[0][1] > HELD_S
 
     def see_late(self) -> None:
         """Pass on what waits for more, and let go who has taken nothing for too long, or is not wanted any more."""
