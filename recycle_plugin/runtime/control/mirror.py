@@ -180,7 +180,7 @@ class Mirror:
 
     @property
     def holds_up(self) -> bool:
-        """Whether what was decided does not get out: then nobody is to be given up, since it may be this host that is cut
+        """Whether what was decided does not get out.  Nobody is to be given up then: it may be this host that is cut
         off.
         """
         return bool(self._waiting) and time.monotonic() - self._waiting[0][1] > HELD_S
