@@ -57,6 +57,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "fault": {"seat": text, "fault": text, "struck_at": moment},
     "lost": {"seat": text, "rank": count, "how": text, "seen_at": moment},
     "confirmed": {"rank": count, "how": text},
+    "deposed": {"host": text},
     "resume": {"committed": count, "throughput": number},
     "behind": {"rank": count, "step": count, "left": count},
     "catching_up": {"rank": count, "share": number, "bytes": count, "bytes_per_s": number},

@@ -357,7 +357,13 @@ class RunHistory:
 
     @cached_property
     def end(self) -> dict | None:
-        return next((event for event in self.events if event["event"] in ("end", "finished")), None)
+        """The event of the job's end, None before.  A coordinator that ends since the others may go on without it has
+        ended the job if nobody has.
+        """
+        ends = [event for event in self.events if event["event"] in ("end", "finished")]
+        last = self.coordinator.get("host")
+        ends += [event | {"event": "end"} for event in self.of("deposed") if event["host"] == last]
+        return ends[0] if ends else None
 
     @property
     def coordinator(self) -> dict[str, Any]:

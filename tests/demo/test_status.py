@@ -190,6 +190,14 @@ def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
     ].startswith("running")
 
 
+def test_a_coordinator_that_was_deposed_has_ended_the_job_unless_another_host_goes_on(folder):
+    here = {"host": "h", "pid": 7, "stop": 7, "place": "elsewhere"}
+    deposed = {"event": "deposed", "text": "not half can be reached", "host": "h", "term": 2}
+    assert "not half can be reached" in without_end(folder, deposed, coordinator=here)["state"]
+    gone_on = {"event": "coordinator", "coordinator": here | {"host": "another"}}
+    assert without_end(folder, gone_on, deposed, coordinator=here)["state"].startswith("running")
+
+
 WRONG = {
     "missing": (None, "nowhere is no folder: name a run folder"),
     "empty": ("", "tells of no job: it has no start event"),

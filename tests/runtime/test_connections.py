@@ -632,3 +632,16 @@ def test_what_is_said_first_may_be_a_term_that_is_answered_before_the_welcome_co
     assert coordinator.ends[-1].receive(PATIENCE_S) == Knows(5)
     near.give_up("nobody is there to turn to")
     assert near.broken is None
+
+
+@pytest.mark.parametrize("role, turns", (("worker", False), ("supervisor", True)))
+def test_who_decides_nothing_may_turn_to_the_last_one_that_stood_by(home, listening, monkeypatch, role, turns):
+    """A worker may not: it knows that the coordinator goes on without that one."""
+    monkeypatch.setattr(connections, "AT_HOME_S", 0.1)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2")
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    learn(coordinator, near, StandsBy(4, "", 0, 0.1))
+    coordinator.gone()
+    assert near.receive(PATIENCE_S) is None
+    assert (near.resume(replace(HELLO, role=role), 1.0) is not None) == turns == (not elsewhere.hellos.empty())

@@ -67,6 +67,7 @@ class SocketControl(Framed):
 
     def __init__(self, proved: Proved, way: ControlWay | None = None, limit: int = LIMIT) -> None:
         self._way = way
+        self._stood_by = StandsBy(0, "", 0, 0.0)  # the last one that did, on another host
         self._take(proved.connection)
         super().__init__(limit, proved.seals)
 
@@ -89,12 +90,12 @@ class SocketControl(Framed):
             return None
         self.close()
         home = way = self._way
-        if self._elsewhere is not None:
+        if self._elsewhere(hello) is not None:
             timeout_s += APART * self._term.silent_s  # others may come there later
         began = time.monotonic()
         deadline = began + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            elsewhere = self._elsewhere  # the last term may be another one by now
+            elsewhere = self._elsewhere(hello)  # the last term may be another one by now
             at_home = way is not home or time.monotonic() < began + AT_HOME_S
             way = home if at_home or elsewhere is None else elsewhere
             try:
@@ -119,12 +120,14 @@ class SocketControl(Framed):
                 break
         return None
 
-    @property
-    def _elsewhere(self) -> ControlWay | None:
-        """The way to who stands by on another host, if anybody does."""
-        if self._way is None or not self._term.host or self.line < 0:
+    def _elsewhere(self, hello: Hello) -> ControlWay | None:
+        """The way to who stands by on another host, if anybody does.  For who is no worker, and decides nothing by
+        turning there, it may also be the last one that did: that one may coordinate by now.
+        """
+        its = self._stood_by if hello.role != "worker" and not self._term.host else self._term
+        if self._way is None or not its.host or self.line < 0 or (its.host, its.port) == self._way.address:
             return None
-        return replace(self._way, address=(self._term.host, self._term.port))
+        return replace(self._way, address=(its.host, its.port))
 
     def _answer(self, fresh: SocketControl, deadline: float) -> object | None:
         """The answer that comes over a ``fresh`` connection; who answers may have to know first that this end knows of
@@ -138,6 +141,7 @@ class SocketControl(Framed):
 
     def _learn(self, term: StandsBy) -> None:
         super()._learn(term)
+        self._stood_by = term if term.host else self._stood_by
         self._heed_silence()
 
     def _heed_silence(self) -> None:

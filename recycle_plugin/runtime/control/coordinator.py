@@ -350,7 +350,8 @@ class Coordinator:
 
     def _depose(self) -> None:
         if not self.deposed.is_set():
-            self._say(Event("deposed", DEPOSED, {"term": self._board.succession.term}), self._now())
+            said = {"term": self._board.succession.term, "host": self._board.succession.host}
+            self._say(Event("deposed", DEPOSED, said), self._now())
         self.deposed.set()
 
     # --- news ------------------------------------------------------------------------------------
