@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
 
 from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaOptimizer
 
@@ -17,6 +20,7 @@ def test_a_step_without_gradients_is_counted_as_any(drawn):
         global_samples=12,
         micro_steps=drawn,
         lr_scheduler=None,
+        shards=SimpleNamespace(wrapped=SGD([Parameter(torch.zeros(1))])),
         train_batch_size=lambda: 4,
         gradient_accumulation_steps=lambda: 2,
     )

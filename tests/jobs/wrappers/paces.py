@@ -27,15 +27,15 @@ def slow(seat: str, times: float, steps: list[int]) -> None:
     """
     start, now = Timeline.start, [0.0]
 
-    def changed(self: Timeline, instruction: Instruction, begin: Callable[[], dict]) -> dict:
-        def spent() -> dict:
+    def changed(self: Timeline, begin: Callable[..., dict], instruction: Instruction, *how: object) -> dict:
+        def spent(*given: object) -> dict:
             slowly = str(TRAINERS[0].seat) == seat and steps[0] <= instruction.step <= steps[1]
             now[0] += 0.001 * (times if slowly else 1) * (instruction.op in COMPUTE)
-            return begin()
+            return begin(*given)
 
-        return start(self, instruction, spent)
+        return start(self, spent, instruction, *how)
 
-    Timeline.start, Cpu.event = changed, lambda self, what: Done(now[0])
+    Timeline.start, Cpu.event, Cpu.lags = changed, lambda self, what: Done(now[0]), True
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool = False) -> None:
