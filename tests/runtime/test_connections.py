@@ -7,6 +7,7 @@ import os
 import queue
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -645,3 +646,24 @@ def test_who_decides_nothing_may_turn_to_the_last_one_that_stood_by(home, listen
     coordinator.gone()
     assert near.receive(PATIENCE_S) is None
     assert (near.resume(replace(HELLO, role=role), 1.0) is not None) == turns == (not elsewhere.hellos.empty())
+
+
+def test_who_listens_may_die_before_it_has_let_anybody_in():
+    """Then who takes its place is found at the same address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()  # as its end does: a reset
+            connection, _ = listener.accept()
+            end = SocketControl(answered(connection, Port.CONTROL))
+            end.send(WELCOME)
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        near = connect(way(listener.getsockname()), PATIENCE_S)
+        assert near.receive(PATIENCE_S) == WELCOME
+        near.close()
+        serving.join()

@@ -46,13 +46,17 @@ class ControlWay:
                 connection = socket.create_connection(
                     self.address, timeout=max(RETRY_S, min(ATTEMPT_S, deadline - time.monotonic()))
                 )
-                break
-            except (OSError, NotThere):
+                return self._prove(connection, max(RETRY_S, deadline - time.monotonic()))
+            except Stranger:
+                raise
+            except (OSError, NotThere):  # also where who listened has died since
                 if time.monotonic() + RETRY_S >= deadline:
                     raise
                 time.sleep(RETRY_S)
+
+    def _prove(self, connection: socket.socket, left_s: float) -> Proved:
+        """Authenticate; others may wait before this one to be let in."""
         try:
-            left_s = max(RETRY_S, deadline - time.monotonic())  # others may wait before this one to be let in
             return call(forked.own(connection), self.known.read(), Port.CONTROL, left_s)
         except (OSError, NoSecret):
             connection.close()
