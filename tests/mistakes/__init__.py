@@ -13,12 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recycle_plugin.core.coordinator import departures
+from recycle_plugin.core.coordinator import commits, departures, generations, handlers, losses, lost_messages
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.complaints import Complaints
-from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
 from recycle_plugin.core.coordinator.state_dump import load
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
@@ -67,12 +65,12 @@ class Mistakes(dict[str, Patch]):
         """A mistake that stands in the place of an attribute."""
 
         def register(wrong):
-            self.mistake(name, seen)(lambda patch: (also(patch), patch.setattr(owner, attribute, wrong)))
+            self.mistake(name, seen)(lambda patch: (also(patch), put(patch, owner, attribute, wrong)))
             return wrong
 
         return register
 
-    def around(self, name: str, owner: type, method: str, seen: int = 0, also: Patch = lambda _: None) -> Callable:
+    def around(self, name: str, owner: object, method: str, seen: int = 0, also: Patch = lambda _: None) -> Callable:
         """A mistake ``change(self, before, …)`` in the place of a method."""
 
         def register(change):
@@ -86,10 +84,19 @@ MISTAKES = Mistakes()
 mistake, instead, around = MISTAKES.mistake, MISTAKES.instead, MISTAKES.around
 
 
-def changed(monkeypatch, owner: type, name: str, change: Callable) -> None:
-    """``change(self, before, …)`` takes the place of a method."""
+def put(monkeypatch, owner: object, name: str, wrong: Callable) -> None:
+    """``wrong`` takes the place of an attribute, and of what is done with a message."""
     before = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *given, **named: change(self, before, *given, **named))
+    monkeypatch.setattr(owner, name, wrong)
+    for table in (handlers.OF_MEMBERS, handlers.OF_NEWCOMERS, handlers.OF_ALL):
+        for kind in [kind for kind, handler in table.items() if handler is before]:
+            monkeypatch.setitem(table, kind, wrong)
+
+
+def changed(monkeypatch, owner: object, name: str, change: Callable) -> None:
+    """``change(self, before, …)`` takes the place of a method, or of a function."""
+    before = getattr(owner, name)
+    put(monkeypatch, owner, name, lambda self, *given, **named: change(self, before, *given, **named))
 
 
 def changed_recovery_plans(monkeypatch, change: Callable[[Recovery], Recovery]) -> None:
@@ -195,10 +202,10 @@ instead("a wait is not interrupted", ControlView, "check", seen=5)(ControlView.c
 # --- membership ---------------------------------------------------------------------------------------
 
 
-@instead("a step is committed when one worker has applied it", Course, "step", seen=0)
-def committed_by_one(self, stepped, now, out) -> None:
-    for number in range(self.committed + 1, stepped.step + 1):
-        self.commit(number, now, out)
+@instead("a step is committed when one worker has applied it", commits, "stepped", seen=0)
+def committed_by_one(state, stepped) -> None:
+    for number in range(state.committed + 1, stepped.step + 1):
+        commits.commit(state, number)
 
 
 around("a report for an older membership counts", Regrouping, "add", seen=5)(
@@ -208,7 +215,7 @@ instead("what a lost worker says counts", Attendance, "is_heard", seen=488)(
     lambda self, message: self.started or not message.RUNNING
 )
 instead("whoever goes while the membership changes is waited for", departures, "await_without", seen=819)(
-    lambda course, member, early, now, out: None
+    lambda state, member, early: None
 )
 
 
@@ -229,10 +236,8 @@ def first_report(self, before, live):
     return before(self, live)
 
 
-instead("what a broken line has lost is not sent again", Membership, "_send_again", seen=2)(
-    lambda self, missing, now, out: None
-)
-instead("a stopped worker is waited for", Course, "give_up", seen=10)(lambda self, worker, cause, why, now, out: None)
+instead("what a broken line has lost is not sent again", lost_messages, "missing", seen=2)(lambda state, missing: None)
+instead("a stopped worker is waited for", losses, "give_up", seen=10)(lambda state, worker, cause, why: None)
 
 
 @around("who does not hear itself is no more to be doubted than others", Complaints, "add", seen=2)
@@ -274,14 +279,14 @@ instead("who is gone stays on the roster", Roster, "without", seen=5)(lambda sel
 @instead("the coordinator forgets who has applied what when its state is read again", cluster, "load", seen=169)
 def forgotten_field(record):
     membership = load(record)
-    membership.course.steps._applied = {}
+    membership.state.steps._applied = {}
     return membership
 
 
 @instead("the coordinator forgets what it has told when its state is read again", cluster, "load", seen=71)
 def forgotten_word(record):
     membership = load(record)
-    membership.course.steps._contributions._told = {}
+    membership.state.steps._contributions._told = {}
     return membership
 
 
@@ -290,15 +295,15 @@ def forgotten_word(record):
 
 @mistake("a norm is made again after a failure, as if nobody had stepped with the first", seen=77)
 def second_norm(monkeypatch) -> None:
-    regroup = Course.regroup
+    regroup = generations.regroup
 
-    def regrouped(self, cause, now, out, from_step=0) -> None:
-        contributions = self.steps._contributions
+    def regrouped(state, cause, from_step=0, keeps_plan=False) -> None:
+        contributions = state.steps._contributions
         contributions._told = {key: values for key, values in contributions._told.items() if key[1] != NORM}
         contributions._values = {key: values for key, values in contributions._values.items() if key[1] != NORM}
-        regroup(self, cause, now, out, from_step)
+        regroup(state, cause, from_step, keeps_plan)
 
-    monkeypatch.setattr(Course, "regroup", regrouped)
+    monkeypatch.setattr(generations, "regroup", regrouped)
     handed_out_once(monkeypatch)
 
 
@@ -421,8 +426,8 @@ instead("who has stepped does not hear of a rejection", Worker, "record_norm", s
 instead("a rejected step is committed by a failure that comes at once", StepLedger, "_unheard", seen=6)(
     lambda self, step, held, behind: False
 )
-instead("a norm counts for the worker that has found it only", Membership, "_reject", seen=6)(
-    lambda self, step, norm, now, out: None
+instead("a norm counts for the worker that has found it only", commits, "_reject", seen=6)(
+    lambda state, step, norm: None
 )
 
 
@@ -518,13 +523,13 @@ def to_the_plans(self, before, seat, datum):
 # --- ends and goodbyes --------------------------------------------------------------------------------
 
 
-@around("steps are committed when the job has failed", Course, "step", seen=336)
-def committed_after_failure(self, before, message, now, out) -> None:
-    ended, self.ending.ended = self.ending.ended, None
+@around("steps are committed when the job has failed", commits, "stepped", seen=336)
+def committed_after_failure(state, before, message) -> None:
+    ended, state.ending.ended = state.ending.ended, None
     try:
-        before(self, message, now, out)
+        before(state, message)
     finally:
-        self.ending.ended = self.ending.ended or ended
+        state.ending.ended = state.ending.ended or ended
 
 
 instead(
@@ -532,17 +537,17 @@ instead(
     departures,
     "depart",
     seen=249,
-)(lambda course, worker, out: course.attendance.lose(course.roster.member(worker), Cause.DIED, "is gone", 0.0, out))
+)(lambda state, worker: state.attendance.lose(state.roster.member(worker), Cause.DIED, "is gone", 0.0, state.out))
 
 
 @mistake("a death at a planned end is a loss", seen=1505)
 def loss_at_the_end(monkeypatch) -> None:
-    def lose(self, before, *given, **named) -> None:
+    def lose(state, before, *given, **named) -> None:
         with monkeypatch.context() as for_now:
             for_now.setattr(Ending, "through", lambda self, committed: False)
-            before(self, *given, **named)
+            before(state, *given, **named)
 
-    changed(monkeypatch, Course, "lose", lose)
+    changed(monkeypatch, losses, "lose", lose)
 
 
 around("who is cut off waits for the planned end", ControlView, "lose_coordinator", seen=82)(

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import course, departures, ends
+from recycle_plugin.core.coordinator import commits, departures, ends, generations, losses
 from recycle_plugin.core.coordinator.barriers import Barriers
-from recycle_plugin.core.coordinator.course import Course
-from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.vocabulary import iterator_draws
 from recycle_plugin.core.vocabulary.evaluation_route import runner
@@ -175,23 +173,24 @@ instead("what is saved and evaluated need not be committed", TrainingLoop, "sett
 # --- paces and ends ---------------------------------------------------------------------------------------
 
 
-instead("work is dealt out anew for a step that somebody has begun", course, "unstarted", seen=106)(
-    lambda committed: committed + 1
+@mistake("work is dealt out anew for a step that somebody has begun", seen=106)
+def too_early(monkeypatch) -> None:
+    for where in (commits, generations):
+        monkeypatch.setattr(where, "unstarted", lambda committed: committed + 1)
+
+
+instead("a worker that asks for everybody's end is not heard", departures, "_end_planned", seen=105)(
+    lambda state, why: state.say("terminate", why)
 )
 
 
-instead("a worker that asks for everybody's end is not heard", Membership, "_end_planned", seen=105)(
-    lambda self, why, out: out.say("terminate", why)
-)
-
-
-@around("nobody needs anybody any more at a planned end", Course, "_after_loss", seen=204)
-def no_need(self, before, member, now, out):
-    if self.ending.through(self.committed):
-        departures.await_without(self, member, False, now, out)
-        ends.finish_if_empty(self, out)
+@around("nobody needs anybody any more at a planned end", losses, "_go_on_after", seen=204)
+def no_need(state, before, member):
+    if state.ending.through(state.committed):
+        departures.await_without(state, member, False)
+        ends.finish_if_empty(state)
     else:
-        before(self, member, now, out)
+        before(state, member)
 
 
 instead(
@@ -211,10 +210,10 @@ def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
 def waits_for_a_change_that_nobody_needs(monkeypatch) -> None:
     """The coordinator does, at a planned end."""
 
-    def give_up_going_on(course, why, out, cause=""):
-        if not course.ending.through(course.committed):
-            ends.end_without_stage(course, why, out, cause)
-        course.ending.stranded = why
+    def give_up_going_on(state, why, cause=""):
+        if not state.ending.through(state.committed):
+            ends.end_without_stage(state, why, cause)
+        state.ending.stranded = why
 
     monkeypatch.setattr(ends, "give_up_going_on", give_up_going_on)
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import departures, membership, words
-from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator import handlers, heartbeats, losses, starting, words
 from recycle_plugin.core.coordinator.joining import Joining, Phase
-from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.contributions import Contributions
 from recycle_plugin.core.messages.from_workers import SurvivorReport
@@ -36,9 +35,9 @@ instead("all processes of a rank are one", OfWorker, "worker", seen=6)(property(
 def of_any_step(monkeypatch) -> None:
     of_report = words._of_report
 
-    def lenient(message: SurvivorReport, course: Course) -> str | None:
-        least = 0 if course.joining.get(message.worker) is None else course.committed
-        return of_report(replace(message, stepped=max(message.stepped, least)), course)
+    def lenient(message: SurvivorReport, state: JobState) -> str | None:
+        least = 0 if state.joining.get(message.worker) is None else state.committed
+        return of_report(replace(message, stepped=max(message.stepped, least)), state)
 
     monkeypatch.setattr(words, "_of_report", lenient)
 
@@ -62,16 +61,16 @@ def counted_twice(monkeypatch) -> None:
 
 @mistake("what can't be is taken in", seen=82)
 def nobody_is_confused(monkeypatch) -> None:
-    heard = lambda message, course: None if course.attendance.is_heard(message) else ""
-    monkeypatch.setattr(membership, "objection", heard)
+    heard = lambda message, state: None if state.attendance.is_heard(message) else ""
+    monkeypatch.setattr(handlers, "objection", heard)
 
 
-@around("who is there and says so again is a stranger", Membership, "_enrol", seen=30)
-def there_and_turned_away(self, before, ready, now, out):
-    if self.started and not self.course.vacancies.is_newcomer(ready.worker):
-        self._turn_away(ready.worker, ready.member.host, out)
+@around("who is there and says so again is a stranger", starting, "ready", seen=30)
+def there_and_turned_away(state, before, ready):
+    if state.attendance.started and not state.vacancies.is_newcomer(ready.worker):
+        starting.turn_away(state, ready.worker, ready.member.host)
     else:
-        before(self, ready, now, out)
+        before(state, ready)
 
 
 instead("a worker takes up a membership that is over", ControlView, "_is_old", seen=6)(lambda self, message: False)
@@ -91,16 +90,14 @@ def enters_by_any_report(monkeypatch) -> None:
     )
 
 
-instead("a step that nobody can be in is kept as where a script is", departures, "where_it_can_be", seen=361)(
-    lambda course, message: message
+instead("a step that nobody can be in is kept as where a script is", heartbeats, "where_it_can_be", seen=361)(
+    lambda state, message: message
 )
 
 
-@instead(
-    "a newcomer that is given up as confused is believed until it is dead", Membership, "_give_up_confused", seen=712
-)
-def fenced_only(self, worker, why, now, out):
-    if self.is_outside(worker):
-        out.fence(worker, why)
-    elif self.ended is None or not self.ended.failed:
-        self.course.give_up(worker, Cause.CONFUSED, why, now, out)
+@instead("a newcomer that is given up as confused is believed until it is dead", losses, "give_up_confused", seen=712)
+def fenced_only(state, worker, why):
+    if state.vacancies.is_outside(worker):
+        state.fence(worker, why)
+    elif not state.ending.failed:
+        losses.give_up(state, worker, Cause.CONFUSED, why)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import returns
+from recycle_plugin.core.coordinator import generations, returns
 from recycle_plugin.core.coordinator.boards import Boards
-from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, Unfinished
@@ -101,18 +100,18 @@ instead("a newcomer has work before its state is compared", Joining, "unproven",
 
 def deserted(monkeypatch) -> None:
     """Nobody looks after a newcomer whose last source is lost before it has sent anything."""
-    monkeypatch.setattr(returns, "see_sources", lambda course, now, out: None)
+    monkeypatch.setattr(returns, "see_sources", lambda state: None)
 
 
-around("a rejected step calls off who was announced", Course, "regroup", seen=92052)(
-    lambda self, before, *given, keeps_plan=False, **more: before(self, *given, **more)
+around("a rejected step calls off who was announced", generations, "regroup", seen=92052)(
+    lambda state, before, *given, keeps_plan=False, **more: before(state, *given, **more)
 )
 instead("a newcomer begins its iterator anew", IteratorData, "skip_to", seen=622)(lambda self, place: None)
 around("a newcomer takes what was computed with rejected weights", FilledStage, "follow", seen=9)(
     followed_with(valid_from=0)
 )
 instead("a newcomer that has gone stays in the generation to come", returns, "_call_off", seen=83)(
-    lambda course, newcomer, now, out: None
+    lambda state, newcomer: None
 )
 instead(
     "who has entered a generation that is replaced before it came in force is let in no more",

@@ -109,7 +109,7 @@ instead("what a lost worker had not on its disk is taken to be there", Logs, "lo
 instead("nobody hears that a log has broken off", Logs, "broken", seen=1275)(lambda self, message, stage: None)
 instead("logs that were on a lost host's disk are taken to be there", Logs, "gone", seen=123)(lambda self, ended: None)
 instead("nobody replays along where logs go while a stage is replayed", replays, "_see_along", seen=902)(
-    lambda course, now, out: None
+    lambda state: None
 )
 
 

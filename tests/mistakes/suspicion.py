@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from recycle_plugin.core.coordinator import stalls
-from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.roster import Roster
 from tests.mistakes import around, instead, mistake
@@ -20,15 +20,15 @@ instead("a suspicion is acted on at once", Suspicion, "overdue", seen=17)(Suspic
 around("who was not suspect once is not looked at again", FailureDetector, "_suspicions", seen=10)(
     lambda self, before: (before(self), setattr(self, "_quiet_until", inf))[0]
 )
-instead("nobody sees that everybody waits", stalls, "see_standstill", seen=585)(lambda course, now, out: None)
+instead("nobody sees that everybody waits", stalls, "see_standstill", seen=585)(lambda state: None)
 
 
 @mistake("where everybody waits, the job ends at once", seen=585)
 def a_standstill_is_the_end(monkeypatch) -> None:
     real = stalls.see_standstill
 
-    def ends(course: Course, now: float, out: object) -> None:
-        course.stood_still = course.committed
-        real(course, now, out)
+    def ends(state: JobState) -> None:
+        state.stood_still = state.committed
+        real(state)
 
     monkeypatch.setattr(stalls, "see_standstill", ends)

@@ -238,5 +238,5 @@ def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
     for rank in (0, 1, 3):
         assert not said(membership.receive(Resized(rank, 0, 5, 20, 77), 0.0), Generation)
         out = membership.receive(SurvivorReport(rank, 1, 1, "plan", holds(rank), {}, False, 154), 0.0)
-    assert resumed(out) == [(1, 1)] and membership.course.attendance.view(membership.roster).topology.micro_batches == 5
-    assert membership.course.throughput.share(154) == 0.5
+    assert resumed(out) == [(1, 1)] and membership.state.attendance.view(membership.roster).topology.micro_batches == 5
+    assert membership.state.throughput.share(154) == 0.5

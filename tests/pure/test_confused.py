@@ -158,7 +158,7 @@ TURNS = 200  # of a job: some of the others', and more words of the confused one
 def is_believed(message: object, membership: Membership) -> bool:
     """Whether what ``message`` says only its worker can know, so that it may cost the others something."""
     of_a_tensor = isinstance(message, Missing) and message.source in ("0.0", "0.1") and message.generation >= 0
-    through = isinstance(message, Through) and membership.course.job is not None and membership.course.job.log
+    through = isinstance(message, Through) and membership.state.job is not None and membership.state.job.log
     return isinstance(message, BELIEVED) or of_a_tensor or through
 
 
@@ -293,7 +293,7 @@ class OthersPlayByTheRules:
         """Once the confused one is gone the others train on."""
         if RANK in self.membership.roster.ranks and 0 not in self.machines:
             return  # it was the last one of its stage
-        if RANK in self.membership.roster.ranks or self.membership.course.joining:
+        if RANK in self.membership.roster.ranks or self.membership.state.joining:
             self.give(Exited(RANK, -9, self.now, incarnation=self.process.incarnation))
         last = self.membership.committed + 2
         for _ in range(20):
@@ -317,7 +317,7 @@ class OthersPlayByTheRules:
 
     def says_what_newcomers_do(self) -> None:
         """As its next process says it when that comes back."""
-        job = self.membership.course.job
+        job = self.membership.state.job
         assert job is not None
         incarnation = self.process.incarnation
         words = (
@@ -335,7 +335,7 @@ class OthersPlayByTheRules:
         self.words += 1
         if not self.speakers.may_say(hello, None if supervisor else self.process, message):
             return
-        if not (self.careful and isinstance(message, OfWorker) and objection(message, self.membership.course)):
+        if not (self.careful and isinstance(message, OfWorker) and objection(message, self.membership.state)):
             self.give(message)
 
 
@@ -524,7 +524,7 @@ def test_no_number_of_words_fills_the_coordinators_memory(kind: Any, more: dict[
             elif isinstance(word, OfWorker):
                 word = replace(word, rank=RANK, incarnation=0 if kind.BY != SUPERVISOR else word.incarnation)
             may = not (is_believed(word, membership) or (kind is Exited and not word.incarnation))
-            if may and not (isinstance(word, OfWorker) and objection(word, membership.course)):
+            if may and not (isinstance(word, OfWorker) and objection(word, membership.state)):
                 membership.receive(word, 0.0)
         return entries(dump(membership))
 

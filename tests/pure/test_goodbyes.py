@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator import losses
 from recycle_plugin.core.messages.from_coordinator import End, Generation, MayGo, Over, Replay, Restart
 from recycle_plugin.core.messages.from_workers import Left, LogBroken, Terminate, Through, Unreplayable
 from recycle_plugin.core.vocabulary.faults import Fault
@@ -141,7 +141,7 @@ def test_a_stage_that_dies_behind_the_last_step_comes_to_its_end(after_ms, monke
     outcome = campaign.run("x", given)
     assert not outcome.violations and any(" replayed: " in line for line in outcome.story)
     if after_ms >= 200:
-        monkeypatch.setattr(Course, "_is_missed", lambda self, member: False)
+        monkeypatch.setattr(losses, "_is_missed", lambda state, member: False)
         assert campaign.run("x", given).violations == (
             "no script of stage 0 has come to its end, and the job has not failed",
         )

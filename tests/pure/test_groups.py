@@ -113,7 +113,7 @@ def compared() -> Membership:
     membership = announced()
     for rank, incarnation in ((6, 0), (4, 1), (7, 0), (5, 1)):
         membership.receive(StateHash(rank, 3, f"of shard {rank % 2}", incarnation=incarnation), 0.0)
-    assert membership.ended is None and not membership.course.joining.comparisons
+    assert membership.ended is None and not membership.state.joining.comparisons
     return membership
 
 
@@ -129,7 +129,7 @@ def test_where_one_of_two_newcomers_dies_the_other_is_ended_and_they_count_as_on
     membership = following()
     (other,) = {*BACK} - {dead}
     out = dies(membership, dead)
-    assert fenced(out) == {other} and orders(out) == [] and not membership.course.joining
+    assert fenced(out) == {other} and orders(out) == [] and not membership.state.joining
     assert orders(dies(membership, other)) == [(4, 2, 2.0), (5, 2, 2.0)], "as after one in vain, and not two"
     assert len(membership.roster) == 6 and membership.ended is None
 
@@ -150,7 +150,7 @@ def test_they_enter_together_where_both_are_equal():
     out = report(membership, 2, 4, BACK[1:])
     assert not membership.is_outside(BACK[0]) and {*BACK} <= membership.roster.workers
     assert [event.details["rank"] for event in out.events if event.kind == "rejoined"] == [4, 5]
-    assert not membership.course.joining
+    assert not membership.state.joining
 
 
 def test_who_has_the_state_of_another_shard_is_found_and_goes_with_its_seat():

@@ -136,6 +136,30 @@ def test_imports_point_down(name: str) -> None:
             )
 
 
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Types count in the coordinator, which is to be read from the bottom up; elsewhere what is imported as it runs."""
+    modules = {module(path): path for path in files()}
+    below = {name: {known(found, modules) for found in imports(path)} - {None} for name, path in modules.items()}
+    for name, path in modules.items():
+        if part(name) != "core.coordinator":
+            below[name] -= {known(found, modules) for found in for_types(path)}
+    while ready := [name for name, others in below.items() if not others & below.keys() - {name}]:
+        for name in ready:
+            del below[name]
+    assert not below, f"these import each other, or what does: {sorted(below)}"
+
+
+def known(imported: str, modules: dict[str, Path]) -> str | None:
+    """The module that is imported, or that has what is."""
+    return next((name for name in (imported, imported.rpartition(".")[0]) if name in modules), None)
+
+
+def for_types(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from (f"{one.module}.{name.name}" for one in node.body for name in getattr(one, "names", ()))
+
+
 def test_settings_travel_no_further() -> None:
     """All other modules of the runtime are given the few values that they go by."""
     read = {

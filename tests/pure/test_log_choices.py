@@ -116,7 +116,7 @@ def test_all_are_told_what_to_log_before_they_begin_and_whenever_that_changes():
         out = membership.receive(Ready(member(rank, replicas=1), 0, job(**LINE)), 0.0)
     kinds = [type(message) for _, message in out.messages]
     assert said(out, LogOnly) == [LogOnly((0, 2))] and kinds.index(LogOnly) < kinds.index(Generation)
-    assert membership.course.logs.boundaries == {0, 2}
+    assert membership.state.logs.boundaries == {0, 2}
     agree(membership, 0, dict.fromkeys(range(4), 0))
     for number in range(1, 5):
         played.step(membership, 0, number)

@@ -73,7 +73,7 @@ def told(out: CoordinatorOutput) -> list[dict]:
 
 def why_along(membership: Membership, stage: int) -> str:
     """Why others have to replay along with a stage, the first of them."""
-    return next(iter(membership.course.logs.along(membership.committed, (stage,)).values()), "")
+    return next(iter(membership.state.logs.along(membership.committed, (stage,)).values()), "")
 
 
 # --- who serves ----------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_replay_is_told_who_serves_what_it_reads():
 
 def test_where_all_see_one_folder_nobody_is_asked():
     membership = job_of(shared)
-    assert membership.course.log_places.of(range(4)) == ()
+    assert membership.state.log_places.of(range(4)) == ()
 
 
 def test_the_next_supervisor_of_a_rank_is_to_serve_too():
@@ -106,11 +106,11 @@ def test_the_next_supervisor_of_a_rank_is_to_serve_too():
     assert [whom for whom, message in out.messages if isinstance(message, ServeLogs)] == [SupervisorOf(1)]
     membership.receive(LogsServed(1, "beta", "another port"), 1.2)
     membership.receive(LogsServed(3, "of another host", "elsewhere"), 1.2)
-    assert membership.course.log_places.of((1, 3)) == (LogsAt("beta", ("another port", "supervisor 3"), (1, 3)),)
+    assert membership.state.log_places.of((1, 3)) == (LogsAt("beta", ("another port", "supervisor 3"), (1, 3)),)
 
 
 def test_only_ranks_are_named_of_which_something_is_wanted():
-    assert job_of(own_disk).course.log_places.of((1,)) == (LogsAt("beta", ("supervisor 1", "supervisor 3"), (1,)),)
+    assert job_of(own_disk).state.log_places.of((1,)) == (LogsAt("beta", ("supervisor 1", "supervisor 3"), (1,)),)
 
 
 # --- a host that is gone ---------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
     if agreed:
         agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert membership.receive(message, 0.0) == CoordinatorOutput()
-    assert membership.course.ending.checkpoint == "" and membership.course.attendance.left == set()
+    assert membership.state.ending.checkpoint == "" and membership.state.attendance.left == set()
     assert membership.ended is None
     if not agreed:
         assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
@@ -353,7 +353,7 @@ def test_random_histories_never_tear_a_step(seed):
                             if machines[r].stepped > committed:
                                 outs.append(membership.receive(Stepped(r, generation, machines[r].stepped), 0.0))
                     case End():
-                        assert membership.course.attendance.view(Roster(tuple(map(member, live)))).empty_stages()
+                        assert membership.state.attendance.view(Roster(tuple(map(member, live)))).empty_stages()
                         return
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from recycle_plugin.core.coordinator import losses
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner
 from recycle_plugin.core.coordinator.state_dump import dump, load
@@ -206,8 +207,9 @@ def test_who_is_live_is_not_admitted():
 
 
 def test_who_is_not_known_to_be_dead_is_not_admitted():
-    membership, out = job_of(), CoordinatorOutput()
-    membership.course.give_up(WorkerId(2), Cause.STUCK, "it is stuck", 0.0, out)
+    membership = job_of()
+    losses.give_up(membership.state, WorkerId(2), Cause.STUCK, "it is stuck")
+    membership.state.taken_out()
     assert refused(admit(membership)).startswith("seat 0.1 is lost, and nobody has seen its process end")
 
 
@@ -305,7 +307,7 @@ def test_without_the_coordinators_host_the_job_ends_with_a_checkpoint():
 
 def test_the_coordinators_host_goes_as_others_do_where_somebody_stands_by_elsewhere():
     membership = job_of()
-    membership.course.stood_by_elsewhere = True
+    membership.state.stood_by_elsewhere = True
     (generation,) = said(goes_away(membership, 0, coordinator=True), Generation)
     assert [each.rank for each in generation.members] == [1, 3] and membership.ended is None
 

@@ -38,10 +38,10 @@ def test_it_is_what_all_were_told_up_to_the_last_committed_step():
     for rank in range(4):
         values = {f"{rank}.0": rank + 0.5} if rank > 1 else {}
         membership.receive(BarrierReached(rank, 0, end_of(1), values), 0.0)
-    (told,) = membership.course.steps.recorded.told(membership.committed)
+    (told,) = membership.state.steps.recorded.told(membership.committed)
     assert told == Recorded(1, (1.375, 2.375), 1, (3.0,), 2)
-    assert list(membership.course.steps.recorded.told(2, 1, 1)) == [Recorded(2, (2.375,), 2, (), 2)]
-    assert list(membership.course.steps.recorded.told(2, 2, 1)) == [Recorded(3, (), 2, (), 2)]
+    assert list(membership.state.steps.recorded.told(2, 1, 1)) == [Recorded(2, (2.375,), 2, (), 2)]
+    assert list(membership.state.steps.recorded.told(2, 2, 1)) == [Recorded(3, (), 2, (), 2)]
     view = ControlView(2, 1)
     view.take(told)
     assert view.recorded == [told]
@@ -56,7 +56,7 @@ def test_what_is_logged_beside_a_loss_goes_to_all_and_the_mean_of_the_losses_is_
     for rank in range(4):
         membership.receive(BarrierReached(rank, 0, end_of(1), {"0.0": [4.0, logged]} if rank == 3 else {}), 0.0)
     step(membership, 0, 1)
-    assert list(membership.course.steps.recorded.told(1)) == [Recorded(1, (2.0,), 1, (4.0,), 1)]
+    assert list(membership.state.steps.recorded.told(1)) == [Recorded(1, (2.0,), 1, (4.0,), 1)]
 
 
 def test_a_checkpoint_that_is_loaded_while_they_train_is_said():
@@ -64,11 +64,11 @@ def test_a_checkpoint_that_is_loaded_while_they_train_is_said():
     step(membership, 0, 1)
     for rank in range(4):
         membership.receive(CheckpointLoaded(rank, 0), 0.0)
-    assert [one.refused for one in membership.course.steps.recorded.told(1)] == [""]
+    assert [one.refused for one in membership.state.steps.recorded.told(1)] == [""]
     assert membership.generation == 1
     for rank in range(4):
         membership.receive(SurvivorReport(rank, 1, 0, "plan", holds(rank), loaded=True), 0.0)
-    (told,) = membership.course.steps.recorded.told(1)
+    (told,) = membership.state.steps.recorded.told(1)
     assert "the others have loaded a checkpoint while they trained" in told.refused and "(of step 0)" in told.refused
 
 

@@ -75,7 +75,7 @@ def test_a_line_is_short_however_many_are_lost(unit, count):
 def test_who_is_lost_with_the_rest_of_its_stage_is_not_rerouted():
     membership = trained()
     lose(membership, 2, 3, now=7.0)
-    assert membership.course.unsaid == {}
+    assert membership.state.unsaid == {}
 
 
 def test_an_end_says_why():
@@ -95,27 +95,27 @@ def test_the_job_s_own_start_is_the_first_measurement():
         membership.supervisor(rank, True, 1.0)
     for rank in range(4):
         membership.receive(Ready(member(rank), 0, job()), 3.0 + rank)
-    assert membership.course.recovery_times.start_up_s == 5.0
+    assert membership.state.recovery_times.start_up_s == 5.0
 
 
 def test_who_comes_back_is_measured_from_when_its_supervisor_was_to_start_it():
     membership = trained()
-    assert membership.course.recovery_times.start_up_s is None
-    assert recovery_ways.times_of(membership.course).start == Time(1.0 + START_UP_S, ASSUMED)
+    assert membership.state.recovery_times.start_up_s is None
+    assert recovery_ways.times_of(membership.state).start == Time(1.0 + START_UP_S, ASSUMED)
     lose(membership, 2, now=7.0)
     back = WorkerId(2, 1)
     membership.identify(back)
     membership.greet(back, "h")
     ready = Ready(replace(member(2), incarnation=1), 0, job(log=True, rejoin="always"))
     membership.receive(ready, 12.0)  # it died at 7 s, and was started 1 s later
-    assert membership.course.recovery_times.start_up_s == 4.0
-    assert recovery_ways.times_of(membership.course).start == Time(5.0)
+    assert membership.state.recovery_times.start_up_s == 4.0
+    assert recovery_ways.times_of(membership.state).start == Time(5.0)
 
 
 def test_a_load_goes_before_what_a_checkpoint_took_to_be_written():
     membership = trained(write_s=2.0)
     lose(membership, 2, 3, now=7.0)
-    assert recovery_ways.times_of(membership.course).load == Time(2.0)
+    assert recovery_ways.times_of(membership.state).load == Time(2.0)
     membership.identify(WorkerId(2, 1))
     membership.receive(Note(2, "restored", "it has", {"seconds": 0.75}, incarnation=1), 9.0)
-    assert recovery_ways.times_of(membership.course).load == Time(0.75)
+    assert recovery_ways.times_of(membership.state).load == Time(0.75)

@@ -86,11 +86,11 @@ def test_a_job_that_does_not_log_ends_for_that_reason_whatever_others_there_are(
 
 def test_a_spare_may_replay_where_nobody_is_started_again():
     membership = logging(rejoin="never")
-    membership.course.vacancies.join(7, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
-    assert membership.course.vacancies.has_spares
+    membership.state.vacancies.join(7, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
+    assert membership.state.vacancies.has_spares
     membership.receive(Exited(2, -9, 1.0), 1.0)  # it takes this seat
-    assert not membership.course.vacancies.has_spares
-    membership.course.vacancies.join(8, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
+    assert not membership.state.vacancies.has_spares
+    membership.state.vacancies.join(8, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
     assert [each.details["way"] for each in decisions(lose(membership, 3))] == ["replay"]
 
 
@@ -110,7 +110,7 @@ def test_a_spare_takes_the_place_of_those_that_have_died_in_a_row():
     membership = logging(rejoin=1)
     lose(membership, 2, 3)
     membership.receive(Exited(2, 1, 2.0, incarnation=1), 2.0)
-    membership.course.vacancies.join(8, "elsewhere", True, (), False, 2.0, CoordinatorOutput())
+    membership.state.vacancies.join(8, "elsewhere", True, (), False, 2.0, CoordinatorOutput())
     membership.receive(Exited(3, 1, 3.0, incarnation=1), 3.0)
     membership.tick(3.5)
     assert membership.ended is None
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_becomes_durable_while_stages_are_replayed_counts_afte
     (replay,) = said(come(membership), Replay)
     assert replay.step == 1
     (message,) = said(has_replayed(membership), Durable)
-    assert message.step == 2 and membership.course.logs.checkpoint.step == 2
+    assert message.step == 2 and membership.state.logs.checkpoint.step == 2
 
 
 def test_who_comes_to_replay_after_a_log_has_broken_off_is_accompanied():
@@ -225,7 +225,7 @@ def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_go
     membership = having_lost(2, 3)
     assert said(come(membership), Replay)
     out = come(membership, WorkerId(3, 1))
-    assert not said(out, Replay) and membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
+    assert not said(out, Replay) and membership.state.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
     assert [each.members for each in said(out, Beside)] == [(replace(member(3), incarnation=1),)]
     out = membership.receive(Exited(2, -9, 1.0, incarnation=1), 1.0)
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]
@@ -237,7 +237,7 @@ LINE = {"replicas": 1, "stages": 4}
 def test_an_end_that_read_a_plain_iterator_is_not_replayed():
     """Which of its batches belong to the step that is under way nobody else knows."""
     membership = logging()
-    membership.course.places.known = lambda: {0: Place(1, 4)}
+    membership.state.places.known = lambda: {0: Place(1, 4)}
     (decision,) = decisions(lose(membership, 2, 3))
     assert decision.details["way"] == "end" and "plain iterators" in decision.details["why"]
 
@@ -309,7 +309,7 @@ def test_a_replay_whose_log_has_broken_off_logs_nothing_anew():
     come(membership)
     membership.receive(LogBroken(2, 2, "disk full", incarnation=1), 1.0)
     has_replayed(membership)
-    assert "the log of rank 2 lacks something of step 2" in membership.course.logs.along(2, (0,))[1]
+    assert "the log of rank 2 lacks something of step 2" in membership.state.logs.along(2, (0,))[1]
 
 
 @pytest.mark.parametrize("held", ({}, {"0.0": {"reduced 0@3": "", "params": ""}}), ids=("made again", "summed"))

@@ -29,16 +29,16 @@ def away(**more: object) -> Membership:
 
 
 def limits(membership: Membership) -> tuple[float | None, float]:
-    found = replay_deadlines.patience(membership.course, (1,))
+    found = replay_deadlines.patience(membership.state, (1,))
     return found.give_up_s, found.end_s
 
 
 def test_a_start_has_as_long_as_starts_took_and_never_less_than_the_user_says():
     membership = away()
     assert limits(membership) == (None, WAIT_S), "nothing was measured"
-    membership.course.recovery_times.ready(0, 60.0, due=30.0, again=True)
+    membership.state.recovery_times.ready(0, 60.0, due=30.0, again=True)
     assert limits(membership) == (None, FACTOR * 31.0), "with the second before it"
-    membership.course.recovery_times.ready(0, 33.0, due=30.0, again=True)
+    membership.state.recovery_times.ready(0, 33.0, due=30.0, again=True)
     assert limits(membership) == (None, WAIT_S)
 
 
@@ -54,7 +54,7 @@ def test_a_start_has_as_long_as_starts_took_and_never_less_than_the_user_says():
 def test_a_step_has_ten_times_what_one_worker_needs_for_it_and_never_less_than_a_floor(busy_s, work_s, found):
     membership = away(busy_timeout_s=busy_s)
     come(membership, busy_timeout_s=busy_s)
-    membership.course.steps.figures._work[1].extend([int(work_s * 1e6)] * 20)
+    membership.state.steps.figures._work[1].extend([int(work_s * 1e6)] * 20)
     assert limits(membership) == found
 
 
@@ -96,7 +96,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_another_one_replays():
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]
     assert limits(membership) == (2 * FLOOR_S, WAIT_S), "a machine that is slow for good comes through in the end"
     has_replayed(membership, WorkerId(3, 1))
-    assert membership.course.logs.given_up == 0
+    assert membership.state.logs.given_up == 0
 
 
 def test_a_word_of_a_replayed_step_begins_the_time_anew():

@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 
+from recycle_plugin.core.coordinator import losses
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
@@ -127,8 +128,8 @@ def test_a_broken_connection_is_no_proof_that_it_is_dead():
 
 def test_who_was_fenced_is_started_again_once_it_is_dead():
     membership = job_of()
-    out = CoordinatorOutput()
-    membership.course.give_up(WorkerId(2), Cause.STUCK, "it is stuck", 0.0, out)
+    losses.give_up(membership.state, WorkerId(2), Cause.STUCK, "it is stuck")
+    out = membership.state.taken_out()
     assert said(out, Fence) and not orders(out)
     assert orders(dies(membership)) == [(2, 1, 1.0)]
 
@@ -207,7 +208,7 @@ def test_who_comes_back_with_other_settings_is_told_which_and_ends():
     (event,) = out.events
     assert event.kind == "warning" and "seed is 0 in the job and 5 there" in event.text
     assert [(whom, type(told)) for whom, told in out.messages] == [(NEXT, End)] and out.messages[0][1].failed
-    assert membership.ended is None and not membership.course.joining
+    assert membership.ended is None and not membership.state.joining
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_nothing_that_it_says_costs_the_others_anything(message, told):
     membership = newcomer()
     before = json.dumps(dump(membership))
     out = membership.receive(replace(message, incarnation=1), 0.0)
-    membership.course.newcomer_watch = NewcomerWatch()  # what it is at is noted
+    membership.state.newcomer_watch = NewcomerWatch()  # what it is at is noted
     assert json.dumps(dump(membership)) == before and membership.ended is None
     assert [event.kind for event in out.events] == ([told] if told else [])
     assert [(whom, type(one)) for whom, one in out.messages] == (
@@ -275,11 +276,11 @@ def test_who_was_admitted_is_a_member_and_once_it_is_lost_counted_anew(committed
     membership = newcomer()
     dies(membership, 1)
     come(membership, 2)
-    membership.course.vacancies.entered(WorkerId(2, 2))
-    membership.course.vacancies.admitted(WorkerId(2, 2), 7)
-    membership.course.vacancies.committed(committed)
+    membership.state.vacancies.entered(WorkerId(2, 2))
+    membership.state.vacancies.admitted(WorkerId(2, 2), 7)
+    membership.state.vacancies.committed(committed)
     assert not membership.is_outside(WorkerId(2, 2)) and membership.empty == frozenset()
-    membership.course.attendance.roster = type(membership.roster)(
+    membership.state.attendance.roster = type(membership.roster)(
         (*membership.roster, replace(member(2), incarnation=2))
     )
     assert orders(dies(membership)) == orders(dies(membership, 1)) == [], "old news"
@@ -389,8 +390,8 @@ def test_where_nobody_is_started_again_a_seat_can_be_taken_all_the_same():
 
 
 def silent(membership: Membership, rank: int) -> None:
-    out = CoordinatorOutput()
-    membership.course.give_up(WorkerId(rank), Cause.SILENT, "nothing was heard", 0.0, out)
+    losses.give_up(membership.state, WorkerId(rank), Cause.SILENT, "nothing was heard")
+    membership.state.taken_out()
 
 
 def test_a_host_that_is_silent_has_a_seat_to_give_and_one_that_may_come_again_has_not():

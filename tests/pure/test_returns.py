@@ -88,7 +88,7 @@ def test_who_follows_a_state_that_is_no_more_ends():
     told = load_checkpoint(membership, 1, [WorkerId(rank) for rank in STAYING], 9)
     (end,) = [message for whom, message in told if isinstance(message, End)]
     assert "a checkpoint was loaded" in end.reason and not end.failed
-    assert not membership.course.joining and membership.ended is None
+    assert not membership.state.joining and membership.ended is None
 
 
 @pytest.mark.parametrize("how", ("dies", "asks again"))

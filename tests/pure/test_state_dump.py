@@ -100,7 +100,7 @@ def test_nothing_of_a_membership_is_forgotten():
     membership.receive(Heartbeat(1, 2, 3, "computes", "1F0.0@2"), 1.0)
     membership.receive(Missing(1, 0, "x", "0.0"), 1.0)
     membership.tick(1.5)
-    membership.course.steps.newly_added = {WorkerId(1): deque([1, 2])}
+    membership.state.steps.newly_added = {WorkerId(1): deque([1, 2])}
     made = {
         name: json.dumps(dump(value))
         for name, value in attributes(membership, set())
@@ -125,20 +125,20 @@ def test_what_is_worked_out_again_is_not_written_down():
 )
 def test_what_cannot_be_written_down_is_named(value, said):
     membership = started()
-    membership.course.steps.figures.odd = [value]
+    membership.state.steps.figures.odd = [value]
     with pytest.raises(
         TypeError,
-        match=rf"Membership\.course\.steps\.figures\.odd\[0\] is a {said}, and nobody knows how to write that down",
+        match=rf"Membership\.state\.steps\.figures\.odd\[0\] is a {said}, and nobody knows how to write that down",
     ):
         dump(membership)
 
 
 def test_what_two_share_is_named():
     membership = started()
-    membership.course.barriers.also = membership.course.steps
+    membership.state.barriers.also = membership.state.steps
     with pytest.raises(
         TypeError,
-        match=r"Membership\.course\.barriers\.also and Membership\.course\.steps are one object, and would be two",
+        match=r"Membership\.state\.barriers\.also and Membership\.state\.steps are one object, and would be two",
     ):
         dump(membership)
 

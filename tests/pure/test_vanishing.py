@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.coordinator import departures, vanishing
-from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator import departures, handlers, vanishing
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import BarrierReached, Exited, Heartbeat, Left, Vanishing
@@ -125,12 +125,12 @@ def test_one_that_vanishes_in_mid_job_is_lost_and_the_others_train_on():
 def test_a_mistake_is_found(monkeypatch, mistake):
     if mistake == "that is always an end":
 
-        def vanish(course: Course, message: Vanishing) -> None:
-            departures.goodbye(course, Left(message.rank, 0, False, message.step), 0.0, CoordinatorOutput())
+        def vanish(state: JobState, message: Vanishing) -> None:
+            departures.goodbye(state, Left(message.rank, 0, False, message.step))
 
-        monkeypatch.setattr(vanishing, "vanish", vanish)
+        monkeypatch.setitem(handlers.OF_MEMBERS, Vanishing, vanish)
     else:
-        monkeypatch.setattr(vanishing, "_goes_on", lambda course, worker: False)
+        monkeypatch.setattr(vanishing, "_goes_on", lambda state, worker: False)
     assert campaign.run("x", ONE).violations
 
 

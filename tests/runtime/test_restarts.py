@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from recycle_plugin.authentication.secret import SETTING
-from recycle_plugin.core.coordinator import restarts
+from recycle_plugin.core.coordinator import losses, restarts
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
@@ -127,7 +127,7 @@ class Job:
 
     @property
     def vacancies(self) -> Any:
-        return self.coordinator.membership.course.vacancies
+        return self.coordinator.membership.state.vacancies
 
     def left(self) -> list[str]:
         """Processes of the guards' sessions that still run."""
@@ -202,9 +202,9 @@ def act(coordinator: Coordinator, output: CoordinatorOutput) -> None:
 
 async def test_who_is_fenced_is_started_again_once_it_is_dead(job):
     async with job.playing("always"):
-        out = CoordinatorOutput()
-        job.coordinator.membership.course.give_up(WorkerId(1), Cause.STUCK, "it is stuck", 0.0, out)
-        act(job.coordinator, out)
+        state = job.coordinator.membership.state
+        losses.give_up(state, WorkerId(1), Cause.STUCK, "it is stuck")
+        act(job.coordinator, state.taken_out())
         assert not job.of("restart"), "its process runs still"
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, 0]

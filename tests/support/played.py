@@ -69,7 +69,7 @@ class Played:
     @property
     def clock(self) -> float:
         """The failure detector's."""
-        return self.membership.course.attendance.failure_detector.clock
+        return self.membership.state.attendance.failure_detector.clock
 
     @property
     def events(self) -> list[Event]:

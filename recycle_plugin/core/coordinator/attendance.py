@@ -9,7 +9,7 @@
   else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
   broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
 
-What follows for the job, a new generation or its end, core/coordinator/course.py decides.
+What follows for the job, a new generation or its end, core/coordinator/losses.py decides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The course of a step's contributions: which replicas those that follow a loss have, and what is to be done where data
+"""Contributions to a step: which replicas those that follow a loss have, and what is to be done where data
 ends.
 
 What becomes of the gradients that the lost have contributed is in core/vocabulary/step_batches.py, and where plain
@@ -7,35 +7,31 @@ iterators stand core/coordinator/places.py knows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator import generations, losses
 from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_workers import OutOfData
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
-
-def batches_behind(course: Course, committed: int, reports: Reports) -> StepBatches:
+def batches_behind(state: JobState, committed: int, reports: Reports) -> StepBatches:
     """The decision which replicas the steps behind ``committed`` have, and what becomes of what the lost have
     contributed to those that were begun (core/vocabulary/step_batches.py).
     """
-    if not course.shrinks:
-        return course.batches
-    assert course.job is not None, "a job that trains has begun"
+    if not state.shrinks:
+        return state.batches
+    assert state.job is not None, "a job that trains has begun"
     held = {Seat.parse(seat): PackedData(packed) for seat, packed in reports.holdings.items()}
-    whole = course.job.policy.replicas(course.attendance.view(reports.generation.roster))
-    return course.batches.changed(whole, committed, held, course.job.stages)
+    whole = state.job.policy.replicas(state.attendance.view(reports.generation.roster))
+    return state.batches.changed(whole, committed, held, state.job.stages)
 
 
-def say_batches(course: Course, out: CoordinatorOutput) -> None:
+def say_batches(state: JobState) -> None:
     """Says which replicas contribute to the steps to come, and to those that were begun."""
-    batches, first = course.batches, course.committed + 1
+    batches, first = state.batches, state.committed + 1
     kept = sorted(map(int, batches.of_steps))
     step = kept[-1] + 1 if kept else first
     share = batches.share(step)
@@ -49,7 +45,7 @@ def say_batches(course: Course, out: CoordinatorOutput) -> None:
         text += f"; step {' and '.join(map(str, kept))} has what was lost too, in all its sums"
     elif batches.void:
         text += f"; what was lost is in no sum of step {batches.void}"
-    out.say(
+    state.say(
         "contributing",
         text,
         step=step,
@@ -61,10 +57,10 @@ def say_batches(course: Course, out: CoordinatorOutput) -> None:
     )
 
 
-def leave_out(course: Course, step: int, out: CoordinatorOutput) -> None:
+def leave_out(state: JobState, step: int) -> None:
     """Leaves out a step that can't be filled, since all iterators have ended."""
-    course.steps.leave_out(step)
-    out.say(
+    state.steps.leave_out(step)
+    state.say(
         "data",
         f"all iterators have ended, and step {step} can't be filled: what they had left for it is dropped, and "
         "every script hears so by a StopIteration",
@@ -73,16 +69,16 @@ def leave_out(course: Course, step: int, out: CoordinatorOutput) -> None:
     )
 
 
-def out_of_data(course: Course, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
+def out_of_data(state: JobState, message: OutOfData) -> None:
     """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has ended.
     More often than all others together could need between two commits it is the worker that goes round in circles.
     """
-    member = course.roster.member(message.worker)
-    if member is None or not course.holds(message.generation) or course.ending.failed:
+    member = state.roster.member(message.worker)
+    if member is None or not state.holds(message.generation) or state.ending.failed:
         return
-    times = course.lacked[member.worker] = course.lacked.get(member.worker, 0) + 1
-    if times > len(course.attendance.seats) + 1:
+    times = state.lacked[member.worker] = state.lacked.get(member.worker, 0) + 1
+    if times > len(state.attendance.seats) + 1:
         why = f"it has no data for step {message.step}, {times} times, whatever others give"
-        course.give_up(member.worker, Cause.CONFUSED, why, now, out)
+        losses.give_up(state, member.worker, Cause.CONFUSED, why)
     else:
-        course.regroup(f"{member.seat} has no data for step {message.step}", now, out)
+        generations.regroup(state, f"{member.seat} has no data for step {message.step}")

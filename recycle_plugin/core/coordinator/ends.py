@@ -6,113 +6,114 @@ that they could take part in, or another state.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End
 
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
-
-def end_planned(course: Course, reason: str, out: CoordinatorOutput, code: int = 0, cause: str = "") -> None:
+def end_planned(state: JobState, reason: str, code: int = 0, cause: str = "") -> None:
     """Ends the job after a step that all come to.  ``cause``: what has led to that.
 
     Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
     """
     guards = ", ".join(
         f"the guard of rank {worker.rank}, process {pid}, was killed"
-        for worker, pid in sorted(course.attendance.unguarded.items())
+        for worker, pid in sorted(state.attendance.unguarded.items())
     )
     if guards:
         reason, code = f"{reason}, after {guards}", TRY_AGAIN
-    if course.attendance.started:
-        course.ending.plan(course.committed, reason, code, out, cause)
+    if state.attendance.started:
+        state.ending.plan(state.committed, reason, code, state.out, cause)
     else:
-        end(course, reason, out)
+        end(state, reason)
 
 
-def end(course: Course, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
+def end(state: JobState, reason: str, cause: str = "", killed: int | None = None) -> None:
     """Ends the job at once: nobody can go on.  ``killed``: a rank whose worker was killed before there was a run
     folder to say so in.
     """
-    course.regrouping.stop()
-    course.ending.fail(reason, out, cause, killed)
-    course.vacancies.close(out)
+    state.regrouping.stop()
+    state.ending.fail(reason, state.out, cause, killed)
+    state.vacancies.close(state.out)
 
 
-def empty_stage(course: Course) -> str:
+def empty_stage(state: JobState) -> str:
     """The reason why those left can't go on, if a stage has nobody; else empty."""
-    empty = course.attendance.empty_stages()
-    undone = f", and what its script does after step {course.committed}, the last one, is not done"
-    what = undone * course.ending.finishing
-    return f"stage {empty[0]} has no live worker left{what}. {course.ending.safe_point}" if empty else ""
+    empty = state.attendance.empty_stages()
+    undone = f", and what its script does after step {state.committed}, the last one, is not done"
+    what = undone * state.ending.finishing
+    return f"stage {empty[0]} has no live worker left{what}. {state.ending.safe_point}" if empty else ""
 
 
-def crash(course: Course) -> str:
+def crash(state: JobState) -> str:
     """The errors with which the scripts of those have ended who are missing in a stage that is empty."""
-    empty = course.attendance.empty_stages()
-    return course.attendance.crash_in(empty[0]) if empty else ""
+    empty = state.attendance.empty_stages()
+    return state.attendance.crash_in(empty[0]) if empty else ""
 
 
-def end_without_stage(course: Course, why: str, out: CoordinatorOutput, cause: str = "") -> None:
+def end_without_stage(state: JobState, why: str, cause: str = "") -> None:
     """Ends the job as failed, for a stage that nobody is left in: at once, or where scripts are through already,
     once they all are.
     """
-    if not course.ending.finishing:
-        end(course, why, out, cause)
+    if not state.ending.finishing:
+        end(state, why, cause)
         return
-    course.logs.waits_since = None
-    course.ending.undone = course.ending.undone or why
-    finish_if_empty(course, out)
+    state.logs.waits_since = None
+    state.ending.undone = state.ending.undone or why
+    finish_if_empty(state)
 
 
-def give_up_going_on(course: Course, why: str, out: CoordinatorOutput, cause: str = "") -> None:
+def give_up_going_on(state: JobState, why: str, cause: str = "") -> None:
     """Ends the job, unless all steps up to a planned end are committed.  Then this is no failure: who does nothing
     with the others any more just goes.
 
     But who still waits for them would wait in vain.
     """
-    if not course.ending.through(course.committed):
-        end_without_stage(course, why, out, cause)
-    elif not course.ending.stranded:
-        course.ending.stranded = why
-        wanted = course.regrouping.wanted or course.barriers.waiting(course.regrouping.in_force)
-        course.regrouping.stop()
+    if not state.ending.through(state.committed):
+        end_without_stage(state, why, cause)
+    elif not state.ending.stranded:
+        state.ending.stranded = why
+        wanted = state.regrouping.wanted or state.barriers.waiting(state.regrouping.in_force)
+        state.regrouping.stop()
         if wanted:
-            end_if_stranded(course, out)
+            end_if_stranded(state)
 
 
-def end_if_stranded(course: Course, out: CoordinatorOutput) -> None:
+def end_if_stranded(state: JobState) -> None:
     """Ends the job where somebody waits for others who can't go on, and would need nobody but for that."""
-    if course.ending.stranded:
-        end(course, course.ending.stranded, out)
+    if state.ending.stranded:
+        end(state, state.ending.stranded)
 
 
-def finish_if_empty(course: Course, out: CoordinatorOutput) -> None:
+def see_cut_off(state: JobState) -> None:
+    """Ends the job where those left have been too few for too long."""
+    if cut_off := state.attendance.cut_off():
+        give_up_going_on(state, f"{cut_off}. {state.ending.safe_point}")
+
+
+def finish_if_empty(state: JobState) -> None:
     """Takes the job for over once nobody is left, unless a stage is replayed."""
-    awaited = course.logs.waits_since is not None
-    if not len(course.roster) and course.attendance.started and not (course.ending.failed or awaited):
-        course.steps.sum_up(out)
-        if course.ending.undone:
-            end(course, course.ending.undone, out)
+    awaited = state.logs.waits_since is not None
+    if not len(state.roster) and state.attendance.started and not (state.ending.failed or awaited):
+        state.steps.sum_up(state.out)
+        if state.ending.undone:
+            end(state, state.ending.undone)
             return
-        through = [one.member.worker for one in course.joining if one.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED)]
-        send_away(course, OVER, out)
-        course.ending.finish(course.committed, course.attendance.crash_after(course.committed), out)
-        course.vacancies.close(out, through)
+        through = [one.member.worker for one in state.joining if one.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED)]
+        send_away(state, OVER)
+        state.ending.finish(state.committed, state.attendance.crash_after(state.committed), state.out)
+        state.vacancies.close(state.out, through)
 
 
-def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:
+def send_away(state: JobState, why: str) -> None:
     """Ends all newcomers that are no members: there is nothing left that they could take part in, or another state."""
-    for newcomer in course.joining:
-        if newcomer.member.worker not in course.roster.workers:
-            course.joining.forget(newcomer.member.worker)
-            tell_away(newcomer, why, out)
+    for newcomer in state.joining:
+        if newcomer.member.worker not in state.roster.workers:
+            state.joining.forget(newcomer.member.worker)
+            _tell_away(state, newcomer, why)
 
 
-def tell_away(newcomer: NewcomerRecord, why: str, out: CoordinatorOutput) -> None:
+def _tell_away(state: JobState, newcomer: NewcomerRecord, why: str) -> None:
     """Ends a newcomer that nobody counts on any more, without an error."""
-    out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
+    state.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))

@@ -16,7 +16,7 @@ used.  To evict a healthy worker is as bad as to miss a dead one, hence:
 * Where neither kind of heartbeat comes, the host is gone, or cut off: it has a deadline of its own, which no step
   lengthens.
 
-What this finds are suspicions; who is given up for them core/coordinator/course.py decides.  The deadlines are
+What this finds are suspicions; who is given up for them core/coordinator/stalls.py decides.  The deadlines are
 core/vocabulary/deadlines.py's.  Time passes here by ticks, and a late tick counts as little more than one in time:
 while the coordinator itself was stopped or starved, nobody else could be heard.  A tick looks at all workers only if
 one of them may have become suspect since the last look: a few times in the shortest deadline, as long as all go on.

@@ -8,41 +8,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from recycle_plugin.core.coordinator import returns
+from recycle_plugin.core.coordinator import generations
 from recycle_plugin.core.coordinator.joining import Phase
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import MayGo
 from recycle_plugin.core.messages.from_workers import Through
 
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
-
-def through(course: Course, message: Through, out: CoordinatorOutput) -> None:
+def through(state: JobState, message: Through) -> None:
     """Takes in that a worker's script is through, and lets it go where nobody needs it."""
-    course.ending.held.add(message.worker)
-    let_go(course, out)
+    state.ending.held.add(message.worker)
+    let_go(state)
 
 
-def let_go(course: Course, out: CoordinatorOutput) -> None:
+def let_go(state: JobState) -> None:
     """Lets those go whose scripts are through, unless a stage is replayed that may need them.  From then on who has
     replayed a stage is a member without a generation: nobody would report for one.
     """
-    ending = course.ending
-    if course.logs.waits_since is not None and not ending.finishing:
+    ending = state.ending
+    if state.logs.waits_since is not None and not ending.finishing:
         return
     for worker in sorted(ending.held):
-        if (member := course.roster.member(worker)) is not None:
-            course.attendance.through.add(member.seat.stage)
+        if (member := state.roster.member(worker)) is not None:
+            state.attendance.through.add(member.seat.stage)
             ending.finishing = True
-        out.tell(worker, MayGo(course.committed))
+        state.tell(worker, MayGo(state.committed))
     ending.held.clear()
-    for newcomer in course.joining if ending.finishing else ():
+    for newcomer in state.joining if ending.finishing else ():
         worker = newcomer.member.worker
-        if newcomer.phase is Phase.REPLAYED and worker in course.roster.workers:
-            course.joining.forget(worker)
-            course.vacancies.entered(worker)
-            course.attendance.failure_detector.observe(worker)
-            returns.admit(course, newcomer, out)
+        if newcomer.phase is Phase.REPLAYED and worker in state.roster.workers:
+            state.joining.forget(worker)
+            state.vacancies.entered(worker)
+            state.attendance.failure_detector.observe(worker)
+            generations.admit(state, newcomer)

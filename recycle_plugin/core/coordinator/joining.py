@@ -11,7 +11,7 @@
 
 A loss, or its being late, takes it back to where it follows, and it is announced anew; a rejected step does not.  Each
 of these states has a deadline and a way on (docs/architecture.md).  What becomes of any of this for the job
-core/coordinator/course.py decides.
+core/coordinator/returns.py decides.
 
 Those that are given up as one, the shards of a seat or all workers of a replica, come back together: they are
 announced when all of them have caught up, have entered when all have, and are called off together.  Each is compared

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from recycle_plugin.core.coordinator import departures, ends
-from recycle_plugin.core.coordinator.course import Course
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Answer
 from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain, AskLeave
 from recycle_plugin.core.messages.from_workers import HostGoes, Leaving
@@ -23,88 +22,88 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 
 
-def answer(request: Ask, course: Course, now: float, out: CoordinatorOutput) -> Answer:
-    """Does what an operator asks for, and says it to the user, or says why it can't be done.  ``now``: in seconds."""
+def answer(state: JobState, request: Ask) -> Answer:
+    """Does what an operator asks for, and says it to the user, or says why it can't be done."""
     match request:
         case AskLeave():
-            what, said = f"leave {request.seat}", _leave(request.seat, course, now, out)
+            what, said = f"leave {request.seat}", _leave(state, request.seat)
         case AskDrain():
-            what, said = f"drain {request.host}", _drain(request.host, course, now, out)
+            what, said = f"drain {request.host}", _drain(state, request.host)
         case AskAdmit():
-            what, said = f"admit {request.seat}", _admit(request.seat, course, now, out)
+            what, said = f"admit {request.seat}", _admit(state, request.seat)
         case _:
             raise TypeError(f"{type(request).__name__} is no request")
-    out.say("operator", f"recycle {what}: {said.text}", request=what, done=said.done)
+    state.say("operator", f"recycle {what}: {said.text}", request=what, done=said.done)
     return said
 
 
-def _leave(name: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:
-    if why := _not_now(course) or _no_seat(name, course):
+def _leave(state: JobState, name: str) -> Answer:
+    if why := _not_now(state) or _no_seat(state, name):
         return Answer(why, False)
-    ranks = course.attendance.ranks(Seat.parse(name))
-    members = course.roster.of_ranks(ranks)
-    if why := _cannot_go(members, course):
+    ranks = state.attendance.ranks(Seat.parse(name))
+    members = state.roster.of_ranks(ranks)
+    if why := _cannot_go(state, members):
         return Answer(why, False)
     if members:
-        return _go(members, f"recycle leave {name}", course, now, out)
-    coming = [rank for rank in sorted(ranks) if course.vacancies.is_filled(rank)]
+        return _go(state, members, f"recycle leave {name}")
+    coming = [rank for rank in sorted(ranks) if state.vacancies.is_filled(rank)]
     for rank in coming:
-        course.vacancies.stay_away(rank, out)
-        course.vacancies.hold_back(rank, f"recycle leave {name}", out)
+        state.vacancies.stay_away(rank, state.out)
+        state.vacancies.hold_back(rank, f"recycle leave {name}", state.out)
     if coming:
         return Answer(f"seat {name} was coming back, and stays away", True)
     return Answer(f"nobody holds seat {name}: it is lost, or has left", False)
 
 
-def _drain(host: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:
-    if why := _not_now(course):
+def _drain(state: JobState, host: str) -> Answer:
+    if why := _not_now(state):
         return Answer(why, False)
-    if not course.vacancies.hosted(host):
-        return Answer(f"no seat is on host {host}: the job's are on {', '.join(course.vacancies.hosts)}", False)
-    members = _there(host, course)
-    if why := _cannot_go(members, course):
+    if not state.vacancies.hosted(host):
+        return Answer(f"no seat is on host {host}: the job's are on {', '.join(state.vacancies.hosts)}", False)
+    members = _there(state, host)
+    if why := _cannot_go(state, members):
         return Answer(why, False)
-    _start_nobody(host, f"host {host} is drained", course, out)
+    _start_nobody(state, host, f"host {host} is drained")
     if not members:
         return Answer(f"nobody is left on host {host}, and nobody is started there", True)
-    return _go(members, f"host {host} is drained", course, now, out)
+    return _go(state, members, f"host {host} is drained")
 
 
-def host_goes(course: Course, message: HostGoes, now: float, out: CoordinatorOutput) -> None:
+def host_goes(state: JobState, message: HostGoes) -> None:
     """Has all leave that are on the host of ``message``'s worker, and starts nobody there; ends the job where it can't
     go on without.  Whoever is just being let in goes when this is said again.  Costs one look at each rank.
     """
-    host = course.vacancies.host_of(message.rank)
-    if _not_now(course) or host is None:
+    host = state.vacancies.host_of(message.rank)
+    if _not_now(state) or host is None:
         return
     why = f"host {host} is to be taken away: {message.reason}"
-    if not course.vacancies.is_drained(host):
-        out.say("notice", why, host=host)
-        _start_nobody(host, why, course, out)
-    if message.coordinator and not course.stood_by_elsewhere:
-        ends.end_planned(course, f"{why}. The coordinator is there", out, TRY_AGAIN)
-    elif members := [each for each in _there(host, course) if course.joining.get(each.worker) is None]:
-        departures.leave(course, [Leaving(each.rank, why, incarnation=each.incarnation) for each in members], now, out)
+    if not state.vacancies.is_drained(host):
+        state.say("notice", why, host=host)
+        _start_nobody(state, host, why)
+    if message.coordinator and not state.stood_by_elsewhere:
+        ends.end_planned(state, f"{why}. The coordinator is there", TRY_AGAIN)
+    elif members := [each for each in _there(state, host) if state.joining.get(each.worker) is None]:
+        departures.leave(state, [Leaving(each.rank, why, incarnation=each.incarnation) for each in members])
 
 
-def _there(host: str, course: Course) -> tuple[Member, ...]:
+def _there(state: JobState, host: str) -> tuple[Member, ...]:
     """The members on ``host``, and those that leave with them."""
-    there = course.roster.of_ranks(course.vacancies.hosted(host))
-    return tuple(dict.fromkeys(one for member in there for one in course.attendance.together(member)))
+    there = state.roster.of_ranks(state.vacancies.hosted(host))
+    return tuple(dict.fromkeys(one for member in there for one in state.attendance.together(member)))
 
 
-def _start_nobody(host: str, why: str, course: Course, out: CoordinatorOutput) -> None:
-    course.vacancies.drain(host, out)
-    for rank in sorted(course.vacancies.hosted(host)):
-        course.vacancies.hold_back(rank, why, out)
+def _start_nobody(state: JobState, host: str, why: str) -> None:
+    state.vacancies.drain(host, state.out)
+    for rank in sorted(state.vacancies.hosted(host)):
+        state.vacancies.hold_back(rank, why, state.out)
 
 
-def _admit(name: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:
-    if why := _not_now(course) or _no_seat(name, course):
+def _admit(state: JobState, name: str) -> Answer:
+    if why := _not_now(state) or _no_seat(state, name):
         return Answer(why, False)
-    ranks, vacancies = course.attendance.ranks(Seat.parse(name)), course.vacancies
-    for member in course.roster.of_ranks(ranks):
-        how = "is leaving: admit it once it has left" if member.worker in course.attendance.leaving else "is live"
+    ranks, vacancies = state.attendance.ranks(Seat.parse(name)), state.vacancies
+    for member in state.roster.of_ranks(ranks):
+        how = "is leaving: admit it once it has left" if member.worker in state.attendance.leaving else "is live"
         return Answer(f"{member} {how}", False)
     if not all(map(vacancies.is_vacant, ranks)):
         return Answer(
@@ -113,35 +112,33 @@ def _admit(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
     wanted = [rank for rank in sorted(ranks) if not vacancies.is_filled(rank)]
     if not wanted:
         return Answer(f"seat {name} is coming back already", False)
-    return Answer(f"seat {name}: {'; '.join([vacancies.admit(rank, now, out) for rank in wanted])}", True)
+    return Answer(f"seat {name}: {'; '.join([vacancies.admit(rank, state.now, state.out) for rank in wanted])}", True)
 
 
-def _not_now(course: Course) -> str:
+def _not_now(state: JobState) -> str:
     """The reason why nothing can be asked for now; else empty."""
-    if not course.attendance.started:
+    if not state.attendance.started:
         return "training has not started yet"
-    return "the job is about to end, or is over" if course.is_ending else ""
+    return "the job is about to end, or is over" if state.is_ending else ""
 
 
-def _no_seat(name: str, course: Course) -> str:
+def _no_seat(state: JobState, name: str) -> str:
     """The reason why ``name`` is no seat of the job's; else empty."""
-    seats = [str(seat) for seat in course.attendance.seats]
+    seats = [str(seat) for seat in state.attendance.seats]
     return "" if name in seats else f"there is no seat {name}: this job has {', '.join(seats)}"
 
 
-def _cannot_go(members: Collection[Member], course: Course) -> str:
+def _cannot_go(state: JobState, members: Collection[Member]) -> str:
     """The reason why ``members`` can't leave; else empty."""
     for member in members:
-        if course.joining.get(member.worker) is not None:
+        if state.joining.get(member.worker) is not None:
             return f"{member} is being let in: ask again in a moment, once it takes part"
-    attendance = course.attendance
+    attendance = state.attendance
     empty = attendance.view(attendance.staying.without({member.worker for member in members})).empty_stages()
     return f"stage {empty[0]} would have nobody left" if members and empty else ""
 
 
-def _go(members: Collection[Member], why: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:
-    departures.leave(
-        course, [Leaving(member.rank, why, incarnation=member.incarnation) for member in members], now, out
-    )
+def _go(state: JobState, members: Collection[Member], why: str) -> Answer:
+    departures.leave(state, [Leaving(member.rank, why, incarnation=member.incarnation) for member in members])
     who = " and ".join(map(str, members))
     return Answer(f"{who} leave{'s' * (len(members) == 1)} at the next commit", True)

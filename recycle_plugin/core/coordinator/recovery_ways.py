@@ -18,17 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.restarts import FIRST_S
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.machine_constants import START_UP_S
 from recycle_plugin.core.vocabulary.roster import Member
-
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
 NAMED = 3  # of those that a loss is about, so many are named
 MEASURED, ASSUMED, UNKNOWN = "", "assumed", "not known"
@@ -87,14 +84,14 @@ def step_of(work: Sequence[Time], together: Iterable[Group]) -> Time:
     return Time(sum(time.seconds for time in slowest), max(time.how for time in slowest))
 
 
-def times_of(course: Course) -> Times:
+def times_of(state: JobState) -> Times:
     """The times of a job that trains, as far as they were measured."""
-    assert course.job is not None, "who is lost has taken part in a job"
-    measured, job = course.recovery_times, course.job
-    wait = 0.0 if course.vacancies.has_spares else FIRST_S
+    assert state.job is not None, "who is lost has taken part in a job"
+    measured, job = state.recovery_times, state.job
+    wait = 0.0 if state.vacancies.has_spares else FIRST_S
     known, load = measured.start_up_s, measured.load_s
     alone = [alone_s(job.costs, stage, job.policy.split_backward, len(job.shape.batch)) for stage in range(job.stages)]
-    spent = map(course.steps.figures.work_s, range(job.stages))
+    spent = map(state.steps.figures.work_s, range(job.stages))
     return Times(
         Time(wait + (START_UP_S if known is None else known), ASSUMED if known is None else MEASURED),
         Time(0.0, UNKNOWN) if load is None else Time(load),
@@ -114,15 +111,15 @@ def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> f
 # --- told to the user ---------------------------------------------------------------------------------
 
 
-def say_rerouted(course: Course, out: CoordinatorOutput) -> None:
+def say_rerouted(state: JobState) -> None:
     """Says that the work of those who are lost, and whose stages have others, is these' now, once they have planned for
     it.
     """
-    lost = sorted((each for those in course.unsaid.values() for each in those), key=lambda each: each.worker)
-    course.unsaid = {}
-    assert course.job is not None, "who is lost has taken part in a job"
-    text = who_is_lost(lost, course.job.unit, course.job.policy.shrinks)
-    out.say("recovery", text, way="reroute", seats=[str(member.seat) for member in lost])
+    lost = sorted((each for those in state.unsaid.values() for each in those), key=lambda each: each.worker)
+    state.unsaid = {}
+    assert state.job is not None, "who is lost has taken part in a job"
+    text = who_is_lost(lost, state.job.unit, state.job.policy.shrinks)
+    state.say("recovery", text, way="reroute", seats=[str(member.seat) for member in lost])
 
 
 def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
@@ -144,22 +141,19 @@ def several(what: str, numbers: Sequence[int]) -> str:
     return f"{what}s {names} are"
 
 
-def say_impossible(
-    course: Course, stages: Sequence[int], why: str, out: CoordinatorOutput, lacks: int | None = None
-) -> None:
+def say_impossible(state: JobState, stages: Sequence[int], why: str, lacks: int | None = None) -> None:
     """Says ``why`` the job ends, since ``stages`` that nobody is left in can't be replayed.  ``lacks``: the stage that
     has sent what can't be had any more.
     """
     for stage in stages:
-        course.unsaid.pop(stage, None)
+        state.unsaid.pop(stage, None)
     text = f"stage {', '.join(map(str, stages))} can't be replayed: {why}"
-    out.say("recovery", text, way="end", stages=list(stages), why=why, lacks=lacks)
+    state.say("recovery", text, way="end", stages=list(stages), why=why, lacks=lacks)
 
 
 def say_replayed(
-    course: Course,
+    state: JobState,
     stages: Sequence[int],
-    out: CoordinatorOutput,
     along: Mapping[int, str] = MappingProxyType({}),
     again: str = "",
 ) -> None:
@@ -167,12 +161,12 @@ def say_replayed(
     each with the reason; ``again``: why that has changed since it was said last.
     """
     for stage in stages:
-        course.unsaid.pop(stage, None)
-    behind = course.logs.behind(course.committed)
-    meanwhile = "its script ends without the others" if course.ending.finishing else "the others wait"
+        state.unsaid.pop(stage, None)
+    behind = state.logs.behind(state.committed)
+    meanwhile = "its script ends without the others" if state.ending.finishing else "the others wait"
     with_them = "".join(f" with stage {stage} ({reason})" for stage, reason in sorted(along.items())[:1])
     once_more = f" once more, since {again}" * bool(again)
-    out.say(
+    state.say(
         "recovery",
         f"{several('stage', stages)} without a worker: replayed from the logs{once_more}{with_them}, "
         f"{behind} step{'s' * (behind != 1)}; {meanwhile}",
@@ -180,5 +174,5 @@ def say_replayed(
         stages=list(stages),
         along={str(stage): reason for stage, reason in sorted(along.items())},
         steps=behind,
-        checkpoint=course.logs.checkpoint.step,
+        checkpoint=state.logs.checkpoint.step,
     )

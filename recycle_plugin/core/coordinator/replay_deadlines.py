@@ -20,15 +20,13 @@ What was not measured has no deadline but ``wait_timeout_s``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.coordinator.recovery_ways import Time, groups, step_of, times_of
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Expected
-
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
 FACTOR = 10
 FLOOR_S = 30.0
@@ -49,48 +47,48 @@ class Patience(NamedTuple):
         return f"{self.what}, predicted to take {self.predicted}"
 
 
-def patience(course: Course, empty: Sequence[int]) -> Patience:
+def patience(state: JobState, empty: Sequence[int]) -> Patience:
     """The patience with the stages that are ``empty``, as far as they are."""
-    assert course.job is not None, "who is lost has taken part in a job"
-    deadlines, times = course.job.deadlines, times_of(course)
-    if not replaying(course):
+    assert state.job is not None, "who is lost has taken part in a job"
+    deadlines, times = state.job.deadlines, times_of(state)
+    if not replaying(state):
         limit = 0.0 if times.start.how else FACTOR * times.start.seconds
         return Patience("the start of the next process", times.start, None, max(deadlines.wait_timeout_s, limit))
-    step = step_of(times.work, groups([*empty, *course.logs.along(course.committed, empty)]))
+    step = step_of(times.work, groups([*empty, *state.logs.along(state.committed, empty)]))
     predicted = Time(step.seconds + times.load.seconds, step.how)  # the first one comes behind a load
     if step.how:
         return Patience("the next replayed step", predicted, None, deadlines.wait_timeout_s)
-    limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**course.logs.given_up
-    give_up = None if course.logs.companions else limit  # these wait for each other: nobody knows who is to blame
+    limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**state.logs.given_up
+    give_up = None if state.logs.companions else limit  # these wait for each other: nobody knows who is to blame
     return Patience("the next replayed step", predicted, give_up, max(deadlines.wait_timeout_s, limit))
 
 
-def replaying(course: Course) -> list[NewcomerRecord]:
+def replaying(state: JobState) -> list[NewcomerRecord]:
     """Who replays a stage.  Costs one look at each newcomer."""
-    return [each for each in course.joining if each.phase is Phase.REPLAYING]
+    return [each for each in state.joining if each.phase is Phase.REPLAYING]
 
 
-def tell(course: Course, empty: Sequence[int], out: CoordinatorOutput) -> None:
+def tell(state: JobState, empty: Sequence[int]) -> None:
     """Tells those who wait for the stages that are ``empty`` what to expect, and how long to wait for it."""
-    found = patience(course, empty)
-    out.tell(WORKERS, Expected(str(found), found.end_s + LATER_S))
+    found = patience(state, empty)
+    state.tell(WORKERS, Expected(str(found), found.end_s + LATER_S))
 
 
-def give_up_silent(course: Course, empty: Sequence[int], silent_s: float, out: CoordinatorOutput) -> bool:
+def give_up_silent(state: JobState, empty: Sequence[int], silent_s: float) -> bool:
     """Gives up who replays, where nothing has been heard of that for ``silent_s`` seconds, and that is too long, and
     others can take their places; returns whether it was so.
     """
-    found, late = patience(course, empty), replaying(course)
-    if found.give_up_s is None or silent_s <= found.give_up_s or not all(_has_next(course, each) for each in late):
+    found, late = patience(state, empty), replaying(state)
+    if found.give_up_s is None or silent_s <= found.give_up_s or not all(_has_next(state, each) for each in late):
         return False
-    course.logs.given_up += 1
+    state.logs.given_up += 1
     for each in late:
         why = f"nothing was heard of its replay for {silent_s:.1f} s: {found} (deadline {found.give_up_s:.1f} s)"
-        out.say("warning", f"{each.member} is given up, and another one is to replay its stage: {why}")
-        out.fence(each.member.worker, why)
+        state.say("warning", f"{each.member} is given up, and another one is to replay its stage: {why}")
+        state.fence(each.member.worker, why)
     return True
 
 
-def _has_next(course: Course, newcomer: NewcomerRecord) -> bool:
-    waiting = any(each.stage == newcomer.stage and each.phase is Phase.WAITING for each in course.joining)
-    return waiting or course.vacancies.may_follow(newcomer.member.rank)
+def _has_next(state: JobState, newcomer: NewcomerRecord) -> bool:
+    waiting = any(each.stage == newcomer.stage and each.phase is Phase.WAITING for each in state.joining)
+    return waiting or state.vacancies.may_follow(newcomer.member.rank)

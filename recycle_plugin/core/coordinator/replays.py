@@ -15,18 +15,14 @@ core/coordinator/recovery_ways.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from recycle_plugin.core.coordinator import ends, replay_deadlines
+from recycle_plugin.core.coordinator import ends, generations, goodbyes, replay_deadlines, replayable
 from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.coordinator.recovery_ways import say_impossible, say_replayed
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
-from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Durable, Replaying, Unreplayable
+from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Replaying, Unreplayable
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
-
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
 ITERATORS = (
     "its data comes from plain iterators, and which of their batches belong to the step that is under way nobody else "
@@ -34,158 +30,144 @@ ITERATORS = (
 )
 
 
-def durable(course: Course, message: Durable, out: CoordinatorOutput) -> None:
-    """Takes in that a checkpoint is durable, and tells all, who let go what led to it.
-
-    While stages are replayed that waits: they all begin at one checkpoint, and need the logs from there on.  One of a
-    step that is not committed, or no more since an earlier checkpoint was loaded, is none of this job's steps.
-    """
-    if not 0 <= message.step <= course.committed:
-        return
-    if course.logs.waits_since is not None:
-        course.logs.held_back = message
-        return
-    before = course.logs.told
-    if course.logs.durable(message):
-        course.recovery_times.written(message.write_s)
-        course.log_places.durable(message.step)
-        out.tell(WORKERS, message)
-        if course.logs.told != before:
-            out.tell(WORKERS, course.logs.told)
-
-
-def is_awaited(course: Course, stage: int) -> bool:
+def is_awaited(state: JobState, stage: int) -> bool:
     """Whether all wait until ``stage``, in which nobody is at work, is replayed."""
-    return course.logs.waits_since is not None and stage in course.attendance.empty_stages()
+    return state.logs.waits_since is not None and stage in state.attendance.empty_stages()
 
 
-def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
+def _after_loss(state: JobState) -> bool:
     """Waits for the stages that have nobody, where they can be replayed: True.  False where the job has to end; then
     the reasons are said.
     """
-    empty = course.attendance.empty_stages()
-    why = why_not(course, empty)
+    empty = state.attendance.empty_stages()
+    why = why_not(state, empty)
     if why:
-        say_impossible(course, empty, why, out)
+        say_impossible(state, empty, why)
         return False
-    logs = course.logs
+    logs = state.logs
     if logs.waits_since is None:
-        logs.lost_at = now
-    logs.waits_since = now
-    _say_replay(course, "", out)
-    replay_deadlines.tell(course, empty, out)
-    if not course.ending.finishing:  # else nobody has to wait
-        course.go_on_without(f"stage {', '.join(map(str, empty))} is replayed", now, out)
-        _accompany(course, out)
+        logs.lost_at = state.now
+    logs.waits_since = state.now
+    _say_replay(state, "")
+    replay_deadlines.tell(state, empty)
+    if not state.ending.finishing:  # else nobody has to wait
+        generations.go_on_without(state, f"stage {', '.join(map(str, empty))} is replayed")
+        _accompany(state)
     return True
 
 
-def _say_replay(course: Course, again: str, out: CoordinatorOutput) -> None:
+def go_on_without_stage(state: JobState) -> None:
+    """Waits until the stages that have nobody are replayed, or ends where they can't be."""
+    if not _after_loss(state):
+        ends.give_up_going_on(state, ends.empty_stage(state), ends.crash(state))
+
+
+def _say_replay(state: JobState, again: str) -> None:
     """Says what is replayed, and who replays along; ``again``: why that has changed, or empty."""
-    empty = course.attendance.empty_stages()
-    say_replayed(course, empty, out, course.logs.along(course.committed, empty), again)
+    empty = state.attendance.empty_stages()
+    say_replayed(state, empty, state.logs.along(state.committed, empty), again)
 
 
-def _accompany(course: Course, out: CoordinatorOutput) -> None:
+def _accompany(state: JobState) -> None:
     """Has a live worker of each stage that is to be replayed along do so; those that do so already go on."""
-    empty = course.attendance.empty_stages()
-    for stage, why in course.logs.along(course.committed, empty).items():
-        if course.logs.companions.get(stage) not in course.roster.workers:
-            member = course.roster.first_of(stage)
-            course.logs.accompanies(member, why)
-            _tell_replay(course, member, out)
+    empty = state.attendance.empty_stages()
+    for stage, why in state.logs.along(state.committed, empty).items():
+        if state.logs.companions.get(stage) not in state.roster.workers:
+            member = state.roster.first_of(stage)
+            state.logs.accompanies(member, why)
+            _tell_replay(state, member)
 
 
-def _tell_replay(course: Course, member: Member, out: CoordinatorOutput, helpers: tuple[Member, ...] = ()) -> None:
+def _tell_replay(state: JobState, member: Member, helpers: tuple[Member, ...] = ()) -> None:
     """Tell ``member`` to replay its stage, and note which other stages it hears are made again meanwhile."""
-    checkpoint, empty = course.logs.checkpoint, course.attendance.empty_stages()
-    stages = tuple(sorted({*empty, *course.logs.along(course.committed, empty)}))
-    valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
-    logs, committed = _logs_for(course, member.seat.stage), course.committed
-    course.logs.told_of[member.worker] = stages
+    checkpoint, empty = state.logs.checkpoint, state.attendance.empty_stages()
+    stages = tuple(sorted({*empty, *state.logs.along(state.committed, empty)}))
+    valid_from, passed = max(checkpoint.valid_from, state.steps.valid_from), tuple(state.logs.passed)
+    logs, committed = _logs_for(state, member.seat.stage), state.committed
+    state.logs.told_of[member.worker] = stages
     replay = Replay(checkpoint.step, checkpoint.path, committed, stages, valid_from, passed, helpers, logs)
-    out.tell(member.worker, replay)
+    state.tell(member.worker, replay)
 
 
-def why_not(course: Course, empty: tuple[int, ...]) -> str:
+def why_not(state: JobState, empty: tuple[int, ...]) -> str:
     """Why ``empty``, stages that have nobody or are about to, can't be replayed, in words; empty where they can."""
-    assert course.job is not None, "who is lost has taken part in a job"
-    if not course.logs.kept:
-        return course.logs.why_not()
-    if course.ending.finishing:
-        for stage, why in sorted(course.logs.along(course.committed, empty).items()):
+    assert state.job is not None, "who is lost has taken part in a job"
+    if not state.logs.kept:
+        return state.logs.why_not()
+    if state.ending.finishing:
+        for stage, why in sorted(state.logs.along(state.committed, empty).items()):
             return f"stage {stage} would have to be replayed along ({why}), and its script is through"
-    elif not set(course.roster.live_stages) - set(empty):
-        back = [str(each.member) for each in course.joining]
+    elif not set(state.roster.live_stages) - set(empty):
+        back = [str(each.member) for each in state.joining]
         return "nobody is left" + f": {', '.join(back)} had come back, and not taken part yet" * bool(back)
-    if course.ending.ended is not None:
+    if state.ending.ended is not None:
         return "the job is about to end"
-    if course.roster.shards > 1:
+    if state.roster.shards > 1:
         return "its seats are held by several processes each, whose logs can't be replayed yet"
-    if {0, course.job.stages - 1}.intersection(empty) and any(place.read for place in course.places.known().values()):
+    if {0, state.job.stages - 1}.intersection(empty) and any(place.read for place in state.places.known().values()):
         return ITERATORS
-    if course.job.rejoin == "never" and not course.vacancies.has_spares:
+    if state.job.rejoin == "never" and not state.vacancies.has_spares:
         return "recycle.rejoin is never, and no spare waits"
     for stage in empty:
-        if _is_abandoned(course, stage):
+        if _is_abandoned(state, stage):
             return f"of those that were to replay stage {stage}, too many in a row died before they had done so"
-    return course.logs.why_not()
+    return state.logs.why_not()
 
 
-def _is_abandoned(course: Course, stage: int) -> bool:
+def _is_abandoned(state: JobState, stage: int) -> bool:
     """Whether nobody will come any more to replay ``stage``.  Costs one look at each rank."""
-    coming = any(each.stage == stage for each in course.joining)
-    return not coming and all(map(course.vacancies.is_given_up, course.attendance.ranks_of_stage(stage)))
+    coming = any(each.stage == stage for each in state.joining)
+    return not coming and all(map(state.vacancies.is_given_up, state.attendance.ranks_of_stage(stage)))
 
 
-def catch_up(course: Course, newcomer: NewcomerRecord, now: float, out: CoordinatorOutput) -> None:
+def catch_up(state: JobState, newcomer: NewcomerRecord) -> None:
     """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
     of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
     """
-    _see_along(course, now, out)
-    others = [each for each in course.joining if each.stage == newcomer.stage and each is not newcomer]
+    _see_along(state)
+    others = [each for each in state.joining if each.stage == newcomer.stage and each is not newcomer]
     if any(each.phase in (Phase.REPLAYING, Phase.REPLAYED) for each in others):
         newcomer.phase = Phase.WAITING
-        _tell_beside(course, newcomer.stage, out)
+        _tell_beside(state, newcomer.stage)
         return
     newcomer.phase = Phase.REPLAYING
-    helpers = tuple(each for each in course.roster if not course.ending.finishing)
-    _tell_replay(course, newcomer.member, out, helpers)
-    course.logs.waits_since = now
-    replay_deadlines.tell(course, course.attendance.empty_stages(), out)
-    _tell_beside(course, newcomer.stage, out)
+    helpers = tuple(each for each in state.roster if not state.ending.finishing)
+    _tell_replay(state, newcomer.member, helpers)
+    state.logs.waits_since = state.now
+    replay_deadlines.tell(state, state.attendance.empty_stages())
+    _tell_beside(state, newcomer.stage)
 
 
-def _tell_beside(course: Course, stage: int, out: CoordinatorOutput) -> None:
+def _tell_beside(state: JobState, stage: int) -> None:
     """Tells the one that replays ``stage`` who waits for it there.  Costs one look at each newcomer."""
-    here = [each for each in course.joining if each.stage == stage]
+    here = [each for each in state.joining if each.stage == stage]
     waiting = tuple(each.member for each in here if each.phase is Phase.WAITING)
     for each in here:
         if each.phase is Phase.REPLAYING:
-            out.tell(each.member.worker, Beside(waiting))
+            state.tell(each.member.worker, Beside(waiting))
 
 
-def _logs_for(course: Course, stage: int) -> tuple[LogsAt, ...]:
+def _logs_for(state: JobState, stage: int) -> tuple[LogsAt, ...]:
     """Where the logs are that a replay of ``stage`` reads: its own, its neighbours', and those of its tie."""
-    assert course.job is not None, "who replays has a job"
-    stages = {stage - 1, stage, stage + 1, *course.job.shape.tie(stage)}
-    return course.log_places.of([rank for each in stages for rank in course.attendance.ranks_of_stage(each)])
+    assert state.job is not None, "who replays has a job"
+    stages = {stage - 1, stage, stage + 1, *state.job.shape.tie(stage)}
+    return state.log_places.of([rank for each in stages for rank in state.attendance.ranks_of_stage(each)])
 
 
-def see_gone(course: Course, now: float, out: CoordinatorOutput) -> None:
+def see_gone(state: JobState) -> None:
     """Takes in which logs are gone with their hosts; the loss of those who had written them has all begin a checkpoint
     at once, as every loss does (core/worker/checkpoint_interval.py).
     """
-    live = course.roster.ranks
-    gone = course.log_places.gone(lambda rank: rank not in live and course.vacancies.is_host_gone(rank, now))
+    live = state.roster.ranks
+    gone = state.log_places.gone(lambda rank: rank not in live and state.vacancies.is_host_gone(rank, state.now))
     for each in gone:
-        course.logs.gone(each)
-    if not gone or course.job is None:
+        state.logs.gone(each)
+    if not gone or state.job is None:
         return
-    stages = [stage for stage in range(course.job.stages) if course.logs.along(course.committed, (stage,))]
+    stages = [stage for stage in range(state.job.stages) if state.logs.along(state.committed, (stage,))]
     ranks, hosts = sorted({each.member.rank for each in gone}), sorted({each.member.host for each in gone})
     if stages:
-        out.say(
+        state.say(
             "log_gone",
             f"the logs of ranks {', '.join(map(str, ranks))} are gone with host {', '.join(hosts)}: until the next "
             f"checkpoint is durable, which is begun at once, stages {', '.join(map(str, stages))} are not replayed "
@@ -193,68 +175,68 @@ def see_gone(course: Course, now: float, out: CoordinatorOutput) -> None:
             ranks=ranks,
             hosts=hosts,
             stages=stages,
-            step=course.committed,
+            step=state.committed,
         )
-    if course.logs.waits_since is not None:
-        _see_along(course, now, out)
+    if state.logs.waits_since is not None:
+        _see_along(state)
 
 
-def _see_along(course: Course, now: float, out: CoordinatorOutput) -> None:
+def _see_along(state: JobState) -> None:
     """Have stages replayed along that turn out to be needed while others are replayed; end the job if that can't be.
 
     Whoever replays already and was not told of them hears of them once it misses what they have sent.
     """
-    empty = course.attendance.empty_stages()
-    if course.logs.along(course.committed, empty).keys() <= course.logs.companions.keys():
+    empty = state.attendance.empty_stages()
+    if state.logs.along(state.committed, empty).keys() <= state.logs.companions.keys():
         return
-    if why_not(course, empty):
-        course.go_on_without_stage(now, out)
+    if why_not(state, empty):
+        go_on_without_stage(state)
     else:
-        _say_replay(course, "logs lack more than was known", out)
-        _accompany(course, out)
+        _say_replay(state, "logs lack more than was known")
+        _accompany(state)
 
 
-def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:
+def progress(state: JobState, message: Replaying) -> None:
     """Takes in that a worker has replayed a step: who waits for that is told, and waits on."""
-    if _replays(course, message.worker):
-        course.logs.waits_since = now
-        out.tell(WORKERS, message)
+    if _replays(state, message.worker):
+        state.logs.waits_since = state.now
+        state.tell(WORKERS, message)
 
 
-def _replays(course: Course, worker: WorkerId) -> bool:
+def _replays(state: JobState, worker: WorkerId) -> bool:
     """Whether ``worker`` is to replay its stage, and has not said yet that it has."""
-    newcomer, logs = course.joining.get(worker), course.logs
+    newcomer, logs = state.joining.get(worker), state.logs
     along = worker in logs.companions.values() and worker not in logs.accompanied
     return along or (newcomer is not None and newcomer.phase is Phase.REPLAYING)
 
 
-def accompanied(course: Course, message: Accompanied | CaughtUp, now: float, out: CoordinatorOutput) -> None:
+def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
     """Takes in that a companion has come to its own state again; once all have, and all stages have somebody, all go
     on.  One that has just replayed its stage as a newcomer does so as a newcomer once more.
     """
-    member = course.roster.member(message.worker)
-    if member is None or not _replays(course, message.worker):
+    member = state.roster.member(message.worker)
+    if member is None or not _replays(state, message.worker):
         return
-    course.logs.accompanied.add(message.worker)
-    course.logs.replayed(member, course.committed)
-    course.logs.waits_since = now
-    out.say(
+    state.logs.accompanied.add(message.worker)
+    state.logs.replayed(member, state.committed)
+    state.logs.waits_since = state.now
+    state.say(
         "accompanied",
-        f"{member} has replayed steps {course.logs.checkpoint.step + 1} to {message.step} of its stage along, and come "
+        f"{member} has replayed steps {state.logs.checkpoint.step + 1} to {message.step} of its stage along, and come "
         "to the state that it had",
         seat=str(member.seat),
         rank=member.rank,
         step=message.step,
     )
-    _let_in(course, now, out)
+    _let_in(state)
 
 
-def replayed(course: Course, newcomer: NewcomerRecord, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
+def replayed(state: JobState, newcomer: NewcomerRecord, message: CaughtUp) -> None:
     """Takes in that a newcomer has its stage's state; once all stages have somebody, all go on."""
     newcomer.phase = Phase.REPLAYED
-    course.logs.replayed(newcomer.member, course.committed)
-    begun = course.logs.checkpoint.step
-    out.say(
+    state.logs.replayed(newcomer.member, state.committed)
+    begun = state.logs.checkpoint.step
+    state.say(
         "replayed",
         f"{newcomer.member} has replayed steps {begun + 1} to {message.step} of its stage"
         + f", with the help of {message.helpers} others" * bool(message.helpers),
@@ -265,110 +247,108 @@ def replayed(course: Course, newcomer: NewcomerRecord, message: CaughtUp, now: f
         bytes=message.bytes,
         helpers=message.helpers,
     )
-    course.logs.waits_since = now
-    _let_in(course, now, out)
+    state.logs.waits_since = state.now
+    _let_in(state)
 
 
-def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
+def _let_in(state: JobState) -> None:
     """Goes on in a generation that has all who have replayed their stages, if they are enough for all stages."""
-    done = [each for each in course.joining if each.phase is Phase.REPLAYED]
-    if not {each.stage for each in done} >= set(course.attendance.empty_stages()):
+    done = [each for each in state.joining if each.phase is Phase.REPLAYED]
+    if not {each.stage for each in done} >= set(state.attendance.empty_stages()):
         return
-    if any(_replays(course, worker) for worker in course.roster.workers):
+    if any(_replays(state, worker) for worker in state.roster.workers):
         return
-    news = [each.member for each in done if each.member.worker not in course.roster.workers]
-    course.attendance.roster = Roster((*course.roster, *news))
+    news = [each.member for each in done if each.member.worker not in state.roster.workers]
+    state.attendance.roster = Roster((*state.roster, *news))
     for member in news:
-        course.steps.tell_again(member.worker, out)
+        state.steps.tell_again(member.worker, state.out)
     stages = sorted({each.stage for each in done})
-    out.say(
+    state.say(
         "stalled",
         f"all stages have somebody again: stage {', '.join(map(str, stages))} was away for "
-        f"{now - course.logs.lost_at:.2f} s",
+        f"{state.now - state.logs.lost_at:.2f} s",
         stages=stages,
-        seconds=round(now - course.logs.lost_at, 4),
+        seconds=round(state.now - state.logs.lost_at, 4),
     )
-    course.logs.waits_since, course.logs.given_up = None, 0
-    course.logs.companions.clear()
-    course.logs.accompanied.clear()
-    course.logs.told_of.clear()
-    if (message := course.logs.held_back) is not None:
-        course.logs.held_back = None
-        durable(course, message, out)
-    if not course.ending.finishing:
-        course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
-    course.let_go(out)
+    state.logs.waits_since, state.logs.given_up = None, 0
+    state.logs.companions.clear()
+    state.logs.accompanied.clear()
+    state.logs.told_of.clear()
+    if (message := state.logs.held_back) is not None:
+        state.logs.held_back = None
+        replayable.durable(state, message)
+    if not state.ending.finishing:
+        generations.go_on_without(state, f"stage {', '.join(map(str, stages))} was replayed")
+    goodbyes.let_go(state)
 
 
-def gone(course: Course, newcomer: NewcomerRecord, now: float, out: CoordinatorOutput) -> None:
+def gone(state: JobState, newcomer: NewcomerRecord) -> None:
     """Takes in that a newcomer has gone which was to replay its stage, or had: another one of that stage does so."""
-    if course.ending.failed:
+    if state.ending.failed:
         return
     if newcomer.phase is Phase.REPLAYED:
-        course.attendance.roster = course.roster.without({newcomer.member.worker})
-        course.go_on_without_stage(now, out)
-    _tell_beside(course, newcomer.stage, out)
-    for other in course.joining:
+        state.attendance.roster = state.roster.without({newcomer.member.worker})
+        go_on_without_stage(state)
+    _tell_beside(state, newcomer.stage)
+    for other in state.joining:
         if other.stage == newcomer.stage and other.phase is Phase.WAITING:
-            catch_up(course, other, now, out)
+            catch_up(state, other)
 
 
-def unreplayable(course: Course, message: Unreplayable, now: float, out: CoordinatorOutput) -> None:
+def unreplayable(state: JobState, message: Unreplayable) -> None:
     """Has the stage replayed along that could make once more what is missing; where there is none, or it has done so
     already, ends the job.
     """
-    if not _replays(course, message.worker):
+    if not _replays(state, message.worker):
         return
-    newcomer, member = course.joining.get(message.worker), course.roster.member(message.worker)
+    newcomer, member = state.joining.get(message.worker), state.roster.member(message.worker)
     replays = newcomer.member if newcomer is not None else member
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
-    tried = course.logs.told_of.get(message.worker, ())
+    tried = state.logs.told_of.get(message.worker, ())
     if message.checkpoint:
-        course.ending.unusable(message.checkpoint)
-    if message.lacks is None or message.lacks in tried or course.ending.finishing:
-        say_impossible(course, [stage], message.why, out, message.lacks)
-        empty = ", ".join(map(str, course.attendance.empty_stages()))
+        state.ending.unusable(message.checkpoint)
+    if message.lacks is None or message.lacks in tried or state.ending.finishing:
+        say_impossible(state, [stage], message.why, message.lacks)
+        empty = ", ".join(map(str, state.attendance.empty_stages()))
         ends.end_without_stage(
-            course,
+            state,
             f"stage {empty} has no live worker left, and stage {stage} can't be replayed: {message.why}. "
-            f"{course.ending.safe_point}",
-            out,
+            f"{state.ending.safe_point}",
         )
         return
-    course.logs.unreadable(message.lacks, message.why)
-    course.logs.waits_since = now
-    _say_replay(course, message.why, out)
-    _accompany(course, out)
+    state.logs.unreadable(message.lacks, message.why)
+    state.logs.waits_since = state.now
+    _say_replay(state, message.why)
+    _accompany(state)
     if newcomer is not None and newcomer.phase is Phase.REPLAYING:
         newcomer.phase = Phase.BEHIND
-        catch_up(course, newcomer, now, out)
+        catch_up(state, newcomer)
     else:
-        _tell_replay(course, replays, out)
+        _tell_replay(state, replays)
 
 
-def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
+def call_off_late(state: JobState) -> None:
     """Ends the job where nothing has been heard for too long of a stage that is to be replayed, or where nobody comes
     any more who could do so, since the job is about to end, or all who came have died.
     """
-    since, job = course.logs.waits_since, course.job
+    since, job = state.logs.waits_since, state.job
     if since is None or job is None:
         return
-    empty = course.attendance.empty_stages()
-    at_work = {each.stage for each in course.joining if each.phase in (Phase.REPLAYING, Phase.REPLAYED)}
-    if any(course.is_ending or _is_abandoned(course, stage) for stage in empty if stage not in at_work):
-        course.go_on_without_stage(now, out)
+    empty = state.attendance.empty_stages()
+    at_work = {each.stage for each in state.joining if each.phase in (Phase.REPLAYING, Phase.REPLAYED)}
+    if any(state.is_ending or _is_abandoned(state, stage) for stage in empty if stage not in at_work):
+        go_on_without_stage(state)
         return
-    if replay_deadlines.give_up_silent(course, empty, now - since, out):
-        course.logs.waits_since = now
-        replay_deadlines.tell(course, empty, out)
+    if replay_deadlines.give_up_silent(state, empty, state.now - since):
+        state.logs.waits_since = state.now
+        replay_deadlines.tell(state, empty)
         return
-    patience = replay_deadlines.patience(course, empty)
-    if now - since <= patience.end_s:
+    patience = replay_deadlines.patience(state, empty)
+    if state.now - since <= patience.end_s:
         return
     ends.end_without_stage(
-        course,
+        state,
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
-        f"{patience.end_s:.0f} s of who was to replay it: {patience}. {course.ending.safe_point}",
-        out,
+        f"{patience.end_s:.0f} s of who was to replay it: {patience}. {state.ending.safe_point}",
     )

@@ -1,4 +1,4 @@
-"""The course of those who do nothing: one who is suspected for too long, and all of them where everybody waits.
+"""Those who do nothing: one who is suspected for too long, and all of them where everybody waits.
 
 Who is suspected core/coordinator/failure_detector.py finds.  A stage's last worker has a longer deadline than others,
 and then the job ends, unless its stage can be replayed.
@@ -6,60 +6,62 @@ and then the job ends, unless its stage can be replayed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from recycle_plugin.core.coordinator import ends, replays
+from recycle_plugin.core.coordinator import ends, generations, losses, replays
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
+
+def see_suspects(state: JobState) -> None:
+    """Says who is suspected, and acts on each of them."""
+    suspicions = state.attendance.failure_detector.tick(state.now)
+    state.suspicions.update(suspicions, state.attendance, state.out)
+    for worker, suspicion in suspicions.items():
+        if not state.ending.failed:
+            _act_on(state, worker, suspicion)
 
 
-def act_on(course: Course, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
+def _act_on(state: JobState, worker: WorkerId, suspicion: Suspicion) -> None:
     """Gives up a worker that has been suspected for too long, or ends the job where its stage has nobody else."""
-    member, failure_detector = course.roster.member(worker), course.attendance.failure_detector
-    if member is not None and course.roster.is_last(member):
+    member, failure_detector = state.roster.member(worker), state.attendance.failure_detector
+    if member is not None and state.roster.is_last(member):
         limit_s = failure_detector.deadlines.last_worker_timeout_s
-        if suspicion.for_s > limit_s and not replays.why_not(course, (member.seat.stage,)):
-            course.give_up(worker, suspicion.cause, f"{suspicion} (deadline {limit_s:.1f} s)", now, out)
+        if suspicion.for_s > limit_s and not replays.why_not(state, (member.seat.stage,)):
+            losses.give_up(state, worker, suspicion.cause, f"{suspicion} (deadline {limit_s:.1f} s)")
         elif suspicion.for_s > limit_s:
             ends.end(
-                course,
+                state,
                 f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
-                f"{course.ending.safe_point}. {_say_waits(course, out)}",
-                out,
+                f"{state.ending.safe_point}. {_say_waits(state)}",
             )
     elif suspicion.overdue:
         failure_detector.has_cost(suspicion.work)
-        course.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
+        losses.give_up(state, worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)")
 
 
-def see_standstill(course: Course, now: float, out: CoordinatorOutput) -> None:
+def see_standstill(state: JobState) -> None:
     """Acts where everybody waits.  Once it may be a message that was lost, and then all say again what they hold;
     twice it is a mistake that nobody here can mend.
     """
-    failure_detector = course.attendance.failure_detector
+    failure_detector = state.attendance.failure_detector
     standstill_s = failure_detector.standstill_s
-    if course.halted or course.ending.failed or standstill_s <= failure_detector.stall_s:
+    if state.halted or state.ending.failed or standstill_s <= failure_detector.stall_s:
         return
-    why, waits = f"everybody waits for {standstill_s:.1f} s", _say_waits(course, out)
-    if course.stood_still == course.committed:
+    why, waits = f"everybody waits for {standstill_s:.1f} s", _say_waits(state)
+    if state.stood_still == state.committed:
         ends.end(
-            course,
-            f"{why}, once more since step {course.committed} was committed. {course.ending.safe_point}. {waits}",
-            out,
+            state,
+            f"{why}, once more since step {state.committed} was committed. {state.ending.safe_point}. {waits}",
         )
     else:
-        course.stood_still = course.committed
-        out.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
-        course.regroup("everybody waits", now, out)
+        state.stood_still = state.committed
+        state.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
+        generations.regroup(state, "everybody waits")
 
 
-def _say_waits(course: Course, out: CoordinatorOutput) -> str:
+def _say_waits(state: JobState) -> str:
     """Says who waits for whom, as text and as data; returns the text."""
-    edges = wait_graph(course.roster, course.attendance.failure_detector)
-    out.say("wait_graph", shown(edges), edges=records(edges))
+    edges = wait_graph(state.roster, state.attendance.failure_detector)
+    state.say("wait_graph", shown(edges), edges=records(edges))
     return f"Who waits for whom: {shown(edges)}"

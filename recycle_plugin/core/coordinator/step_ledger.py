@@ -1,7 +1,7 @@
 """The ledger of a job's steps: who has applied which, what workers have found in them, and which stay for good.
 
-A step is committed when every live worker has applied it.  ``core.coordinator.course`` says who is live, and does what
-follows.
+A step is committed when every live worker has applied it.  Who is live, and what follows, core/coordinator/commits.py
+says.
 """
 
 from __future__ import annotations

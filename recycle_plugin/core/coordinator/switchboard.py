@@ -237,7 +237,7 @@ class Switchboard:
         """
         host, _, port = address.rpartition(":")
         self.succession.begin((host, int(port)) if address else None)
-        self.membership.course.stood_by_elsewhere = bool(address)
+        self.membership.state.stood_by_elsewhere = bool(address)
         told = encode(self.term_told)
         effects.frames += [(number, told) for number, line in self.lines.items() if line.hello.role in GOING_ON]
         who = f"a process on another host, at {address}, stands by" if address else "nobody on another host stands by"
@@ -247,7 +247,7 @@ class Switchboard:
     def moves(self, host: str, store_port: int) -> None:
         """Who stood by on ``host`` is the coordinator now, with a key-value store of its own."""
         self.succession.moves(host)
-        self.membership.course.stood_by_elsewhere = False
+        self.membership.state.stood_by_elsewhere = False
         self._welcome = replace(self._welcome, store_port=store_port)
 
     def knowing(self, term: int) -> set[WorkerId]:

@@ -18,9 +18,10 @@ part in it, are what they say (Fatal, Terminate, Leaving of all, HostGoes, Left 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recycle_plugin.core.coordinator import boards
+from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_workers import (
     ComputeTime,
@@ -43,9 +44,6 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-
-if TYPE_CHECKING:
-    from recycle_plugin.core.coordinator.course import Course
 
 SHOWN = 80  # characters of a message
 
@@ -97,43 +95,43 @@ class Speakers:
         return (joined or rank == hello.rank) and starter == place
 
 
-def objection(message: OfWorker, course: Course) -> str | None:
+def objection(message: OfWorker, state: JobState) -> str | None:
     """Why ``message`` is not to be taken in: None if it is to be; empty if it counts no more, or not yet; else the
     reason, in words, why nobody in its right mind can have said it by now.
     """
-    if not course.attendance.is_heard(message):
+    if not state.attendance.is_heard(message):
         return ""
-    speaker, job = course.speaker(message.worker), course.job
+    speaker, job = state.speaker(message.worker), state.job
     if speaker is None or job is None:  # who takes no part is judged where it comes in
         return None
-    if (generation := getattr(message, "generation", -1)) > course.regrouping.generation:
-        return f"it speaks of generation {generation}, and the newest is {course.regrouping.generation}"
-    if message.AHEAD is not None and (step := getattr(message, "step", 0)) > course.committed + message.AHEAD:
-        return f"its {type(message).__name__} is of step {step}, and only step {course.committed} is committed"
+    if (generation := getattr(message, "generation", -1)) > state.regrouping.generation:
+        return f"it speaks of generation {generation}, and the newest is {state.regrouping.generation}"
+    if message.AHEAD is not None and (step := getattr(message, "step", 0)) > state.committed + message.AHEAD:
+        return f"its {type(message).__name__} is of step {step}, and only step {state.committed} is committed"
     fits = FITS.get(type(message))
-    why = fits is None or fits(message, speaker, job, course)
+    why = fits is None or fits(message, speaker, job, state)
     if why is True:
         return None
     return why or f"this job has nothing of the kind: {str(message)[:SHOWN]}"
 
 
-def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, course: Course) -> bool | str:
-    if course.boards.has_room(message):
+def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, state: JobState) -> bool | str:
+    if state.boards.has_room(message):
         return True
     return f"it would have more than {boards.SHARE >> 20} MiB kept, on board {message.board[:SHOWN]!r}"
 
 
-def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, course: Course) -> bool:
+def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, state: JobState) -> bool:
     """Whether ``speaker`` can have these numbers of a step, and they are of as many as there are.  What is of a
     committed step changes nothing.
     """
-    if message.step <= course.committed:
+    if message.step <= state.committed:
         return True
-    shape = course.attendance.shape
+    shape = state.attendance.shape
     names, counts = frozenset({str(speaker.seat.chunk)}), range(shape.stages, shape.stages + 1)
     if message.name == LOSS:
         whole = len(shape.batch)
-        names, least = shape.batch_names, shape.micro_batches if course.shrinks else whole
+        names, least = shape.batch_names, shape.micro_batches if state.shrinks else whole
         counts = range(least, whole + 1, least)
     elif not all(isinstance(value, float | int) for value in message.values.values()):
         return False
@@ -141,31 +139,31 @@ def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, course: Co
     return known and message.expected in counts and message.shard == speaker.shard
 
 
-def _serves(message: Serving, speaker: Member, job: JobSpec, course: Course) -> bool:
-    newcomer = course.joining.get(message.newcomer)
+def _serves(message: Serving, speaker: Member, job: JobSpec, state: JobState) -> bool:
+    newcomer = state.joining.get(message.newcomer)
     return newcomer is None or (newcomer.stage, newcomer.member.shard) == (speaker.seat.stage, speaker.shard)
 
 
-FITS: dict[type, Callable[[Any, Member, JobSpec, Course], bool | str]] = {
+FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
     Contribution: _is_of_step,
-    SurvivorReport: lambda message, speaker, job, course: (
-        message.generation != course.regrouping.generation or _of_report(message, course) or True
+    SurvivorReport: lambda message, speaker, job, state: (
+        message.generation != state.regrouping.generation or _of_report(message, state) or True
     ),
     Post: _has_room,
     ReadBoard: _has_room,
     Serving: _serves,
     ComputeTime: lambda message, *_: min(message.spent_us, message.nominal_us, message.again_us) >= 0,
     Resized: lambda message, *_: message.micro_batches >= 1,
-    Through: lambda message, speaker, job, course: job.log,
-    Durable: lambda message, speaker, job, course: all(0 <= each < job.stages - 1 for each in message.boundaries or ()),
-    Unreplayable: lambda message, speaker, job, course: message.lacks is None or 0 <= message.lacks < job.stages,
+    Through: lambda message, speaker, job, state: job.log,
+    Durable: lambda message, speaker, job, state: all(0 <= each < job.stages - 1 for each in message.boundaries or ()),
+    Unreplayable: lambda message, speaker, job, state: message.lacks is None or 0 <= message.lacks < job.stages,
 }
 """By class, whether the job can have what a message names, or why not, in words."""
 
 
-def _of_report(message: SurvivorReport, course: Course) -> str | None:
+def _of_report(message: SurvivorReport, state: JobState) -> str | None:
     """What is wrong with a report for the newest generation."""
-    committed = course.committed
+    committed = state.committed
     try:
         held, drawn = PackedData(message.held), unpack_drawn(message.held_draws)
         held.check()
@@ -176,10 +174,10 @@ def _of_report(message: SurvivorReport, course: Course) -> str | None:
         return None
     if not committed <= message.stepped <= committed + 1:  # of a newcomer too, which has followed so far
         return f"it has applied {message.stepped} steps, and {committed} are committed"
-    stages = range(course.attendance.shape.stages)
+    stages = range(state.attendance.shape.stages)
     if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.names):
         return f"it holds what is nowhere yet: {str(message)[:SHOWN]}"
-    before = course.regrouping.report(message.worker)
+    before = state.regrouping.report(message.worker)
     if before is not None and _says(before) != _says(message):
         return f"it reports twice for generation {message.generation}, and not the same"
     return None

@@ -344,7 +344,7 @@ class Watcher:
             if self._ledger is not None:
                 self._ledger.committed(cluster, self._committed + 1, now)
             self._follow(self._committed + 1, now)
-            roster, joining = cluster.membership.roster, cluster.membership.course.joining
+            roster, joining = cluster.membership.roster, cluster.membership.state.joining
             entered = (member for member in roster if joining.get(member.worker) is None)  # others may be a step behind
             live = [cluster.workers[member.rank] for member in entered]
             for step in range(self._committed + 1, now + 1):
@@ -369,7 +369,7 @@ class Watcher:
 
     def _logs_what_counts(self, cluster: Any) -> None:
         """Checks that every member logs all boundaries at least that the coordinator counts as logged."""
-        counted = cluster.membership.course.logs.boundaries
+        counted = cluster.membership.state.logs.boundaries
         for member in cluster.membership.roster:
             worker = cluster.workers[member.rank]
             if worker.alive and (lacking := counted - worker.log.boundaries):

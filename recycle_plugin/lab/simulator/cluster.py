@@ -153,7 +153,7 @@ class Cluster:
 
     def _goes_on(self) -> bool:
         """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
-        awaited = self.membership.course.logs.waits_since is not None
+        awaited = self.membership.state.logs.waits_since is not None
         return awaited or any(worker.runs for worker in self.workers.values())
 
     def _machine(self, rank: int, weight: int, incarnation: int = 0) -> SimulatedMachine:
@@ -203,7 +203,7 @@ class Cluster:
         """
         ended = self.membership.ended
         if ended is None or not ended.failed:
-            joining = self.membership.course.joining
+            joining = self.membership.state.joining
             self._joining = {each.worker for each in self.membership.roster if joining.get(each.worker) is not None}
         if self.membership.started and not (ended and ended.failed):
             members = self.membership.roster.workers

@@ -179,7 +179,7 @@ class Exercised(Counter[ProtocolRule]):
                     self[ProtocolRule.REPLAYED_BESIDE] += len(each.stages) > 1
                 case Generation():
                     self._published(each, message, membership, changing, lost)
-        newcomer = membership.course.joining.get(message.worker) if isinstance(message, CatchUp) else None
+        newcomer = membership.state.joining.get(message.worker) if isinstance(message, CatchUp) else None
         self[ProtocolRule.WAITED] += newcomer is not None and newcomer.phase is Phase.WAITING
         for event in output.events:
             self[ProtocolRule.REJECTED] += event.kind == "rejected"

@@ -68,7 +68,7 @@ def _could_be_made(cluster: Cluster) -> bool:
     """
     said = [event.details for _, event in cluster.events if event.kind in ("recovery", "stalled")]
     lacks = said[-1]["lacks"]
-    if lacks is None or lacks in cluster.membership.course.attendance.through:
+    if lacks is None or lacks in cluster.membership.state.attendance.through:
         return False
     tried: set[int] = set()
     for details in reversed(said[:-1]):

@@ -66,12 +66,12 @@ from typing import Any, BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.signal_copies import Copies
+from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 from recycle_plugin.runtime.system.console import say
 
 Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
 Address = tuple[str, int]
 
-SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
 TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
 FORK_S = 60.0  # how long the process that workers are forked from may take to answer
 HOST_S = 150.0  # how long the host may take to end, once all others have gone

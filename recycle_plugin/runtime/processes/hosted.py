@@ -32,9 +32,10 @@ from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.control.mirror import Known
 from recycle_plugin.runtime.processes import signal_senders as senders
-from recycle_plugin.runtime.processes.guard import DEPOSED, SERVER_VARIABLE, Pipe
+from recycle_plugin.runtime.processes.guard import DEPOSED, Pipe
 from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
 from recycle_plugin.runtime.processes.telling import Telling
+from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
 

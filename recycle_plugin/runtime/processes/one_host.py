@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from recycle_plugin.errors import NoCredentials
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
-from recycle_plugin.runtime.processes.guard import SERVER_VARIABLE
 from recycle_plugin.runtime.processes.hosted import BadMaster, Hosted
 from recycle_plugin.runtime.processes.signal_copies import Copies, Witness
 from recycle_plugin.runtime.processes.spawn import NoServer, ServerProcess
 from recycle_plugin.runtime.processes.supervisor import Supervisor
+from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 from recycle_plugin.runtime.processes.worker_keeper import Here
 from recycle_plugin.runtime.system.console import say
 

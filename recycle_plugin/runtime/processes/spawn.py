@@ -21,7 +21,7 @@ from typing import Protocol
 
 from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.vocabulary.describe import how_ended
-from recycle_plugin.runtime.processes.guard import SERVER_VARIABLE
+from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 
 # how long a server may take to import what it is to have, and to compile on a machine's very first call
 SERVER_S = 180.0

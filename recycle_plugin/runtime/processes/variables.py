@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
 USERS = ("RECYCLE_CONFIG", "RECYCLE_SECRET_FILE", "RECYCLE_TLS", "RECYCLE_TRACEBACK")
 OWN = (  # from one process of a job to another, and of the scripts that measure and install
-    "RECYCLE_COORDINATOR", "RECYCLE_FORK_SERVER", "RECYCLE_INCARNATION",
+    "RECYCLE_COORDINATOR", SERVER_VARIABLE, "RECYCLE_INCARNATION",
     "RECYCLE_INSTALL_TIMEOUT", "RECYCLE_PLACEMENT", "RECYCLE_RUN", "RECYCLE_SECRET_AT",
 )  # fmt: skip
 TESTS = "RECYCLE_TEST_"

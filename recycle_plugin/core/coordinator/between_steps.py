@@ -1,0 +1,79 @@
+"""Barriers between steps, and what all do there: pass them, load a checkpoint, or take another batch size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recycle_plugin.core.coordinator import ends, generations
+from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed
+from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Resized
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.evaluation_route import ended_at
+from recycle_plugin.core.vocabulary.iterator_draws import ends_before
+
+
+def arrive(state: JobState, message: BarrierReached) -> None:
+    """Takes in that a worker has arrived at a barrier, and tells all once all are there."""
+    values = _arrive(state, message, message.place, message.values)
+    if values is not None:
+        _passed(state, message.place, values)
+        state.tell(WORKERS, BarrierPassed(message.place, values, unstarted(state.committed)))
+
+
+def load(state: JobState, message: CheckpointLoaded) -> None:
+    """Takes in that a worker has loaded a checkpoint: once all have, all regroup."""
+    if _arrive(state, message, "the state of a checkpoint", {}) is not None:
+        generations.regroup(state, "a checkpoint was loaded")
+
+
+def resize(state: JobState, message: Resized) -> None:
+    """Takes another batch size.  It counts from the first who says it, since all have passed a barrier before: also
+    where one of them dies now.  Said again, of that generation or an older one, it is no news.
+    """
+    if state.logs.passed and message.generation > state.resized_in:
+        state.resized_in = message.generation
+        if state.attendance.resize(message.micro_batches):
+            _take_size(state, message)
+    if _arrive(state, message, "another batch size", {}) is not None:
+        generations.regroup(state, "another batch size")
+
+
+def _take_size(state: JobState, message: Resized) -> None:
+    step = state.committed + 1
+    state.throughput.resize(message.full_us)
+    state.logs.resized(step)
+    state.say(
+        "batch",
+        f"from step {step} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
+        step=step,
+        batch=message.batch,
+        micro_batches=message.micro_batches,
+    )
+
+
+def _arrive(
+    state: JobState, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Notes that a worker has arrived at the barrier named ``place``; returns what all have brought along, if with this
+    one all are there, else None.
+    """
+    ends.end_if_stranded(state)
+    if message.generation != state.regrouping.in_force or state.regrouping.at_once is not None:
+        return None
+    return state.barriers.arrive(
+        message.worker, message.generation, place, values, state.roster.workers, not state.attendance.outnumbered
+    )
+
+
+def _passed(state: JobState, place: str, values: dict[str, Any]) -> None:
+    """Takes in that all have passed the barrier named ``place``, with ``values``."""
+    state.logs.passed.append(place)
+    evaluation, step = ended_at(place), ends_before(place)
+    if evaluation is not None:
+        state.steps.recorded.evaluated(evaluation, values)
+    if step is not None:
+        state.steps.recorded.unfilled(step)
+    if evaluation is not None or step is not None:
+        state.joining.tell(state.steps.recorded, state.committed, state.places.known(), state.out)

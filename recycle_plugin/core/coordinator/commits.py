@@ -1,0 +1,93 @@
+"""Steps that workers apply, and that are committed: once every live worker has applied them.
+
+While the membership is changing at once, or too few are left, nothing is.  A step whose gradient norm is over the limit
+is rejected: everybody hears so in a generation that holds at once, and takes it back.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from recycle_plugin.core.coordinator import comparisons, ends, generations
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+
+def stepped(state: JobState, message: Stepped) -> None:
+    """Takes in that a worker has applied a step; commits what all have applied."""
+    member = state.roster.member(message.worker)
+    if member is None or state.halted or state.ending.failed:
+        return
+    if message.step > state.committed:
+        state.places.stepped(message, member.seat.replica)
+    for step in state.steps.apply(message, state.roster):
+        commit(state, step)
+    comparisons.replicas(state)
+    if state.steps.rebalances:
+        _rebalance(state)
+
+
+def commit(state: JobState, step: int) -> None:
+    """Commits ``step``: what it has changed stays."""
+    state.attendance.failure_detector.committed(step, state.now)
+    state.steps.commit(step, state.roster, state.now, state.out, state.batches)
+    state.batches = state.batches.committed(step)
+    state.lacked.clear()
+    state.logs.passed.clear()
+    state.vacancies.committed(step)
+    state.places.commit(step)
+    state.joining.tell(state.steps.recorded, step, state.places.known(), state.out)
+
+
+def _rebalance(state: JobState) -> None:
+    """Plans anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
+    state.steps.measured(state.roster)
+    if state.halted or state.regrouping.under_way or state.ending.ended is not None:
+        return
+    cause = state.steps.rebalance(state.roster, state.out)
+    if cause is not None:
+        generations.regroup(state, cause, from_step=unstarted(state.committed))
+
+
+def contribute(state: JobState, message: Contribution) -> None:
+    """Takes in what a worker contributes to what is decided of a step."""
+    norm = state.steps.contribute(message, state.out)
+    if norm is not None:
+        _reject(state, message.step, norm)
+
+
+def _reject(state: JobState, step: int, norm: float) -> None:
+    """Sees to it that everybody hears that ``step`` can't stay as it was applied, and takes it back; some gradients
+    leave nothing to go on with, and the job ends.
+    """
+    validation, safe_point = state.steps.validation, state.ending.safe_point
+    if validation.hopeless(norm):
+        ends.end(
+            state,
+            f"the gradient norm of step {step} is {norm}. {safe_point}; to skip such steps set recycle.nonfinite "
+            'to "skip"',
+        )
+        return
+    state.say(
+        "rejected",
+        f"step {step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is "
+        f"{norm:.4g} "
+        f"({validation.rejected} of {validation.judged} steps so far)",
+        step=step,
+        norm=norm,
+        rejected=validation.rejected,
+        judged=validation.judged,
+    )
+    if not state.halted:
+        generations.regroup(state, f"rejection of step {step}", keeps_plan=True)
+
+
+def compute_time(state: JobState, message: ComputeTime) -> None:
+    """Takes in how long a worker has computed in a step."""
+    state.steps.add_compute_time(message)
+
+
+def fingerprint(state: JobState, message: Fingerprint) -> None:
+    """Takes in the hash of a worker's state after a step."""
+    state.steps.add_fingerprint(message)

@@ -1,0 +1,48 @@
+"""Workers whose states differ: of a stage's replicas after each step, and of a newcomer before it takes part.
+
+Who differs from a majority is given up as if it had died; what it has contributed since it was right is in everybody's
+state alike, and stays.  Without a majority nobody knows which state to go on with, and the job ends.
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator import ends, generations, losses, returns
+from recycle_plugin.core.coordinator.replica_check import Mismatch
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_workers import StateHash
+from recycle_plugin.core.vocabulary.causes import Cause
+
+
+def replicas(state: JobState) -> None:
+    """Gives up members that differ from a majority of their stage's."""
+    for mismatch in state.steps.mismatches(state.roster):
+        _act_on(state, mismatch)
+
+
+def newcomers(state: JobState) -> bool:
+    """Gives up whoever differs from the stage's others, a newcomer first of all; returns whether anything has come of
+    it, so that newcomers may go on.
+    """
+    before = state.joining.comparisons
+    for mismatch in state.joining.mismatches(state.roster):
+        _act_on(state, mismatch)
+    return state.joining.comparisons < before
+
+
+def state_hash(state: JobState, message: StateHash) -> None:
+    """Takes in the hash of a worker's state that was asked for."""
+    if (member := state.speaker(message.worker)) is not None:
+        state.joining.add_hash(message, member)
+        if newcomers(state):
+            generations.plan_change(state)
+
+
+def _act_on(state: JobState, mismatch: Mismatch) -> None:
+    if not mismatch.majority:
+        ends.end(state, f"{mismatch}. {state.ending.safe_point}")
+        return
+    for worker in mismatch.workers:
+        if state.joining.get(worker) is not None:
+            returns.turn_down(state, worker, str(mismatch))
+        else:
+            losses.give_up(state, worker, Cause.DIFFERS, str(mismatch))

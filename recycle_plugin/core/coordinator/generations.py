@@ -1,0 +1,102 @@
+"""Generations of the membership: when a new one is published, from when on it holds, and who becomes a member by it.
+
+* A loss makes a generation of those left that holds at once.
+* A planned leave, or a return, makes one that holds from a step which nobody can have started; where a loss comes
+  first, it is announced again.
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator import ends
+from recycle_plugin.core.coordinator.joining import NewcomerRecord
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+
+def regroup(state: JobState, cause: str, from_step: int = 0, keeps_plan: bool = False) -> None:
+    """Publishes the membership as a new generation; with ``from_step`` the leaving workers stay members until then, and
+    those who come back join.  ``keeps_plan``: nobody is lost, so that what is planned for a later step is announced
+    again, for the same one.
+    """
+    planned, state.put_off = state.regrouping.planned, None
+    slowness = tuple(sorted(state.steps.straggler_detector.percent.items()))
+    if from_step:
+        roster = state.joining.planned(state.attendance.staying)
+        state.joining.announced(state.regrouping.generation + 1, roster, from_step)
+    elif keeps_plan and planned is not None:
+        state.put_off, roster = planned, state.roster
+    else:
+        _leave_out(state)
+        roster = state.attendance.roster = state.joining.called_off(state.roster)
+    state.regrouping.publish(roster, from_step, cause, state.now, slowness, state.out)
+
+
+def _leave_out(state: JobState) -> None:
+    """Has those follow on, as newcomers, who have entered a generation that does not come in force: it is replaced."""
+    for newcomer in state.joining.left_out(state.roster):
+        state.vacancies.left_out(newcomer.member.worker)
+        state.attendance.failure_detector.dismiss(newcomer.member.worker)
+
+
+def plan_again(state: JobState, committed: int) -> None:
+    """Announces again what was planned before a step was rejected, for the same step, before anybody hears that all go
+    on behind step ``committed``: so nobody begins that step without having heard.  Else steps that are rejected one
+    after the other would keep everybody out, or in, for good.
+    """
+    if (planned := state.put_off) is not None and planned.from_step > committed:
+        regroup(state, planned.cause, from_step=planned.from_step)
+    state.put_off = None
+
+
+def plan_change(state: JobState) -> None:
+    """Announces a generation without those who leave, and with those who come back, for a step that nobody can have
+    started.
+
+    Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in
+    force is without it.  Once all have come to that, this is called again.
+    """
+    leaves, joins = state.attendance.leaving & state.roster.workers, state.joining.ready()
+    if not (leaves or joins) or state.halted or state.ending.finishing or state.regrouping.has_come(state.committed):
+        return
+    if state.ending.ended is not None and not leaves:
+        return
+    stay = state.attendance.staying
+    empty = state.attendance.view(stay).empty_stages()
+    if empty:
+        why = f"stage {empty[0]} would have no worker left"
+        ends.end_planned(state, why, TRY_AGAIN, state.attendance.why_leaving)
+        return
+    changes = {
+        "planned leave of": {member.seat for member in stay.leaves(state.roster)},
+        "return of": {each.seat for each in joins},
+    }
+    if state.regrouping.plans(state.joining.planned(stay)):
+        return
+    cause = "; ".join(f"{what} {', '.join(map(str, sorted(seats)))}" for what, seats in changes.items() if seats)
+    regroup(state, cause, from_step=unstarted(state.committed))
+
+
+def go_on_without(state: JobState, cause: str) -> None:
+    """Goes on if those left are enough, which the news of a death that is known can make them."""
+    if state.attendance.enough():
+        state.ending.stranded = ""
+        regroup(state, cause)
+    else:
+        state.regrouping.stop()
+
+
+def admit(state: JobState, newcomer: NewcomerRecord) -> None:
+    """Says of a newcomer that it is a member like all."""
+    member = newcomer.member
+    state.vacancies.admitted(member.worker, state.committed)
+    state.say(
+        "rejoined",
+        f"{member} has its stage's state after step {state.committed}, the last one, and its script goes on to its end"
+        if state.ending.finishing
+        else f"{member} takes part again from step {state.committed + 1} on",
+        seat=str(member.seat),
+        rank=member.rank,
+        incarnation=member.incarnation,
+        step=state.committed + 1,
+    )

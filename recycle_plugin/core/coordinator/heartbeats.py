@@ -1,0 +1,49 @@
+"""Heartbeats, of workers and of their supervisors; a worker's is answered with a lease."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recycle_plugin.core.coordinator import departures
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_coordinator import Lease
+from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+
+def of_member(state: JobState, message: Heartbeat) -> None:
+    """Takes in a worker's heartbeat, and answers it."""
+    message = where_it_can_be(state, message)
+    state.tell(message.worker, state.attendance.failure_detector.heartbeat(message))
+    if not state.ending.some_through or state.pushed:
+        return
+    if (member := state.roster.member(message.worker)) is not None:
+        departures.compare_scripts(state, member, message.step)
+
+
+def where_it_can_be(state: JobState, message: Heartbeat) -> Heartbeat:
+    """Drops the step of a heartbeat if nobody can have begun it: it would pass for the script's step later."""
+    return message if message.step < unstarted(state.committed) else replace(message, step=0)
+
+
+def of_supervisor(state: JobState, message: SupervisorHeartbeat) -> None:
+    """Takes in that a member's process is there."""
+    state.attendance.failure_detector.supervisor_heartbeat(message)
+
+
+def of_newcomer(state: JobState, message: Heartbeat) -> None:
+    """Takes in what a newcomer is at; it has no lease."""
+    _watch(state, message)
+    state.tell(message.worker, Lease(message.number, 0.0))
+
+
+def of_newcomers_supervisor(state: JobState, message: SupervisorHeartbeat) -> None:
+    """Takes in that a newcomer's process is there."""
+    _watch(state, message)
+    state.vacancies.heard(message.worker, state.now)
+
+
+def _watch(state: JobState, message: Heartbeat | SupervisorHeartbeat) -> None:
+    """Notes what a newcomer is at; of others that are no members nothing is kept."""
+    if state.vacancies.is_newcomer(message.worker):
+        state.newcomer_watch.hear(message, state.attendance.failure_detector.clock)

@@ -1,0 +1,155 @@
+"""Losses: who has died, or is given up, and how the others go on.
+
+* A loss takes its failure domain with it.
+* Where enough are left, they go on in a new generation at once (core/coordinator/generations.py).
+* Where a stage has nobody left it is replayed from the logs, and all others wait for that
+  (core/coordinator/replays.py), or the job ends.
+* Before the start, and behind the last step, a loss is another thing: the job's end, or none at all.
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator import departures, ends, generations, replays, returns
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_workers import Exited, Unguarded
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.describe import BROKEN
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+
+EARLY = (
+    ": start the job again; where nobody has killed it, "
+    "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
+)
+GOES_ON = "its script has called os._exit(0), and others train on"
+
+
+def died(state: JobState, message: Exited) -> None:
+    """Takes in that a supervisor has seen its worker's process end."""
+    if message.worker in state.vanished:
+        state.vanished[message.worker] = message
+        return
+    how = state.attendance.died(message, state.out)
+    if message.worker in state.attendance.lost and state.attendance.outnumbered and not state.ending.failed:
+        generations.go_on_without(state, f"death of rank {message.rank}")
+    lose(state, message.worker, Cause.DIED, how, message.at, by_itself=message.code >= 0)
+    if message.worker in state.attendance.lost and state.attendance.started:
+        state.vacancies.lost(message, how, state.is_ending, state.now, state.out)
+
+
+def cut_off(state: JobState, worker: WorkerId) -> None:
+    """Takes in that a worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its
+    peers.  How those end that are no members, or have vanished, their supervisors say.
+    """
+    if not (state.vacancies.is_outside(worker) or worker in state.vanished):
+        lose(state, worker, Cause.DIED, BROKEN, state.now)
+
+
+def unguarded(state: JobState, message: Unguarded) -> None:
+    """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
+    others go on without it.  Of a process that nobody knows it is no news.
+    """
+    if not _is_known(state, message.worker):
+        return
+    state.attendance.unguarded[message.worker] = message.pid
+    state.vacancies.unguarded(message.worker)
+    state.say(
+        "unguarded",
+        f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and "
+        "its worker goes with it",
+        rank=message.rank,
+        pid=message.pid,
+    )
+
+
+def _is_known(state: JobState, worker: WorkerId) -> bool:
+    """Whether ``worker`` takes part, is to, or has, as far as there is anything to take part in."""
+    if not state.attendance.started:
+        return not worker.incarnation
+    has = worker in state.roster.workers or worker in state.attendance.lost
+    return has or state.vacancies.is_newcomer(worker)
+
+
+def give_up(state: JobState, worker: WorkerId, cause: Cause, why: str) -> None:
+    """Fences a worker that may be alive, and takes it for lost, unless it has gone with another one meanwhile."""
+    if state.attendance.is_gone(worker):
+        return
+    state.fence(worker, why)
+    lose(state, worker, cause, why, state.now)
+
+
+def give_up_confused(state: JobState, worker: WorkerId, why: str) -> None:
+    """Sees to it that nobody goes on with a worker that says what can't be."""
+    if state.vacancies.is_outside(worker):
+        state.attendance.confused.add(worker)
+        state.fence(worker, why)  # its supervisor says when it is dead
+    elif not state.ending.failed:
+        give_up(state, worker, Cause.CONFUSED, why)
+
+
+def lose(state: JobState, worker: WorkerId, cause: Cause, how: str, at: float, by_itself: bool = False) -> None:
+    """Takes a worker for lost, for the ``cause``.  ``at``: when that was seen, in seconds.  ``by_itself``: its process
+    has ended so, and not been killed.
+    """
+    if state.attendance.is_gone(worker) or state.ending.failed:
+        return
+    member, newcomer = state.roster.member(worker), state.joining.get(worker)
+    if not state.attendance.started:
+        _lose_before_start(state, worker, how, by_itself)
+    elif member is not None:
+        _lose_member(state, member, cause, how, at)
+    elif newcomer is not None:
+        returns.lose(state, newcomer, cause, how)
+    else:
+        departures.depart(state, worker)
+
+
+def _lose_before_start(state: JobState, worker: WorkerId, how: str, by_itself: bool) -> None:
+    state.attendance.lost.add(worker)
+    crash = state.attendance.crash([worker])
+    killed = not crash and not by_itself
+    what = crash or f"{state.attendance.named(worker.rank)}: {how}"
+    ends.end(state, f"{what} before training started{EARLY * killed}", killed=worker.rank if killed else None)
+
+
+def _lose_member(state: JobState, member: Member, cause: Cause, how: str, at: float) -> None:
+    for each in state.attendance.lose(member, cause, how, at, state.out):
+        state.joining.forget(each.worker)
+        if not state.ending.finishing:
+            state.unsaid.setdefault(each.seat.stage, []).append(each)
+    if cause is Cause.SILENT:
+        state.vacancies.silent(member.rank)
+    state.vanished.pop(member.worker, None)
+    take_vanished_for_lost(state)
+    _go_on_after(state, member)
+    returns.see_sources(state)
+
+
+def _go_on_after(state: JobState, member: Member) -> None:
+    """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
+    state.logs.lost(member)
+    state.log_places.ended(member.worker, state.committed)
+    if state.ending.finishing and state.attendance.crash([member.worker]):
+        state.attendance.through.add(member.seat.stage)  # with that error the job ends
+    if state.ending.finishing:
+        departures.await_without(state, member, False)
+        if _is_missed(state, member):
+            replays.go_on_without_stage(state)
+    elif ends.empty_stage(state):
+        replays.go_on_without_stage(state)
+    else:
+        generations.go_on_without(state, f"loss of {member.seat}")
+    ends.finish_if_empty(state)
+
+
+def _is_missed(state: JobState, member: Member) -> bool:
+    """Whether nobody else is left, or was, to do for a stage what scripts do behind the last step."""
+    return state.ending.ended is None and member.seat.stage in state.attendance.empty_stages()
+
+
+def take_vanished_for_lost(state: JobState) -> None:
+    """Takes all for lost whose script has ended without a goodbye (core/coordinator/vanishing.py)."""
+    while state.vanished:
+        worker, exited = state.vanished.popitem()
+        lose(state, worker, Cause.DIED, GOES_ON, state.now, by_itself=True)
+        if exited is not None:
+            died(state, exited)

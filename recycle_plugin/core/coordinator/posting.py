@@ -1,0 +1,22 @@
+"""What workers post for each other (core/coordinator/boards.py), and ask each other for."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_workers import Post, ReadBoard, WantResult
+
+
+def post(state: JobState, message: Post) -> None:
+    """Keeps a value, and sends it to those who wait for it."""
+    state.boards.post(message, state.attendance.lost, state.out)
+
+
+def read(state: JobState, message: ReadBoard) -> None:
+    """Answers with the values that are there."""
+    state.boards.read(message, state.out)
+
+
+def want_result(state: JobState, message: WantResult) -> None:
+    """Passes the wish for a collective's result on to who has it."""
+    for holder in state.roster.of_ranks([message.holder]):
+        state.tell(holder.worker, message)

@@ -1,0 +1,66 @@
+"""What stages can be replayed from: durable checkpoints, and logs, until one of them breaks off, or is removed."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.messages.from_workers import Durable, LogBroken, Logged, LogsServed
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+
+def durable(state: JobState, message: Durable) -> None:
+    """Takes in that a checkpoint is durable, and tells all, who let go what led to it.
+
+    While stages are replayed that waits: they all begin at one checkpoint, and need the logs from there on.  One of a
+    step that is not committed, or no more since an earlier checkpoint was loaded, is none of this job's steps.
+    """
+    if not 0 <= message.step <= state.committed:
+        return
+    if state.logs.waits_since is not None:
+        state.logs.held_back = message
+        return
+    before = state.logs.told
+    if state.logs.durable(message):
+        state.recovery_times.written(message.write_s)
+        state.log_places.durable(message.step)
+        state.tell(WORKERS, message)
+        if state.logs.told != before:
+            state.tell(WORKERS, state.logs.told)
+
+
+def removed(state: JobState, path: str) -> None:
+    """Takes in that the checkpoint at ``path`` is there no more."""
+    last = path == state.ending.checkpoint
+    state.ending.unusable(path)
+    state.logs.removed(path)
+    if last:
+        more = "; no stage can be replayed before the next one" * state.logs.kept
+        state.say("warning", f"the checkpoint {path} was removed{more}. {state.ending.safe_point}")
+
+
+def logged(state: JobState, message: Logged) -> None:
+    """Takes in what a worker has logged of a step."""
+    if message.step < unstarted(state.committed):
+        state.logs.heard(message)
+
+
+def log_broken(state: JobState, message: LogBroken) -> None:
+    """Takes in that a worker logs nothing more for now."""
+    member = state.speaker(message.worker)
+    if not 0 < message.step < unstarted(state.committed):
+        return  # there is nothing of that
+    if member is not None:
+        state.logs.broken(message, member.seat.stage)
+    state.say(
+        "log_broken",
+        f"{state.attendance.named(message.rank)} logs nothing from step {message.step} on: {message.why}; "
+        "until the next checkpoint is durable no stage can be replayed over that step",
+        rank=message.rank,
+        step=message.step,
+        why=message.why,
+    )
+
+
+def served(state: JobState, message: LogsServed) -> None:
+    """Takes in where a supervisor serves logs."""
+    state.log_places.served(message)

@@ -1,0 +1,117 @@
+"""The start of a job, once all ranks are there and want the same; and processes that come when it has started."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from recycle_plugin.core.coordinator import ends, generations, returns
+from recycle_plugin.core.coordinator.enrolment import weak_points
+from recycle_plugin.core.coordinator.joining import Joining
+from recycle_plugin.core.coordinator.logs import Logs
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS
+from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.step_validation import StepValidation
+from recycle_plugin.core.coordinator.supervisors import pace
+from recycle_plugin.core.coordinator.throughput import Throughput
+from recycle_plugin.core.messages.from_workers import Ready
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.vocabulary.deadlines import shown
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.log_boundaries import at_start, stage_hosts
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
+
+
+def ready(state: JobState, message: Ready) -> None:
+    """Takes in that a worker's script has come to its first step: the job starts with the last one, and a newcomer
+    comes back.
+    """
+    worker = message.worker
+    if state.speaker(worker) is not None:
+        return  # it is there already
+    if state.vacancies.is_newcomer(worker):
+        state.recovery_times.ready(worker.rank, state.now, state.vacancies.due(worker), again=True)
+        returns.begin(state, message)
+        state.log_places.ready(message, state.out)
+        return
+    outside = state.attendance.started and state.vacancies.is_outside(worker)
+    if outside or state.enrolment.is_stranger(worker):
+        turn_away(state, worker, message.member.host)
+        return
+    if state.attendance.started:
+        return  # it was there
+    state.recovery_times.ready(worker.rank, state.now)
+    state.log_places.ready(message, state.out)
+    if not state.enrolment.add(message) or state.ending.ended is not None:
+        return
+    contradiction = state.enrolment.contradiction()
+    if contradiction is not None:
+        ends.end(state, contradiction)
+        return
+    _begin(state, state.enrolment.roster, message.job, message.stepped)
+
+
+def greet(state: JobState, worker: WorkerId, host: str) -> None:
+    """Takes in that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it
+    does anything.
+    """
+    known = state.vacancies.come(worker) or not (state.attendance.started or worker.incarnation)
+    if state.ending.ended is None and not known:
+        turn_away(state, worker, host)
+
+
+def turn_away(state: JobState, worker: WorkerId, host: str) -> None:
+    """Tells a process on ``host`` that it can't take part as ``worker``."""
+    state.attendance.turn_away(worker, host, state.committed + 1, state.out)
+
+
+def _begin(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> None:
+    """Starts the job with the members of ``roster``, who are all there, and have the state after ``stepped`` steps."""
+    _make_parts(state, roster, job, stepped)
+    _say_start(state, roster, job)
+    for kind, text, details, refused in weak_points(job, roster, job.shape):
+        ends.end(state, text) if refused else state.say(kind, text, **details)
+    pace(state, SUPERVISORS)
+    if state.ending.ended is None:
+        if state.logs.some:
+            state.tell(WORKERS, state.logs.told)
+        generations.regroup(state, "start")
+
+
+def _make_parts(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> None:
+    state.attendance.begin(roster, job)
+    logged = at_start(job.boundaries, stage_hosts(roster))
+    state.job, state.logs = job, Logs(job.log, job.stages, logged)
+    state.batches = StepBatches.full(job.replicas)
+    validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
+    slow_replicas = SlowReplicas(job.unit == "replica")
+    state.steps = StepLedger(stepped, validation, job.rebalance, roster.shards, slow_replicas)
+    state.throughput = Throughput()
+    names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
+    units = [tuple(member.rank for member in unit) for unit in job.domain.units(roster)]
+    absent_s = job.deadlines.heartbeat_timeout_s
+    state.vacancies.begin(job.rejoin, names, roster.hosts_by_rank(), units, roster.workers, absent_s)
+    state.joining = Joining(max(map(len, units)), job.domain)
+
+
+def _say_start(state: JobState, roster: Roster, job: JobSpec) -> None:
+    shape = job.shape
+    seats = {str(seat): roster.holding(seat).rank for seat in roster.seats}
+    others = {str(seat): [other.rank for other in roster.group(seat)[1:]] for seat in roster.seats}
+    state.say(
+        "start",
+        f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder "
+        f"{job.run_dir}",
+        job=asdict(job),
+        seats=seats,
+        **({"others": others} if roster.shards > 1 else {}),
+        hosts=sorted({member.host for member in roster}),
+        seat_hosts={str(seat): roster.holding(seat).host for seat in roster.seats},
+    )
+    state.say(
+        "deadlines",
+        f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}",
+        table=[row._asdict() for row in job.deadlines.table],
+    )
