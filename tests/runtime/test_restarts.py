@@ -240,11 +240,11 @@ async def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_t
         before = job.child(job.guards[1], "recycle-super")
         os.kill(before.pid, signal.SIGSTOP)
         job.coordinator._told[job.coordinator._board._supervisors[1]].close()
-        while 1 not in job.vacancies._absent:
+        while job.vacancies._seats[1].absent_since is None:
             await asyncio.sleep(0)
         assert asked(AskAdmit).startswith("seat 1.0: nobody is left on host h to start it")
         before.kill()
-        while 1 in job.vacancies._absent:
+        while job.vacancies._seats[1].absent_since is not None:
             await asyncio.sleep(0.01)
         assert asked(AskAdmit) == "seat 1.0: its supervisor starts it again"
         await job.hear("newcomer", rank=1, incarnation=1)
@@ -261,7 +261,7 @@ async def test_the_next_supervisor_starts_the_next_worker(job):
         restarts.FIRST_S = 3600.0
         os.kill(job.record(1, 0)["pid"], signal.SIGKILL)
         await job.hear("restart", incarnation=0)
-        job.vacancies._vacant[1].due = 0.0
+        job.vacancies._seats[1].vacancy.due = 0.0
         job.child(job.guards[1], "recycle-super").kill()
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, 0]

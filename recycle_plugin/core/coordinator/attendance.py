@@ -14,8 +14,9 @@ What follows for the job, a new generation or its end, core/coordinator/losses.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
@@ -35,24 +36,45 @@ from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Member, 
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
 
+class Gone(Enum):
+    """How a worker has gone: given up by the others, or of its own will."""
+
+    LOST = "lost"
+    LEFT = "left"
+
+
+@dataclass
+class WorkerRecord:
+    """What is known of a process beside that it takes part.  ``gone``: it was lost, or has left; ``dead``: it is known
+    to have ended; ``late``: it came when it could take part no more; ``confused``: it is no member, and given up for
+    what it has said.  ``leaving``: it wants to go as soon as nobody counts on it; ``reason``: why it has ever wanted
+    to.  ``killed_guard``: the process that the launcher had started for it; ``crash``: what its script has ended with.
+    """
+
+    gone: Gone | None = None
+    dead: bool = False
+    late: bool = False
+    confused: bool = False
+    leaving: bool = False
+    reason: str | None = None
+    killed_guard: int | None = None
+    crash: Crashed | None = None
+
+
+NOTHING = WorkerRecord()  # of whom nothing is known; nobody changes it
+
+
 class Attendance:
-    """The workers of a job, live and gone.  ``domain``: the unit that is given up as one, once the job is known."""
+    """The workers of a job, live and gone.  ``domain``: the unit that is given up as one, once the job is known;
+    ``through``: stages of which somebody's script has come to its end.
+    """
 
     def __init__(self) -> None:
         self.roster = Roster()
-        self.left: set[WorkerId] = set()
-        self.lost: set[WorkerId] = set()
-        self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
-        self.through: set[int] = set()  # stages of which somebody's script has come to its end
-        self.late: set[WorkerId] = set()  # came when they could take part no more
-        self.confused: set[WorkerId] = set()  # no members, and given up for what they have said
-        self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
-        # by worker, the process that the launcher had started for it, and that was killed
-        self.unguarded: dict[WorkerId, int] = {}
+        self.through: set[int] = set()
         self.failure_detector = FailureDetector()
+        self._records: dict[WorkerId, WorkerRecord] = {}  # of those of whom anything is known
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
-        self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
-        self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
         self.domain = FailureDomain.SEAT
         self._shape: Topology | None = None
         self._outnumbered_at: float | None = None  # seconds of the detector's clock: since then too few are left
@@ -62,15 +84,52 @@ class Attendance:
         """Whether all workers were there once."""
         return self._shape is not None
 
+    def _record(self, worker: WorkerId) -> WorkerRecord:
+        """The record of ``worker``, which is made where there is none."""
+        return self._records.setdefault(worker, WorkerRecord())
+
+    def _of(self, worker: WorkerId) -> WorkerRecord:
+        """The record of ``worker``, or one that says nothing."""
+        return self._records.get(worker, NOTHING)
+
+    def _those(self, those: Callable[[WorkerRecord], bool]) -> set[WorkerId]:
+        """The workers of ``those`` records.  Costs one look at each worker of whom anything is known."""
+        return {worker for worker, record in self._records.items() if those(record)}
+
+    @property
+    def lost(self) -> set[WorkerId]:
+        """The workers that are lost, for good.  Costs what :meth:`_those` does."""
+        return self._those(lambda record: record.gone is Gone.LOST)
+
+    @property
+    def left(self) -> set[WorkerId]:
+        """The workers that have gone of their own will.  Costs the same."""
+        return self._those(lambda record: record.gone is Gone.LEFT)
+
     @property
     def unreachable(self) -> set[WorkerId]:
-        """The lost workers of which nobody knows whether they are dead."""
-        return self.lost - self.dead
+        """The lost workers of which nobody knows whether they are dead.  Costs the same."""
+        return self._those(lambda record: record.gone is Gone.LOST and not record.dead)
+
+    @property
+    def leaving(self) -> set[WorkerId]:
+        """The members that want to go.  Costs the same."""
+        return self._those(lambda record: record.leaving)
+
+    @property
+    def killed_guards(self) -> dict[WorkerId, int]:
+        """The guards that were killed, by their workers, in order."""
+        found = sorted(self._those(lambda record: record.killed_guard is not None))
+        return {worker: guard for worker in found if (guard := self._records[worker].killed_guard) is not None}
 
     @property
     def staying(self) -> Roster:
         """The members without those that are leaving, in one pass over them."""
         return self.roster.without(self.leaving)
+
+    def is_lost(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` is lost."""
+        return self._of(worker).gone is Gone.LOST
 
     @property
     def shape(self) -> Topology:
@@ -88,9 +147,9 @@ class Attendance:
         changes nothing: it may have been stopped, or cut off, or never have taken part.  Nor does what nobody says
         before the start.
         """
-        worker = message.worker
-        gone = worker in self.lost or worker in self.late or worker in self.confused
-        return not (gone and message.BY == WORKER) and (self.started or not message.RUNNING)
+        its = self._of(message.worker)
+        unheard = its.gone is Gone.LOST or its.late or its.confused
+        return not (unheard and message.BY == WORKER) and (self.started or not message.RUNNING)
 
     def named(self, rank: int) -> str:
         """The name of the worker of ``rank`` for people, wherever that worker is by now."""
@@ -124,7 +183,8 @@ class Attendance:
 
     def is_gone(self, worker: WorkerId) -> bool:
         """Whether ``worker`` is gone, in whatever way; that it goes once more is no news."""
-        return worker in self.lost | self.left | self.late
+        its = self._of(worker)
+        return its.gone is not None or its.late
 
     def view(self, roster: Roster) -> ClusterView:
         """The view of the cluster in which the seats of ``roster`` are live, but for those that are still joining."""
@@ -134,6 +194,10 @@ class Attendance:
     def empty_stages(self) -> tuple[int, ...]:
         """The stages that nobody is at work in, and that still have something to do.  Costs a pass over the members."""
         return tuple(stage for stage in self.view(self.roster).empty_stages() if stage not in self.through)
+
+    def is_leaving(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` wants to go."""
+        return self._of(worker).leaving
 
     # --- joining ---------------------------------------------------------------------------------
 
@@ -148,9 +212,9 @@ class Attendance:
         """Tells a worker that comes when the job is at ``step``, or has another one's rank, to end at once, instead of
         waiting for the others.
         """
-        if worker in self.late:
+        if self._of(worker).late:
             return
-        self.late.add(worker)
+        self._record(worker).late = True
         why = (
             f"the job has started, and is at step {step}"
             if self.started
@@ -175,15 +239,19 @@ class Attendance:
         self._shape = replace(before, micro_batches=micro_batches)
         return self._shape != before
 
+    def confuse(self, worker: WorkerId) -> None:
+        """Hears no more of a process that is no member, and has said what can't be."""
+        self._record(worker).confused = True
+
     # --- leaving ---------------------------------------------------------------------------------
 
     def announce(self, message: Leaving, out: CoordinatorOutput) -> bool:
         """Notes that a member wants to leave; returns whether that is news."""
         member = self.roster.member(message.worker)
-        if member is None or member.worker in self.leaving:
+        if member is None or self._of(member.worker).leaving:
             return False
-        self.leaving.add(member.worker)
-        self._reasons[member.worker] = message.reason
+        record = self._record(member.worker)
+        record.leaving, record.reason = True, message.reason
         out.say(
             "leaving",
             f"{member} leaves at the next commit: {message.reason}",
@@ -197,8 +265,9 @@ class Attendance:
     def why_leaving(self) -> str:
         """The reasons that leaving workers have given, in words."""
         reasons: dict[str, list[str]] = {}
-        for worker, reason in sorted(self._reasons.items()):
-            reasons.setdefault(reason, []).append(self.named(worker.rank))
+        for worker, record in sorted(self._records.items(), key=lambda each: each[0]):
+            if record.reason is not None:
+                reasons.setdefault(record.reason, []).append(self.named(worker.rank))
         return "; ".join(
             f"{' and '.join(whose)} leave{'s' * (len(whose) == 1)}: {reason}" for reason, whose in reasons.items()
         )
@@ -207,11 +276,11 @@ class Attendance:
         """Goes on in a generation of ``roster``: whoever was to leave by then is no member any more, and says goodbye;
         whoever was to join by then is one.
         """
-        self.roster = roster.without(self.lost | self.left)
+        self.roster = roster.without(self._those(lambda record: record.gone is not None))
 
     def leave(self, worker: WorkerId) -> None:
         """Removes a worker that has gone of its own will."""
-        self.left.add(worker)
+        self._record(worker).gone = Gone.LEFT
         self._remove(worker)
 
     def await_goodbye(self, worker: WorkerId) -> None:
@@ -221,18 +290,28 @@ class Attendance:
     def _remove(self, worker: WorkerId) -> None:
         """Removes a worker that is gone, whether it was a member still or not."""
         self.roster = self.roster.without({worker})
-        self.leaving.discard(worker)
+        if worker in self._records:
+            self._records[worker].leaving = False
         self.failure_detector.dismiss(worker)
 
     # --- dying -----------------------------------------------------------------------------------
 
+    def unguarded(self, worker: WorkerId, guard: int) -> None:
+        """Notes that the process ``guard``, which the launcher had started for ``worker``, was killed."""
+        self._record(worker).killed_guard = guard
+
+    def lost_early(self, worker: WorkerId) -> None:
+        """Notes that ``worker`` is lost before there is a job."""
+        self._record(worker).gone = Gone.LOST
+
     def died(self, message: Exited, out: CoordinatorOutput) -> str:
         """Notes that its supervisor has seen a worker's process end; returns how, in words."""
         how = f"its process {how_ended(message.code)}"
-        if message.worker in self.unguarded and message.code < 0:
-            how = f"it went with its guard, process {self.unguarded[message.worker]}, which was killed"
-        self.dead.add(message.worker)
-        if message.worker in self.lost:
+        record = self._record(message.worker)
+        if record.killed_guard is not None and message.code < 0:
+            how = f"it went with its guard, process {record.killed_guard}, which was killed"
+        record.dead = True
+        if record.gone is Gone.LOST:
             out.say(
                 "confirmed",
                 f"{self.named(message.rank)}: {how}, says its supervisor",
@@ -247,8 +326,8 @@ class Attendance:
 
         The worker is lost once its process ends.
         """
-        known = {(each.error, each.trace) for each in self._crashes.values()}
-        self._crashes[message.worker] = message
+        known = {(each.crash.error, each.crash.trace) for each in self._records.values() if each.crash is not None}
+        self._record(message.worker).crash = message
         if (message.error, message.trace) not in known:
             out.say(
                 "error",
@@ -261,8 +340,8 @@ class Attendance:
         """The errors with which the scripts of ``workers`` have ended, in words; empty where none has."""
         errors: dict[str, list[str]] = {}
         for worker in workers:
-            if worker in self._crashes:
-                errors.setdefault(self._crashes[worker].error, []).append(self.named(worker.rank))
+            if (crash := self._of(worker).crash) is not None:
+                errors.setdefault(crash.error, []).append(self.named(worker.rank))
         return "; ".join(
             f"the script{'s' * (len(whose) > 1)} of {' and '.join(whose)} ended with {error}"
             for error, whose in errors.items()
@@ -270,7 +349,7 @@ class Attendance:
 
     def crash_after(self, step: int) -> str:
         """The errors of the scripts that had come to ``step``, in words; empty where there are none."""
-        return self.crash(sorted(worker for worker, each in self._crashes.items() if each.step >= step))
+        return self.crash(sorted(self._those(lambda each: each.crash is not None and each.crash.step >= step)))
 
     def crash_in(self, stage: int) -> str:
         """The errors of the scripts of the lost workers of ``stage``, in words; empty where there are none."""
@@ -289,9 +368,10 @@ class Attendance:
         return domain
 
     def _lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
-        if member.worker in self._crashes:
-            cause, how = Cause.ERROR, f"its script ended with {self._crashes[member.worker].error}"
-        self.lost.add(member.worker)
+        record = self._record(member.worker)
+        if record.crash is not None:
+            cause, how = Cause.ERROR, f"its script ended with {record.crash.error}"
+        record.gone = Gone.LOST
         self._remove(member.worker)
         live = self.view(self.roster).live_replicas(member.seat.stage)
         count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")

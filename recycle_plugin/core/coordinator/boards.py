@@ -17,7 +17,7 @@ kept grows with the number of ranks, and not with time.
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
@@ -62,9 +62,9 @@ class Boards:
         size = _size(message.value) if isinstance(message, Post) else _wish_size(message.ranks)
         return self._used(self._always.get(message.rank)) + self._used(self._of(message)) + size <= SHARE
 
-    def post(self, post: Post, gone: AbstractSet[WorkerId], out: CoordinatorOutput) -> None:
-        """Keep a value, and send it to those who wait for it and are not ``gone``.  Cost: one look at each reader of
-        the board.
+    def post(self, post: Post, is_gone: Callable[[WorkerId], bool], out: CoordinatorOutput) -> None:
+        """Keep a value, and send it to those who wait for it, but for whom ``is_gone``.  Cost: one look at each
+        reader of the board.
         """
         of_rank = self._of(post)
         if of_rank is None or post.board in of_rank.values or not self.has_room(post):
@@ -74,7 +74,7 @@ class Boards:
         for rank in sorted(self._readers.get(post.board, ())):
             reader = self._present[rank]
             wish = reader.wishes.get(post.board)
-            if wish is not None and post.rank in wish.missing and reader.worker not in gone:
+            if wish is not None and post.rank in wish.missing and not is_gone(reader.worker):
                 wish.missing.remove(post.rank)
                 out.tell(reader.worker, Posted(post.board, {str(post.rank): post.value}))
                 self._clear_if_read(post.board, wish)

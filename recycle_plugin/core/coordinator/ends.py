@@ -19,7 +19,7 @@ def end_planned(state: JobState, reason: str, code: int = 0, cause: str = "") ->
     """
     guards = ", ".join(
         f"the guard of rank {worker.rank}, process {pid}, was killed"
-        for worker, pid in sorted(state.attendance.unguarded.items())
+        for worker, pid in state.attendance.killed_guards.items()
     )
     if guards:
         reason, code = f"{reason}, after {guards}", TRY_AGAIN

@@ -29,10 +29,10 @@ def died(state: JobState, message: Exited) -> None:
         state.vanished[message.worker] = message
         return
     how = state.attendance.died(message, state.out)
-    if message.worker in state.attendance.lost and state.attendance.outnumbered and not state.ending.failed:
+    if state.attendance.is_lost(message.worker) and state.attendance.outnumbered and not state.ending.failed:
         generations.go_on_without(state, f"death of rank {message.rank}")
     lose(state, message.worker, Cause.DIED, how, message.at, by_itself=message.code >= 0)
-    if message.worker in state.attendance.lost and state.attendance.started:
+    if state.attendance.is_lost(message.worker) and state.attendance.started:
         state.vacancies.lost(message, how, state.is_ending, state.now, state.out)
 
 
@@ -50,7 +50,7 @@ def unguarded(state: JobState, message: Unguarded) -> None:
     """
     if not _is_known(state, message.worker):
         return
-    state.attendance.unguarded[message.worker] = message.pid
+    state.attendance.unguarded(message.worker, message.pid)
     state.vacancies.unguarded(message.worker)
     state.say(
         "unguarded",
@@ -65,7 +65,7 @@ def _is_known(state: JobState, worker: WorkerId) -> bool:
     """Whether ``worker`` takes part, is to, or has, as far as there is anything to take part in."""
     if not state.attendance.started:
         return not worker.incarnation
-    has = worker in state.roster.workers or worker in state.attendance.lost
+    has = worker in state.roster.workers or state.attendance.is_lost(worker)
     return has or state.vacancies.is_newcomer(worker)
 
 
@@ -80,7 +80,7 @@ def give_up(state: JobState, worker: WorkerId, cause: Cause, why: str) -> None:
 def give_up_confused(state: JobState, worker: WorkerId, why: str) -> None:
     """Sees to it that nobody goes on with a worker that says what can't be."""
     if state.vacancies.is_outside(worker):
-        state.attendance.confused.add(worker)
+        state.attendance.confuse(worker)
         state.fence(worker, why)  # its supervisor says when it is dead
     elif not state.ending.failed:
         give_up(state, worker, Cause.CONFUSED, why)
@@ -104,7 +104,7 @@ def lose(state: JobState, worker: WorkerId, cause: Cause, how: str, at: float, b
 
 
 def _lose_before_start(state: JobState, worker: WorkerId, how: str, by_itself: bool) -> None:
-    state.attendance.lost.add(worker)
+    state.attendance.lost_early(worker)
     crash = state.attendance.crash([worker])
     killed = not crash and not by_itself
     what = crash or f"{state.attendance.named(worker.rank)}: {how}"

@@ -117,7 +117,9 @@ class Membership:
         """Whether ``worker`` does not hear what is said to all: it is lost, or a newcomer that has not asked yet to
         take part.
         """
-        return worker in self.lost or (self.is_outside(worker) and self.state.joining.get(worker) is None)
+        return self.state.attendance.is_lost(worker) or (
+            self.is_outside(worker) and self.state.joining.get(worker) is None
+        )
 
     # --- news ------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def _admit(state: JobState, name: str) -> Answer:
         return Answer(why, False)
     ranks, vacancies = state.attendance.ranks(Seat.parse(name)), state.vacancies
     for member in state.roster.of_ranks(ranks):
-        how = "is leaving: admit it once it has left" if member.worker in state.attendance.leaving else "is live"
+        how = "is leaving: admit it once it has left" if state.attendance.is_leaving(member.worker) else "is live"
         return Answer(f"{member} {how}", False)
     if not all(map(vacancies.is_vacant, ranks)):
         return Answer(

@@ -8,7 +8,7 @@ from recycle_plugin.core.messages.from_workers import Post, ReadBoard, WantResul
 
 def post(state: JobState, message: Post) -> None:
     """Keeps a value, and sends it to those who wait for it."""
-    state.boards.post(message, state.attendance.lost, state.out)
+    state.boards.post(message, state.attendance.is_lost, state.out)
 
 
 def read(state: JobState, message: ReadBoard) -> None:

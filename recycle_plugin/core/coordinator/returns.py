@@ -158,7 +158,7 @@ def turn_down(state: JobState, worker: WorkerId, why: str) -> None:
     """Gives up a newcomer that is no member: its process is ended, and the next one is started as after any death."""
     text = f"{state.attendance.named(worker.rank)} does not come back as process {worker.incarnation}, which is ended"
     state.say("turned_down", f"{text}: {why}", rank=worker.rank, incarnation=worker.incarnation)
-    state.attendance.confused.add(worker)
+    state.attendance.confuse(worker)
     state.fence(worker, why)
     _forget(state, [worker])
 

@@ -53,7 +53,7 @@ class JobState:
         self.enrolment = Enrolment(ranks)
         self.job: JobSpec | None = None
         self.attendance = Attendance()
-        self.vacancies = Vacancies()
+        self.vacancies = Vacancies(ranks)
         self.joining = Joining()
         self.newcomer_watch = NewcomerWatch()
         self.regrouping = Regrouping()

@@ -15,10 +15,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
+from recycle_plugin.core.coordinator.seats import SeatRecord, Vacancy
 from recycle_plugin.core.messages.from_coordinator import Fence, Refused, Restart, Seated, Stay
 from recycle_plugin.core.messages.from_workers import Exited
 from recycle_plugin.core.vocabulary.describe import how_ended
@@ -27,44 +27,19 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 OVER = "the job is over"
 
 
-@dataclass
-class Vacancy:
-    """A vacant seat, or a shard of it.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that,
-    in seconds; ``come``: it has connected; ``heard``: when its supervisor has last said that its process is there.
-    ``before``: who held it last, or was to, ``how`` that has ended, in words, and whether ``in_vain``: before it was
-    admitted.
-    """
-
-    newcomer: WorkerId | None = None
-    due: float = 0.0
-    come: bool = False
-    heard: float | None = None
-    before: WorkerId | None = None
-    how: str = ""
-    in_vain: bool = False
-
-
 class Vacancies:
-    """The vacant seats of a job, those that wait for one, and which process of a rank is which."""
+    """The seats of a job of so many ``ranks``, those that wait for one, and which process of a rank is which."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        self._seats = {rank: SeatRecord(rank) for rank in range(ranks)}
+        self._open: set[int] = set()  # ranks whose seats are vacant
         self._restarts = Restarts()
-        self._names: Mapping[int, str] = {}  # by rank, once the job has started
-        self._together: dict[int, tuple[int, ...]] = {}  # by rank, all that come as one, itself included
+        self._started = False
         self._absent_s = 0.0  # for so long a supervisor may be gone before its host is
         self._members: set[WorkerId] = set()  # all that have ever been
-        self._unproven: set[WorkerId] = set()  # of them, those with whom no step was committed yet
-        self._admitted: dict[WorkerId, int] = {}  # of these, those that have work, and behind which step they got it
-        self._vacant: dict[int, Vacancy] = {}  # by rank
-        self._holders: dict[int, int] = {}  # by rank, the incarnation that holds the seat, or is to
-        self._numbers: dict[int, int] = {}  # by rank, the largest incarnation that anybody has got
-        self._absent: dict[int, float] = {}  # by rank, since when its supervisor is gone, in seconds
-        self._silent: set[int] = set()  # ranks whose hosts are gone without a word
-        self._unguarded: set[int] = set()  # ranks that nobody is left to start a process of
+        # of them, those with whom no step was committed yet, and behind which step they got work
+        self._unproven: dict[WorkerId, int | None] = {}
         self._spares: dict[int, str] = {}  # by their numbers, the hosts of those that wait for a seat
-        self._away: set[int] = set()  # ranks that are to leave as planned, or have, until they are admitted
-        self._staying: set[int] = set()  # ranks whose supervisors are to stay, whatever their last process has said
-        self._hosts: dict[int, str] = {}  # by rank, where its processes are started
         self._drained: set[str] = set()  # hosts on which nobody is started
         self._over = False
 
@@ -81,11 +56,14 @@ class Vacancies:
         ``units``: the ranks that come as one; ``absent_s``: where a supervisor is gone for so many seconds, so is its
         host.
         """
-        self._together = {rank: ranks for ranks in units for rank in ranks}
-        self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
-        self._hosts = dict(hosts)
+        self._restarts, self._started, self._absent_s = Restarts(rejoin), True, absent_s
         self._members = set(workers)
-        self._holders = dict(workers)
+        for unit in units:
+            for rank in unit:
+                self._seats[rank].unit = unit
+        for worker in workers:
+            seat = self._seats[worker.rank]
+            seat.name, seat.host, seat.holder = names[worker.rank], hosts[worker.rank], worker.incarnation
 
     # --- who is who ------------------------------------------------------------------------------
 
@@ -93,35 +71,41 @@ class Vacancies:
         """The identity of a process that comes as ``claimed``: that one, if it is the first of its rank or was asked
         for, else one that nobody has had.
         """
-        first = not claimed.incarnation and claimed.rank not in self._numbers
-        number = claimed.incarnation if first or self._is_expected(claimed) else self._unused(claimed.rank)
-        self._numbers[claimed.rank] = max(number, self._numbers.get(claimed.rank, 0))
+        seat = self._seats[claimed.rank]
+        first = not claimed.incarnation and seat.newest is None
+        number = claimed.incarnation if first or seat.awaits(claimed) else seat.unused
+        seat.newest = max(number, seat.newest or 0)
         return WorkerId(claimed.rank, number)
-
-    def _is_expected(self, worker: WorkerId) -> bool:
-        return self.is_newcomer(worker) and not self._vacant[worker.rank].come
-
-    def _unused(self, rank: int) -> int:
-        return max(self._numbers.get(rank, 0), self._holders.get(rank, 0)) + 1
 
     def is_newcomer(self, worker: WorkerId) -> bool:
         """Whether ``worker`` is to hold a vacant seat, and is no member yet."""
-        vacancy = self._vacant.get(worker.rank)
-        return vacancy is not None and vacancy.newcomer == worker
+        seat = self._seats.get(worker.rank)
+        return seat is not None and seat.is_for(worker)
 
     def is_outside(self, worker: WorkerId) -> bool:
         """Whether the job has started, and ``worker`` has never been a member."""
-        return bool(self._names) and worker not in self._members
+        return self._started and worker not in self._members
+
+    @property
+    def _vacant(self) -> list[SeatRecord]:
+        """The vacant seats, in order."""
+        return [self._seats[rank] for rank in sorted(self._open)]
+
+    def _vacate(self, seat: SeatRecord, vacancy: Vacancy) -> None:
+        seat.vacancy = vacancy
+        self._open.add(seat.rank)
 
     @property
     def empty(self) -> frozenset[int]:
         """The ranks that are vacant, and whose newcomer has not connected."""
-        return frozenset(rank for rank, vacancy in self._vacant.items() if not vacancy.come)
+        return frozenset(seat.rank for seat in self._vacant if seat.vacancy is not None and not seat.vacancy.come)
 
     @property
     def newcomers(self) -> tuple[WorkerId, ...]:
         """All newcomers, whether they have connected or not."""
-        return tuple(vacancy.newcomer for vacancy in self._vacant.values() if vacancy.newcomer is not None)
+        return tuple(
+            seat.vacancy.newcomer for seat in self._vacant if seat.vacancy and seat.vacancy.newcomer is not None
+        )
 
     @property
     def has_spares(self) -> bool:
@@ -132,15 +116,15 @@ class Vacancies:
 
     def lost(self, message: Exited, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a lost member is dead, ``how`` in words, and sees to its seat; once for each of them."""
-        worker = message.worker
-        if worker.rank in self._vacant or worker.incarnation != self._holders.get(worker.rank):
+        worker, seat = message.worker, self._seats[message.rank]
+        if seat.vacancy is not None or worker.incarnation != seat.holder:
             return
-        self._silent.discard(worker.rank)  # its supervisor has been heard
+        seat.silent = False  # its supervisor has been heard
         in_vain = worker in self._unproven
-        self._unproven.discard(worker)
+        self._unproven.pop(worker, None)
         self._goes_with(message)
-        self._vacant[worker.rank] = Vacancy(before=worker, how=how, in_vain=in_vain)
-        self._fill(worker.rank, ending, now, out)
+        self._vacate(seat, Vacancy(before=worker, how=how, in_vain=in_vain))
+        self._fill(seat, ending, now, out)
 
     def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
         """Takes in that a process which is no member has ended; returns who is ended with it."""
@@ -151,93 +135,100 @@ class Vacancies:
 
     def _goes_with(self, message: Exited) -> None:
         """Note that a supervisor goes with a worker that says that all is well."""
-        if message.code == 0 and message.rank not in self._away:
-            self._unguarded.add(message.rank)
+        seat = self._seats[message.rank]
+        if message.code == 0 and not seat.away:
+            seat.unguarded = True
 
     def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
         """Takes in that a newcomer is no more, and ends those that were to come as one with it; returns these."""
-        self._vacant[worker.rank] = Vacancy(before=worker, how=how, in_vain=True)
-        others = [self._vacant[rank] for rank in self._together[worker.rank] if self.is_filled(rank)]
+        seat = self._seats[worker.rank]
+        self._vacate(seat, Vacancy(before=worker, how=how, in_vain=True))
         ended = []
-        for other in others:
-            assert other.newcomer is not None, "it is filled"
-            ended.append(other.newcomer)
-            why = f"it is ended with {self._names[worker.rank]}, which was to come with it: {how}"
-            out.fence(other.newcomer, why)
-            if not other.come:  # it may never be started, and then nobody says that it has ended
-                self._vacant[other.newcomer.rank] = Vacancy(before=other.newcomer, how=why, in_vain=True)
-        self._fill(worker.rank, ending, now, out)
+        for other in self._unit(seat):
+            if other.vacancy is None or (newcomer := other.vacancy.newcomer) is None:
+                continue
+            ended.append(newcomer)
+            why = f"it is ended with {seat.name}, which was to come with it: {how}"
+            out.fence(newcomer, why)
+            if not other.vacancy.come:  # it may never be started, and then nobody says that it has ended
+                self._vacate(other, Vacancy(before=newcomer, how=why, in_vain=True))
+        self._fill(seat, ending, now, out)
         return ended
 
-    def _fill(self, rank: int, ending: bool, now: float, out: CoordinatorOutput) -> None:
+    def _unit(self, seat: SeatRecord) -> list[SeatRecord]:
+        """The seats whose holders come as one with that of ``seat``, itself included."""
+        return [self._seats[rank] for rank in seat.unit]
+
+    def _fill(self, seat: SeatRecord, ending: bool, now: float, out: CoordinatorOutput) -> None:
         """Sees to a unit's seats once all that have held them are dead."""
-        ranks = self._together[rank]
-        if any(each not in self._vacant or self.is_filled(each) for each in ranks):
+        unit = self._unit(seat)
+        vacancies = [each.vacancy for each in unit if each.vacancy is not None and each.vacancy.newcomer is None]
+        if len(vacancies) < len(unit):
             return
-        if any(self._vacant[each].in_vain for each in ranks):
-            self._restarts.in_vain(ranks[0])
-        for each in ranks:
-            self._vacant[each].in_vain = False
-        for each in ranks:
-            if each not in self._away and self._spares and not ending:
-                number = next(iter(self._spares))
-                self._seat(number, self._spares.pop(number), each, out)
-        self._start_all([each for each in ranks if not self.is_filled(each)], ending, now, out)
+        if any(each.in_vain for each in vacancies):
+            self._restarts.in_vain(seat.unit[0])
+        for vacancy in vacancies:
+            vacancy.in_vain = False
+        for each in unit:
+            if not each.away and self._spares and not ending:
+                self._seat_spare(each, out)
+        self._start_all([each for each in unit if not each.is_filled], ending, now, out)
 
-    def _start_all(self, ranks: Collection[int], ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Has the supervisors of ``ranks``, of one unit, start its next holders, unless one of them can't."""
-        if any(rank in self._away or self._hosts[rank] in self._drained for rank in ranks):
+    def _start_all(self, seats: Collection[SeatRecord], ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Has the supervisors of ``seats``, of one unit, start its next holders, unless one of them can't."""
+        if any(seat.away or seat.host in self._drained for seat in seats):
             return
-        unguarded = any(rank in self._unguarded for rank in ranks)
-        for rank in ranks:
-            before, how = self._vacant[rank].before, self._vacant[rank].how
-            assert before is not None, "somebody has held it"
-            unit = self._together[rank][0]
-            after_s = self._restarts.decide(before, self._names[rank], how, ending, unguarded, out, unit)
+        unguarded = any(seat.unguarded for seat in seats)
+        for seat in seats:
+            assert seat.vacancy is not None and seat.vacancy.before is not None, "somebody has held it"
+            before, how = seat.vacancy.before, seat.vacancy.how
+            after_s = self._restarts.decide(before, seat.name, how, ending, unguarded, out, seat.unit[0])
             if after_s is not None:
-                self._start(rank, after_s, now, out)
+                self._start(seat, after_s, now, out)
 
-    def _start(self, rank: int, after_s: float, now: float, out: CoordinatorOutput) -> None:
-        number = self._unused(rank)
-        self._staying.discard(rank)
-        self._holders[rank] = self._numbers[rank] = number
-        self._vacant[rank] = Vacancy(WorkerId(rank, number), now + after_s)
-        out.tell(SupervisorOf(rank), Restart(rank, after_s, incarnation=number))
+    def _start(self, seat: SeatRecord, after_s: float, now: float, out: CoordinatorOutput) -> None:
+        number = seat.unused
+        seat.staying = False
+        seat.holder = seat.newest = number
+        self._vacate(seat, Vacancy(WorkerId(seat.rank, number), now + after_s))
+        out.tell(SupervisorOf(seat.rank), Restart(seat.rank, after_s, incarnation=number))
 
     def come(self, worker: WorkerId) -> bool:
         """Takes in that ``worker`` has connected; returns whether it was asked for."""
-        if not self._is_expected(worker):
+        vacancy = self._seats[worker.rank].vacancy
+        if vacancy is None or vacancy.newcomer != worker or vacancy.come:
             return False
-        self._vacant[worker.rank].come = True
+        vacancy.come = True
         return True
 
     def entered(self, worker: WorkerId) -> None:
         """Makes a newcomer a member, whose seat is vacant no more; where it is lost before it is admitted, it has come
         in vain.
         """
-        del self._vacant[worker.rank]
+        self._seats[worker.rank].vacancy = None
+        self._open.discard(worker.rank)
         self._members.add(worker)
-        self._unproven.add(worker)
+        self._unproven[worker] = None
 
     def left_out(self, worker: WorkerId) -> None:
         """Makes a newcomer of one that has entered, and is to wait for another generation."""
         self._members.discard(worker)
-        self._unproven.discard(worker)
-        self._vacant[worker.rank] = Vacancy(worker, come=True)
+        self._unproven.pop(worker, None)
+        self._vacate(self._seats[worker.rank], Vacancy(worker, come=True))
 
     def admitted(self, worker: WorkerId, committed: int) -> None:
         """Notes that a newcomer has become a member like all, behind step ``committed``."""
-        self._admitted[worker] = committed
+        if worker in self._unproven:
+            self._unproven[worker] = committed
 
     def committed(self, step: int) -> None:
         """Takes in that ``step`` is committed: who was admitted before its predecessor was has not come in vain, and is
         counted no more.  One look at each of those since.
         """
-        for worker in [worker for worker, behind in self._admitted.items() if step > behind + 1]:
-            del self._admitted[worker]
-            if worker in self._unproven:
-                self._unproven.discard(worker)
-                self._restarts.admitted(self._together[worker.rank][0])
+        proven = [worker for worker, behind in self._unproven.items() if behind is not None and step > behind + 1]
+        for worker in proven:
+            del self._unproven[worker]
+            self._restarts.admitted(self._seats[worker.rank].unit[0])
 
     # --- supervisors, and hosts that are gone ----------------------------------------------------
 
@@ -245,32 +236,34 @@ class Vacancies:
         """Takes in that the supervisor of ``rank`` is there, again perhaps: then it may have missed what it is to
         start.
         """
-        self._absent.pop(rank, None)
-        self._silent.discard(rank)
-        vacancy = self._vacant.get(rank)
-        if rank in self._staying:
-            self._say_stay(rank, out)
+        seat = self._seats[rank]
+        seat.absent_since, seat.silent = None, False
+        if seat.staying:
+            self._say_stay(seat, out)
+        vacancy = seat.vacancy
         if vacancy is not None and vacancy.newcomer is not None and not vacancy.come:
             wait_s = max(0.0, vacancy.due - now)
             out.tell(SupervisorOf(rank), Restart(rank, wait_s, incarnation=vacancy.newcomer.incarnation))
 
     def unsupervised(self, rank: int, now: float) -> None:
         """Takes in that the supervisor of ``rank`` is gone; another may come."""
-        self._absent[rank] = now
+        self._seats[rank].absent_since = now
 
     def heard(self, worker: WorkerId, now: float) -> None:
         """Takes in that the supervisor of ``worker`` has said that its process is there."""
-        if self.is_newcomer(worker):
-            self._vacant[worker.rank].heard = now
+        seat = self._seats[worker.rank]
+        if seat.is_for(worker) and seat.vacancy is not None:
+            seat.vacancy.heard = now
 
     def silent(self, rank: int) -> None:
         """Notes that nothing is heard of the host of ``rank``."""
-        self._silent.add(rank)
+        self._seats[rank].silent = True
 
     def unguarded(self, worker: WorkerId) -> None:
         """Notes that the guard of ``worker`` is gone, so that nobody is left there to start another one."""
-        if worker.incarnation == self._holders.get(worker.rank):
-            self._unguarded.add(worker.rank)
+        seat = self._seats[worker.rank]
+        if worker.incarnation == seat.holder:
+            seat.unguarded = True
 
     def tick(
         self, unreachable: Collection[WorkerId], ending: bool, now: float, out: CoordinatorOutput
@@ -282,28 +275,30 @@ class Vacancies:
         gone: list[WorkerId] = []
         for worker in self.newcomers:
             if self.is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
-                self._unguarded.add(worker.rank)
+                self._seats[worker.rank].unguarded = True
                 out.fence(worker, "its host is gone")
                 gone += [worker, *self._in_vain(worker, "its host is gone", ending, now, out)]
         while self._spares and not ending and (ranks := self._gone(unreachable, now)):
-            number = next(iter(self._spares))
-            self._seat(number, self._spares.pop(number), ranks[0], out)
+            self._seat_spare(self._seats[ranks[0]], out)
         return gone
 
     def is_host_gone(self, rank: int, now: float) -> bool:
         """Whether the host on which the processes of ``rank`` are started is gone, or as good as that."""
-        return rank in self._silent or now - self._absent.get(rank, now) > self._absent_s
+        seat = self._seats[rank]
+        return seat.silent or (seat.absent_since is not None and now - seat.absent_since > self._absent_s)
 
     def _is_silent(self, rank: int, now: float) -> bool:
-        heard = self._vacant[rank].heard
-        return heard is not None and now - heard > self._absent_s
+        vacancy = self._seats[rank].vacancy
+        return vacancy is not None and vacancy.heard is not None and now - vacancy.heard > self._absent_s
 
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
         """The ranks of lost workers whose hosts are gone, and whom nobody follows yet."""
         return sorted(
             rank
             for rank, incarnation in unreachable
-            if rank not in self._vacant and incarnation == self._holders.get(rank) and self.is_host_gone(rank, now)
+            if (seat := self._seats[rank]).vacancy is None
+            and incarnation == seat.holder
+            and self.is_host_gone(rank, now)
         )
 
     # --- from elsewhere --------------------------------------------------------------------------
@@ -324,7 +319,7 @@ class Vacancies:
         if ending or self._over:
             out.tell(Joiner(number), Refused(OVER if self._over else "the job is about to end"))
         elif free := self._free(unreachable, now):
-            self._seat(number, host, free[0], out)
+            self._seat(number, host, self._seats[free[0]], out)
         elif waits:
             self._spares[number] = host
             out.say("spare", f"host {host} waits as a spare: it takes the next seat that is lost", host=host)
@@ -333,39 +328,42 @@ class Vacancies:
 
     def _free(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
         """The ranks of seats that are free, those first that nobody else is about to fill."""
-        vacant = sorted(self._vacant.items())
+        vacant = [(seat, seat.vacancy) for seat in self._vacant if seat.vacancy is not None]
         return [
-            *(rank for rank, vacancy in vacant if vacancy.newcomer is None and rank not in self._away),
+            *(seat.rank for seat, its in vacant if its.newcomer is None and not seat.away),
             *self._gone(unreachable, now),
-            *(rank for rank, vacancy in vacant if vacancy.newcomer and not vacancy.come and now < vacancy.due),
+            *(seat.rank for seat, its in vacant if its.newcomer and not its.come and now < its.due),
         ]
 
     def joiner_gone(self, number: int) -> None:
         """Notes that a supervisor which has asked for a seat is gone before it got one."""
         self._spares.pop(number, None)
 
-    def _seat(self, number: int, host: str, rank: int, out: CoordinatorOutput) -> None:
-        before = self._vacant.get(rank)
-        if before is not None and before.newcomer is not None:
-            out.fence(before.newcomer, f"host {host} takes its seat")
-        self._restarts.admitted(self._together[rank][0])
-        self._hosts[rank] = host
-        for gone in self._unguarded, self._silent:
-            gone.discard(rank)
-        self._absent.pop(rank, None)
-        out.say("joined", f"host {host} takes {self._names[rank]}", rank=rank, host=host)
-        out.tell(Joiner(number), Seated(rank))
-        self._start(rank, 0.0, 0.0, out)
-        self._start_others(rank, out)
+    def _seat_spare(self, seat: SeatRecord, out: CoordinatorOutput) -> str:
+        """Gives ``seat`` to the spare that has waited longest; returns its host."""
+        number = next(iter(self._spares))
+        host = self._spares.pop(number)
+        self._seat(number, host, seat, out)
+        return host
 
-    def _start_others(self, rank: int, out: CoordinatorOutput) -> None:
-        """Has those come too that come as one with ``rank``, whose next holder comes from elsewhere, as far as they
+    def _seat(self, number: int, host: str, seat: SeatRecord, out: CoordinatorOutput) -> None:
+        if seat.vacancy is not None and seat.vacancy.newcomer is not None:
+            out.fence(seat.vacancy.newcomer, f"host {host} takes its seat")
+        self._restarts.admitted(seat.unit[0])
+        seat.host, seat.absent_since = host, None
+        seat.unguarded = seat.silent = False
+        out.say("joined", f"host {host} takes {seat.name}", rank=seat.rank, host=host)
+        out.tell(Joiner(number), Seated(seat.rank))
+        self._start(seat, 0.0, 0.0, out)
+        self._start_others(seat, out)
+
+    def _start_others(self, seat: SeatRecord, out: CoordinatorOutput) -> None:
+        """Has those come too that come as one with the holder of ``seat``, which comes from elsewhere, as far as they
         are dead and their own supervisors can start them.
         """
-        for other in self._together[rank]:
-            waits = other in self._vacant and not self.is_filled(other) and other not in self._away
-            here = other not in self._unguarded | self._silent and other not in self._absent
-            if waits and here and self._hosts[other] not in self._drained:
+        for other in self._unit(seat):
+            waits = other.vacancy is not None and not other.is_filled and not other.away
+            if waits and other.has_starter and other.host not in self._drained:
                 self._start(other, 0.0, 0.0, out)
 
     # --- leaving as planned, and coming back from there ------------------------------------------
@@ -374,25 +372,28 @@ class Vacancies:
         """Takes in that whoever holds the seat of ``rank``, or is to, leaves it as planned: nobody follows until it is
         admitted.
         """
-        self._away.add(rank)
-        self._say_stay(rank, out)
+        self._seats[rank].away = True
+        self._say_stay(self._seats[rank], out)
 
-    def _say_stay(self, rank: int, out: CoordinatorOutput) -> None:
-        self._staying.add(rank)
-        out.tell(SupervisorOf(rank), Stay(rank, incarnation=self._holders[rank]))
+    def _say_stay(self, seat: SeatRecord, out: CoordinatorOutput) -> None:
+        assert seat.holder is not None, "somebody holds it, or has"
+        seat.staying = True
+        out.tell(SupervisorOf(seat.rank), Stay(seat.rank, incarnation=seat.holder))
 
     def left(self, worker: WorkerId) -> None:
         """Takes in that a member has left as planned."""
-        if worker.incarnation == self._holders.get(worker.rank):
-            self._vacant.setdefault(worker.rank, Vacancy())
+        seat = self._seats[worker.rank]
+        if worker.incarnation == seat.holder and seat.vacancy is None:
+            self._vacate(seat, Vacancy())
 
     def hosted(self, host: str) -> frozenset[int]:
         """The ranks whose processes are started on ``host``.  Costs one look at each rank."""
-        return frozenset(rank for rank, its in self._hosts.items() if its == host)
+        return frozenset(seat.rank for seat in self._seats.values() if seat.host == host)
 
     def host_of(self, rank: int) -> str | None:
         """The host on which the processes of ``rank`` are started; None for a rank that the job does not have."""
-        return self._hosts.get(rank)
+        seat = self._seats.get(rank)
+        return seat.host if seat is not None else None
 
     def is_drained(self, host: str) -> bool:
         """Whether nobody is to be started on ``host``."""
@@ -401,66 +402,65 @@ class Vacancies:
     @property
     def hosts(self) -> list[str]:
         """The hosts on which processes are started, in order."""
-        return sorted(set(self._hosts.values()))
+        return sorted({seat.host for seat in self._seats.values()})
 
     def hold_back(self, rank: int, why: str, out: CoordinatorOutput) -> None:
         """Ends the newcomer of ``rank``, where there is one that is no member yet, and starts none in its place."""
-        if self.is_filled(rank):
-            newcomer = self._vacant[rank].newcomer
-            assert newcomer is not None, "it is filled"
-            out.fence(newcomer, why)
-            self._vacant[rank] = Vacancy()
-            out.say("held_back", f"{self._names[rank]} was coming back, and stays away: {why}", rank=rank)
+        seat = self._seats[rank]
+        if seat.vacancy is not None and seat.vacancy.newcomer is not None:
+            out.fence(seat.vacancy.newcomer, why)
+            self._vacate(seat, Vacancy())
+            out.say("held_back", f"{seat.name} was coming back, and stays away: {why}", rank=rank)
 
     def drain(self, host: str, out: CoordinatorOutput) -> None:
         """Starts nobody on ``host`` from now on, and sends its spares away."""
         self._drained.add(host)
         for rank in sorted(self.hosted(host)):
-            self._say_stay(rank, out)
+            self._say_stay(self._seats[rank], out)
         for number in [number for number, its in self._spares.items() if its == host]:
             del self._spares[number]
             out.tell(Joiner(number), Refused(f"host {host} is drained", code=0))
 
     def is_vacant(self, rank: int) -> bool:
         """Whether nobody holds the seat of ``rank``, as far as is known for certain."""
-        return rank in self._vacant
+        return self._seats[rank].vacancy is not None
 
     def is_filled(self, rank: int) -> bool:
         """Whether a newcomer is to hold the seat of ``rank``, which is vacant."""
-        vacancy = self._vacant.get(rank)
-        return vacancy is not None and vacancy.newcomer is not None
+        return self._seats[rank].is_filled
 
     def may_follow(self, rank: int) -> bool:
         """Whether another process is to hold the seat of ``rank`` where the newcomer that is to do so dies now."""
-        stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained
-        return bool(self._spares) or not (stays or self._restarts.is_last(self._together[rank][0]))
+        seat = self._seats[rank]
+        stays = seat.away or seat.unguarded or seat.host in self._drained
+        return bool(self._spares) or not (stays or self._restarts.is_last(seat.unit[0]))
 
     def due(self, worker: WorkerId) -> float:
         """When its own supervisor starts the newcomer ``worker``, in seconds; 0 where that is not known."""
-        return self._vacant[worker.rank].due if self.is_newcomer(worker) else 0.0
+        vacancy = self._seats[worker.rank].vacancy
+        return vacancy.due if vacancy is not None and vacancy.newcomer == worker else 0.0
 
     def is_given_up(self, rank: int) -> bool:
         """Whether nobody is to hold the seat of ``rank`` any more, since all who were to have died, one after the
         other, and no spare waits; an operator may think otherwise.
         """
-        given_up = self._restarts.has_given_up(self._together[rank][0])
-        return self.is_vacant(rank) and not self.is_filled(rank) and given_up and not self._spares
+        seat = self._seats[rank]
+        given_up = self._restarts.has_given_up(seat.unit[0])
+        return seat.vacancy is not None and not seat.is_filled and given_up and not self._spares
 
     def admit(self, rank: int, now: float, out: CoordinatorOutput) -> str:
         """Has somebody hold the vacant seat of ``rank`` again, for whom nobody is on the way; returns who that will be,
         in words.
         """
-        self._away.discard(rank)
-        self._drained.discard(self._hosts[rank])
-        self._restarts.admitted(self._together[rank][0])
+        seat = self._seats[rank]
+        seat.away = False
+        self._drained.discard(seat.host)
+        self._restarts.admitted(seat.unit[0])
         if self._spares:
-            number = next(iter(self._spares))
-            host = self._spares.pop(number)
-            self._seat(number, host, rank, out)
-            return f"a spare on host {host} takes it"
-        if rank in self._unguarded or rank in self._absent or rank in self._silent:
-            return f"nobody is left on host {self._hosts[rank]} to start it, and the next that comes by --join takes it"
-        self._start(rank, 0.0, now, out)
+            return f"a spare on host {self._seat_spare(seat, out)} takes it"
+        if not seat.has_starter:
+            return f"nobody is left on host {seat.host} to start it, and the next that comes by --join takes it"
+        self._start(seat, 0.0, now, out)
         return "its supervisor starts it again"
 
     # --- ending ----------------------------------------------------------------------------------
