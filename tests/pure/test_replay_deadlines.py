@@ -96,7 +96,7 @@ def test_who_is_silent_for_too_long_is_given_up_and_another_one_replays():
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]
     assert limits(membership) == (2 * FLOOR_S, WAIT_S), "a machine that is slow for good comes through in the end"
     has_replayed(membership, WorkerId(3, 1))
-    assert membership.state.logs.given_up == 0
+    assert membership.state.replay.given_up == 0
 
 
 def test_a_word_of_a_replayed_step_begins_the_time_anew():

@@ -59,7 +59,7 @@ def end_without_stage(state: JobState, why: str, cause: str = "") -> None:
     if not state.ending.finishing:
         end(state, why, cause)
         return
-    state.logs.waits_since = None
+    state.replay.waits_since = None
     state.ending.undone = state.ending.undone or why
     finish_if_empty(state)
 
@@ -94,7 +94,7 @@ def see_cut_off(state: JobState) -> None:
 
 def finish_if_empty(state: JobState) -> None:
     """Takes the job for over once nobody is left, unless a stage is replayed."""
-    awaited = state.logs.waits_since is not None
+    awaited = state.replay.waits_since is not None
     if not len(state.roster) and state.attendance.started and not (state.ending.failed or awaited):
         state.steps.sum_up(state.out)
         if state.ending.undone:

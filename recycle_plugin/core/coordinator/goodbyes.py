@@ -26,7 +26,7 @@ def let_go(state: JobState) -> None:
     replayed a stage is a member without a generation: nobody would report for one.
     """
     ending = state.ending
-    if state.logs.waits_since is not None and not ending.finishing:
+    if state.replay.waits_since is not None and not ending.finishing:
         return
     for worker in sorted(ending.held):
         if (member := state.roster.member(worker)) is not None:

@@ -14,8 +14,7 @@ from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
 class Logs:
-    """What is known of the logs of a job of ``stages`` stages, where any are ``kept``.  ``waits_since``: since when, in
-    seconds, nothing has been heard of the stages that are to be replayed; None where there are none.
+    """What is known of the logs of a job of ``stages`` stages, where any are ``kept``.
 
     ``boundaries``: those of which the logs have all that has crossed since the checkpoint that stages are replayed
     from.  What the workers log is that at least, at any moment: one that goes from what they are told goes here first,
@@ -25,9 +24,6 @@ class Logs:
     def __init__(self, kept: bool = False, stages: int = 1, boundaries: Collection[int] | None = None) -> None:
         self.kept, self._stages = kept, stages
         self.boundaries = self._told = frozenset(range(stages - 1) if boundaries is None else boundaries)
-        self.companions: dict[int, WorkerId] = {}  # who replays along, by stage
-        self.accompanied: set[WorkerId] = set()  # of these, who has done so
-        self.told_of: dict[WorkerId, tuple[int, ...]] = {}  # the replayed stages that each worker was told of
         self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
         self._resized = 0  # the first step that has another number of micro-batches than those before
         self._durable: Durable | None = None
@@ -35,11 +31,7 @@ class Logs:
         self._broken: list[tuple[LogBroken, int]] = []  # with the worker's stage; a log may break off again and again
         self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
-        self.held_back: Durable | None = None  # what nobody was told of, since stages were being replayed
-        self.waits_since: float | None = None
         self.passed: list[str] = []  # the barriers since the last commit
-        self.lost_at = 0.0  # when the first of them lost its last worker, in seconds
-        self.given_up = 0  # how often somebody was given up since then that was silent for too long
 
     @property
     def checkpoint(self) -> Durable:
@@ -106,10 +98,9 @@ class Logs:
         """Takes in that something that ``stage`` has sent is in no log, and ``why`` one knows."""
         self._unreadable.setdefault(stage, why)
 
-    def accompanies(self, member: Member, why: str) -> None:
+    def begun_anew(self, member: Member, why: str) -> None:
         """Takes in that ``member`` replays its stage along, and ``why``: its log keeps again what it refused before."""
-        self.companions[member.seat.stage] = member.worker
-        self._unreadable.setdefault(member.seat.stage, why)
+        self.unreadable(member.seat.stage, why)
         self._broken = [(each, stage) for each, stage in self._broken if each.worker != member.worker]
 
     def gone(self, ended: EndedLog) -> None:

@@ -58,8 +58,8 @@ def patience(state: JobState, empty: Sequence[int]) -> Patience:
     predicted = Time(step.seconds + times.load.seconds, step.how)  # the first one comes behind a load
     if step.how:
         return Patience("the next replayed step", predicted, None, deadlines.wait_timeout_s)
-    limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**state.logs.given_up
-    give_up = None if state.logs.companions else limit  # these wait for each other: nobody knows who is to blame
+    limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**state.replay.given_up
+    give_up = None if state.replay.has_companions else limit  # these wait for each other: nobody knows who is to blame
     return Patience("the next replayed step", predicted, give_up, max(deadlines.wait_timeout_s, limit))
 
 
@@ -81,7 +81,7 @@ def give_up_silent(state: JobState, empty: Sequence[int], silent_s: float) -> bo
     found, late = patience(state, empty), replaying(state)
     if found.give_up_s is None or silent_s <= found.give_up_s or not all(_has_next(state, each) for each in late):
         return False
-    state.logs.given_up += 1
+    state.replay.given_up += 1
     for each in late:
         why = f"nothing was heard of its replay for {silent_s:.1f} s: {found} (deadline {found.give_up_s:.1f} s)"
         state.say("warning", f"{each.member} is given up, and another one is to replay its stage: {why}")

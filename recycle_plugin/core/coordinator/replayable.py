@@ -16,8 +16,8 @@ def durable(state: JobState, message: Durable) -> None:
     """
     if not 0 <= message.step <= state.committed:
         return
-    if state.logs.waits_since is not None:
-        state.logs.held_back = message
+    if state.replay.waits_since is not None:
+        state.replay.held_back = message
         return
     before = state.logs.told
     if state.logs.durable(message):

@@ -19,6 +19,7 @@ from recycle_plugin.core.coordinator import ends, generations, goodbyes, replay_
 from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.coordinator.recovery_ways import say_impossible, say_replayed
+from recycle_plugin.core.coordinator.replay_under_way import ReplayUnderWay
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
 from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Replaying, Unreplayable
@@ -32,7 +33,7 @@ ITERATORS = (
 
 def is_awaited(state: JobState, stage: int) -> bool:
     """Whether all wait until ``stage``, in which nobody is at work, is replayed."""
-    return state.logs.waits_since is not None and stage in state.attendance.empty_stages()
+    return state.replay.waits_since is not None and stage in state.attendance.empty_stages()
 
 
 def _after_loss(state: JobState) -> bool:
@@ -44,10 +45,7 @@ def _after_loss(state: JobState) -> bool:
     if why:
         say_impossible(state, empty, why)
         return False
-    logs = state.logs
-    if logs.waits_since is None:
-        logs.lost_at = state.now
-    logs.waits_since = state.now
+    state.replay.begin(state.now)
     _say_replay(state, "")
     replay_deadlines.tell(state, empty)
     if not state.ending.finishing:  # else nobody has to wait
@@ -72,9 +70,10 @@ def _accompany(state: JobState) -> None:
     """Has a live worker of each stage that is to be replayed along do so; those that do so already go on."""
     empty = state.attendance.empty_stages()
     for stage, why in state.logs.along(state.committed, empty).items():
-        if state.logs.companions.get(stage) not in state.roster.workers:
+        if state.replay.companion(stage) not in state.roster.workers:
             member = state.roster.first_of(stage)
-            state.logs.accompanies(member, why)
+            state.replay.accompanies(member)
+            state.logs.begun_anew(member, why)
             _tell_replay(state, member)
 
 
@@ -84,7 +83,7 @@ def _tell_replay(state: JobState, member: Member, helpers: tuple[Member, ...] = 
     stages = tuple(sorted({*empty, *state.logs.along(state.committed, empty)}))
     valid_from, passed = max(checkpoint.valid_from, state.steps.valid_from), tuple(state.logs.passed)
     logs, committed = _logs_for(state, member.seat.stage), state.committed
-    state.logs.told_of[member.worker] = stages
+    state.replay.tell(member.worker, stages)
     replay = Replay(checkpoint.step, checkpoint.path, committed, stages, valid_from, passed, helpers, logs)
     state.tell(member.worker, replay)
 
@@ -133,7 +132,7 @@ def catch_up(state: JobState, newcomer: NewcomerRecord) -> None:
     newcomer.phase = Phase.REPLAYING
     helpers = tuple(each for each in state.roster if not state.ending.finishing)
     _tell_replay(state, newcomer.member, helpers)
-    state.logs.waits_since = state.now
+    state.replay.waits_since = state.now
     replay_deadlines.tell(state, state.attendance.empty_stages())
     _tell_beside(state, newcomer.stage)
 
@@ -177,7 +176,7 @@ def see_gone(state: JobState) -> None:
             stages=stages,
             step=state.committed,
         )
-    if state.logs.waits_since is not None:
+    if state.replay.waits_since is not None:
         _see_along(state)
 
 
@@ -187,7 +186,7 @@ def _see_along(state: JobState) -> None:
     Whoever replays already and was not told of them hears of them once it misses what they have sent.
     """
     empty = state.attendance.empty_stages()
-    if state.logs.along(state.committed, empty).keys() <= state.logs.companions.keys():
+    if state.logs.along(state.committed, empty).keys() <= state.replay.accompanied_stages:
         return
     if why_not(state, empty):
         go_on_without_stage(state)
@@ -199,15 +198,14 @@ def _see_along(state: JobState) -> None:
 def progress(state: JobState, message: Replaying) -> None:
     """Takes in that a worker has replayed a step: who waits for that is told, and waits on."""
     if _replays(state, message.worker):
-        state.logs.waits_since = state.now
+        state.replay.waits_since = state.now
         state.tell(WORKERS, message)
 
 
 def _replays(state: JobState, worker: WorkerId) -> bool:
     """Whether ``worker`` is to replay its stage, and has not said yet that it has."""
-    newcomer, logs = state.joining.get(worker), state.logs
-    along = worker in logs.companions.values() and worker not in logs.accompanied
-    return along or (newcomer is not None and newcomer.phase is Phase.REPLAYING)
+    newcomer = state.joining.get(worker)
+    return state.replay.is_at_it(worker) or (newcomer is not None and newcomer.phase is Phase.REPLAYING)
 
 
 def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
@@ -217,9 +215,9 @@ def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
     member = state.roster.member(message.worker)
     if member is None or not _replays(state, message.worker):
         return
-    state.logs.accompanied.add(message.worker)
+    state.replay.accompanied(message.worker)
     state.logs.replayed(member, state.committed)
-    state.logs.waits_since = state.now
+    state.replay.waits_since = state.now
     state.say(
         "accompanied",
         f"{member} has replayed steps {state.logs.checkpoint.step + 1} to {message.step} of its stage along, and come "
@@ -247,7 +245,7 @@ def replayed(state: JobState, newcomer: NewcomerRecord, message: CaughtUp) -> No
         bytes=message.bytes,
         helpers=message.helpers,
     )
-    state.logs.waits_since = state.now
+    state.replay.waits_since = state.now
     _let_in(state)
 
 
@@ -266,17 +264,13 @@ def _let_in(state: JobState) -> None:
     state.say(
         "stalled",
         f"all stages have somebody again: stage {', '.join(map(str, stages))} was away for "
-        f"{state.now - state.logs.lost_at:.2f} s",
+        f"{state.now - state.replay.lost_at:.2f} s",
         stages=stages,
-        seconds=round(state.now - state.logs.lost_at, 4),
+        seconds=round(state.now - state.replay.lost_at, 4),
     )
-    state.logs.waits_since, state.logs.given_up = None, 0
-    state.logs.companions.clear()
-    state.logs.accompanied.clear()
-    state.logs.told_of.clear()
-    if (message := state.logs.held_back) is not None:
-        state.logs.held_back = None
-        replayable.durable(state, message)
+    held_back, state.replay = state.replay.held_back, ReplayUnderWay()
+    if held_back is not None:
+        replayable.durable(state, held_back)
     if not state.ending.finishing:
         generations.go_on_without(state, f"stage {', '.join(map(str, stages))} was replayed")
     goodbyes.let_go(state)
@@ -305,7 +299,7 @@ def unreplayable(state: JobState, message: Unreplayable) -> None:
     replays = newcomer.member if newcomer is not None else member
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
-    tried = state.logs.told_of.get(message.worker, ())
+    tried = state.replay.told(message.worker)
     if message.checkpoint:
         state.ending.unusable(message.checkpoint)
     if message.lacks is None or message.lacks in tried or state.ending.finishing:
@@ -318,7 +312,7 @@ def unreplayable(state: JobState, message: Unreplayable) -> None:
         )
         return
     state.logs.unreadable(message.lacks, message.why)
-    state.logs.waits_since = state.now
+    state.replay.waits_since = state.now
     _say_replay(state, message.why)
     _accompany(state)
     if newcomer is not None and newcomer.phase is Phase.REPLAYING:
@@ -332,7 +326,7 @@ def call_off_late(state: JobState) -> None:
     """Ends the job where nothing has been heard for too long of a stage that is to be replayed, or where nobody comes
     any more who could do so, since the job is about to end, or all who came have died.
     """
-    since, job = state.logs.waits_since, state.job
+    since, job = state.replay.waits_since, state.job
     if since is None or job is None:
         return
     empty = state.attendance.empty_stages()
@@ -341,7 +335,7 @@ def call_off_late(state: JobState) -> None:
         go_on_without_stage(state)
         return
     if replay_deadlines.give_up_silent(state, empty, state.now - since):
-        state.logs.waits_since = state.now
+        state.replay.waits_since = state.now
         replay_deadlines.tell(state, empty)
         return
     patience = replay_deadlines.patience(state, empty)

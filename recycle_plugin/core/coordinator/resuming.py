@@ -36,7 +36,7 @@ def report(state: JobState, message: SurvivorReport) -> None:
 
 def overdue(state: JobState, seconds: float) -> None:
     """Ends the job if ``seconds`` after a regrouping began somebody has not reported, who is not to wait."""
-    if state.logs.waits_since is not None or state.ending.finishing:
+    if state.replay.waits_since is not None or state.ending.finishing:
         return
     why = state.regrouping.overdue(state.attendance.left, seconds)
     if why is not None:

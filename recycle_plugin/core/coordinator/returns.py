@@ -95,7 +95,7 @@ def serving(state: JobState, message: Serving) -> None:
 def caught_up(state: JobState, message: CaughtUp) -> None:
     """Takes in that a newcomer follows, and asks to take part."""
     newcomer = state.joining.get(message.worker)
-    if message.worker in state.logs.companions.values():
+    if state.replay.is_companion(message.worker):
         replays.accompanied(state, message)
     elif newcomer is not None and newcomer.phase is Phase.REPLAYING:
         replays.replayed(state, newcomer, message)

@@ -30,6 +30,7 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput, Whom
 from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
 from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.replay_under_way import ReplayUnderWay
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput import Throughput
@@ -69,6 +70,7 @@ class JobState:
         self.resized_in = -1  # the generation in which somebody has planned for another batch size last
         self.logs = Logs()
         self.log_places = LogPlaces()
+        self.replay = ReplayUnderWay()
         self.recovery_times = RecoveryTimes()
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self.complaints = Complaints()
@@ -139,4 +141,4 @@ class JobState:
         """Whether the job's end is decided, or a script is through, and no stage is to be replayed: nobody else can
         come to take part.
         """
-        return self.ending.ended is not None or (self.ending.finishing and self.logs.waits_since is None)
+        return self.ending.ended is not None or (self.ending.finishing and self.replay.waits_since is None)

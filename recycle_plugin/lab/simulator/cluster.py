@@ -153,7 +153,7 @@ class Cluster:
 
     def _goes_on(self) -> bool:
         """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
-        awaited = self.membership.state.logs.waits_since is not None
+        awaited = self.membership.state.replay.waits_since is not None
         return awaited or any(worker.runs for worker in self.workers.values())
 
     def _machine(self, rank: int, weight: int, incarnation: int = 0) -> SimulatedMachine:

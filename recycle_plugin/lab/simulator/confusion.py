@@ -157,6 +157,6 @@ class Confusion:
 
 def _is_over(word: OfWorker, worker: WorkerId, membership: Membership) -> bool:
     """Whether ``worker`` may not say ``word``, of an earlier process of its rank perhaps, at this time."""
-    replays = worker in membership.state.logs.companions.values()  # it may be its turn
+    replays = membership.state.replay.is_companion(worker)  # it may be its turn
     is_member = membership.roster.member(worker) is not None
     return is_member and not replays and word.BY == WORKER and getattr(word, "step", 0) <= membership.committed
