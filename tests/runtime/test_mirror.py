@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recycle_plugin.core.coordinator import exchange, mirror
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.succession import Succession
 from recycle_plugin.core.coordinator.switchboard import Switchboard
@@ -26,11 +27,11 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.runtime.control import coordinator as server
-from recycle_plugin.runtime.control import mirror
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.mirror import follow
 from tests.support.coordinator_players import PATIENCE_S, Player, four_workers
 from tests.support.secret import SECRET, way
 
@@ -48,7 +49,7 @@ async def standing_by(coordinator: Coordinator):
     coordinator.mirror.watch(changes.append)
     control = InLoop(coordinator.connect())
     learnt: list[mirror.Known] = []
-    following = asyncio.create_task(mirror.follow(control, STANDBY, learnt.append))
+    following = asyncio.create_task(follow(control, STANDBY, learnt.append))
 
     async def known() -> mirror.Known:
         await following
@@ -182,7 +183,8 @@ async def test_a_connection_that_is_made_again_at_the_same_coordinator_goes_on()
 
 async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatch):
     """To the one that goes on with what another has known."""
-    monkeypatch.setattr(server, "BACK_S", 0.1)
+    for module in (exchange, server):
+        monkeypatch.setattr(module, "BACK_S", 0.1)
     said: list = []
     async with four_workers(said) as (coordinator, workers), standing_by(coordinator) as (_, task):
         await step(workers, 1)

@@ -13,15 +13,13 @@ from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import LIMIT
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.line_end import TRY_S, Tries
 from recycle_plugin.core.messages.mirroring import Knows, StandsBy
 from recycle_plugin.runtime.control.framed import Framed
 from recycle_plugin.runtime.system import forked
 
 RETRY_S = 0.05  # between two attempts to connect
 ATTEMPT_S = 5.0  # one of them
-AT_HOME_S = 1.5  # how long who listened where the connection led is tried, before who stands by elsewhere is
-TRY_S = 1.0  # and then each of them in turn
-APART = 2  # times the silence after which the coordinator is taken for dead: others find so later
 PIECE = 1 << 18  # bytes that are read at once
 
 
@@ -71,7 +69,6 @@ class SocketControl(Framed):
 
     def __init__(self, proved: Proved, way: ControlWay | None = None, limit: int = LIMIT) -> None:
         self._way = way
-        self._stood_by = StandsBy(0, "", 0, 0.0)  # the last one that did, on another host
         self._take(proved.connection)
         super().__init__(limit, proved.seals)
 
@@ -93,15 +90,11 @@ class SocketControl(Framed):
         if self._way is None:
             return None
         self.close()
-        home = way = self._way
-        if self._elsewhere(hello) is not None:
-            timeout_s += APART * self._term.silent_s  # others may come there later
-        began = time.monotonic()
-        deadline = began + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            elsewhere = self._elsewhere(hello)  # the last term may be another one by now
-            at_home = way is not home or time.monotonic() < began + AT_HOME_S
-            way = home if at_home or elsewhere is None else elsewhere
+        home = self._way
+        tries = Tries(time.monotonic(), timeout_s, self._there(hello) is not None, self._term.silent_s)
+        while (left_s := tries.until - time.monotonic()) > 0:
+            elsewhere = self._there(hello)  # the last term may be another one by now
+            way = elsewhere if tries.next(time.monotonic(), elsewhere is not None) and elsewhere is not None else home
             try:
                 fresh = SocketControl(way.go(min(left_s, ATTEMPT_S if elsewhere is None else TRY_S)), way, self._limit)
             except NoSecret:
@@ -110,28 +103,29 @@ class SocketControl(Framed):
                 time.sleep(RETRY_S)
                 continue
             fresh.send(self._again(hello))
-            welcome = self._answer(fresh, deadline)
+            welcome = self._answer(fresh, tries.until)
             if isinstance(welcome, Welcome):
-                with self._sending, self._receiving:
-                    self._socket, self._way, self.here, self.there = fresh._socket, way, fresh.here, fresh.there
-                    self._go_on(fresh, welcome)
-                    if way is not home:  # who stands by for that one, it will say
-                        self._term = replace(self._term, host="", port=0)
-                    self._heed_silence()
+                self._stand(fresh, welcome, way)
                 return welcome
             fresh.close()
-            if welcome is not None or way is not home:  # it is refused, or there is no way back
+            if tries.are_over(welcome):
                 break
         return None
 
-    def _elsewhere(self, hello: Hello) -> ControlWay | None:
-        """The way to who stands by on another host, if anybody does.  For who is no worker, and decides nothing by
-        turning there, it may also be the last one that did: that one may coordinate by now.
-        """
-        its = self._stood_by if hello.role != "worker" and not self._term.host else self._term
-        if self._way is None or not its.host or self.line < 0 or (its.host, its.port) == self._way.address:
-            return None
-        return replace(self._way, address=(its.host, its.port))
+    def _stand(self, fresh: SocketControl, welcome: Welcome, way: ControlWay) -> None:
+        """Go on over a ``fresh`` connection, to the end of the ``way``."""
+        with self._sending, self._receiving:
+            turned, self._way = way is not self._way, way
+            self._socket, self.here, self.there = fresh._socket, fresh.here, fresh.there
+            self._go_on(fresh, welcome)
+            if turned:
+                self._has_turned()
+            self._heed_silence()
+
+    def _there(self, hello: Hello) -> ControlWay | None:
+        """The way to who stands by on another host, if anybody does."""
+        address = None if self._way is None else self._elsewhere(hello.role, self._way.address)
+        return None if address is None or self._way is None else replace(self._way, address=address)
 
     def _answer(self, fresh: SocketControl, deadline: float) -> object | None:
         """The answer that comes over a ``fresh`` connection; who answers may have to know first that this end knows of
@@ -145,7 +139,6 @@ class SocketControl(Framed):
 
     def _learn(self, term: StandsBy) -> None:
         super()._learn(term)
-        self._stood_by = term if term.host else self._stood_by
         self._heed_silence()
 
     def _heed_silence(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -19,8 +19,8 @@ from recycle_plugin.authentication.handshake import SEAL, Seals
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
-from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
+from recycle_plugin.core.messages.line_end import LineEnd
+from recycle_plugin.core.messages.mirroring import Got
 from recycle_plugin.core.messages.typed import Unreadable
 
 UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
@@ -117,19 +117,16 @@ class Control(Protocol):
         """
 
 
-class Framed:
+class Framed(LineEnd):
     """What both implementations have in common: messages in, frames out.
 
     Subclasses move bytes, as non-blocking sockets do.  With ``seals`` every frame has one behind it.
     """
 
     def __init__(self, limit: int, seals: Seals | None = None) -> None:
+        super().__init__()
         self._limit = limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        # its number at the coordinator, once that has welcomed this end, and what shows that it is this one's
-        self.line, self._token = -1, ""
-        self._kept, self._heard = Kept(), Heard()
-        self._term = StandsBy(0, "", 0, 0.0)  # the last that this end knows of
         self._acknowledged = threading.Condition()
         self._begin(seals)
 
@@ -143,16 +140,9 @@ class Framed:
         """Go on with what a ``fresh`` connection has, whose answer is ``welcome``; call it under both locks."""
         self._seals, self._unsent, self._mute = fresh._seals, bytearray(), False
         self._frames, self.datagrams, self.broken = fresh._frames, fresh.datagrams, None
-        if welcome.line != self.line:  # another one than before
-            self.line, self._token, self._kept, self._heard = welcome.line, welcome.token, Kept(), Heard()
-        self._got(welcome.heard)
-        for frame in self._kept.since(welcome.heard):
+        for frame in self._since(welcome):
             self._add(frame)
         self._push(0.0)
-
-    def _again(self, hello: Hello) -> Hello:
-        """The ``hello`` of who comes again."""
-        return replace(hello, line=self.line, heard=self._heard.count, token=self._token, term=self._term.term)
 
     def _add(self, frame: bytes) -> None:
         self._unsent += frame
@@ -162,8 +152,7 @@ class Framed:
     def send(self, message: object, timeout_s: float = 0.0, more: bool = False) -> bool:
         frame = message if isinstance(message, bytes) else encode(message)
         with self._sending:
-            if self.line >= 0 and not isinstance(message, UNCOUNTED):
-                self._kept.add(frame)
+            self._keep(message, frame)
             if not self._mute and self.broken is None:
                 self._add(frame)
             return more or self._push(timeout_s)
@@ -193,7 +182,7 @@ class Framed:
 
     def _got(self, count: int) -> None:
         with self._acknowledged:
-            self._kept.got(count)
+            super()._got(count)
             self._acknowledged.notify_all()
 
     @property
@@ -209,31 +198,14 @@ class Framed:
             return self._acknowledged.wait_for(lambda: self._kept.dropped >= count, timeout_s)
 
     def _is_news(self, message: object) -> bool:
-        """Take note of how far either end is, at the end that was welcomed; whether that was not all of ``message``."""
-        if isinstance(message, Welcome) and self.line < 0:
-            self.line, self._token = message.line, message.token
-        if self.line < 0:
-            return True
-        if isinstance(message, StandsBy):
-            self._learn(message)
-            return False
         if isinstance(message, Got):
             with self._sending:
-                self._got(message.count)
-            return False
-        if not isinstance(message, UNCOUNTED) and self._heard.is_due(message):
-            self.send(Got(self._heard.count))
-        return True
-
-    def _learn(self, term: StandsBy) -> None:
-        """Take note of a term, and of who stands by in it."""
-        if term.term >= self._term.term:
-            self._term = term
-            self.send(Knows(term.term))
+                return super()._is_news(message)
+        return super()._is_news(message)
 
     def give_up(self, why: str) -> None:
-        if self._term.host:
-            self.send(Turns(self._term.term))
+        if (last := self._last_word()) is not None:
+            self.send(last)
             self._break(Disconnected(why))
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
+from recycle_plugin.core.coordinator.mirror import Known
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
@@ -30,7 +31,6 @@ from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.in_process import InProcess
-from recycle_plugin.runtime.control.mirror import Known
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import DEPOSED, Pipe
 from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn

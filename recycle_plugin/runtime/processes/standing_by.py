@@ -15,13 +15,14 @@ from typing import Any
 from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
+from recycle_plugin.core.coordinator.mirror import STANDBY, Known
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.coordinator import HELLO_S
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.framed import Control
 from recycle_plugin.runtime.control.in_loop import InLoop
-from recycle_plugin.runtime.control.mirror import STANDBY, Known, follow
+from recycle_plugin.runtime.control.mirror import follow
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import HOST, Pipe, call_this
 from recycle_plugin.runtime.processes.hosted import Hosted, address_of, in_one_line, pause, tell_folder, until_through
@@ -189,18 +190,11 @@ class Candidate:
         for control, hello in self._turned:
             answer(control, hello)
 
-    @property
-    def _stands_by(self) -> bool:
-        """Whether it was told of in the last term that it knows of: before, the coordinator may go on without it."""
-        address = None if self._known is None else self._known.board.succession.address
-        return address is not None and address[1] == self.entrance.address[1]
-
     def _count(self) -> None:
-        if self._known is not None and self._stands_by:
-            lines = [self._known.board.known(each) for _, each in self._turned]
-            workers = {line.worker for line in lines if line is not None and line.worker is not None}
-            if self._known.electorate.gives(workers, more=True):
-                self._enough.set()
+        if self._known is not None and self._known.is_elected(
+            self.entrance.address[1], (each for _, each in self._turned)
+        ):
+            self._enough.set()
 
 
 def _warn(text: str) -> None:

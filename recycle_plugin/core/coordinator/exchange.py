@@ -1,0 +1,239 @@
+"""A coordinator but for its clock, sockets and tasks: who comes over which connection, what is taken in from that, and
+what goes out.
+
+All that is to be decided is the switchboard's.  Where another process stands by (core/coordinator/mirror.py), that
+takes in all that this one does, and nothing goes out before it has: so it can go on from there if this process dies.
+The coordinator's server (runtime/control/coordinator.py) and a simulated one, whose clock and lines the campaign makes,
+have the rest.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from recycle_plugin.core.coordinator.lines import Effects
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.mirror import Known, Mirror, Port
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.switchboard import NEWS, WORKER, News, Switchboard
+from recycle_plugin.core.messages.from_coordinator import Refused
+from recycle_plugin.core.messages.from_workers import Hello, Ready
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.mirroring import Turns
+
+TOKEN = 16  # bytes of what a connection's other end has to know to go on with it
+BACK_S = 60.0  # how long the other ends of connections may take to come to the one that goes on
+GONE_S = 1.0  # the same for those on a host that has died, mostly
+DEPOSED = (
+    "not half of the last membership's workers can be reached, and who stood by on another host may go on with the "
+    "others: the coordinator here ends, and with it whoever does not reach that one"
+)
+
+
+class Exchange:
+    """The connections of a coordinator with the state ``board``; ``known``: what is known of a coordinator that has
+    died, which this one goes on from.  Subclasses have its clock and its connections.
+    """
+
+    def __init__(self, board: Switchboard, known: Known | None = None) -> None:
+        self._board = board
+        self._last = 0.0 if known is None else known.now
+        self._shift_s = 0.0  # another host's clock goes on in this state
+        self._heard: dict[int, Port] = {}  # by line: what it is heard over
+        self._away: set[int] = set()  # lines whose other ends break them, and come again
+        self._told: dict[int, Port] = {}  # and what it is told over
+        self._closing = False
+        self.mirror = Mirror(
+            board, self._release, self._begin_term, self._depose, self._is_over, self._seconds, known=known
+        )
+
+    # --- what a server has --------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """The time of the job, in seconds."""
+        raise NotImplementedError
+
+    def _seconds(self) -> float:
+        """The seconds since some moment, by a clock that never goes back."""
+        raise NotImplementedError
+
+    def _later(self, after_s: float, happen: Callable[[int], None], line: int) -> None:
+        raise NotImplementedError
+
+    def _tell(self, event: Event, now: float) -> None:
+        """Tell the user."""
+        raise NotImplementedError
+
+    def _claimed(self, job: JobSpec, job_id: str) -> str:
+        """Claim the job's folders; why that can't be, or ""."""
+        raise NotImplementedError
+
+    def _refuses(self, control: Port | None, why: str) -> None:
+        raise NotImplementedError
+
+    def _expect_heartbeats(self, rank: int, line: int) -> None:
+        raise NotImplementedError
+
+    def _is_over(self) -> bool:
+        """Whether the job is over, and all were told so."""
+        raise NotImplementedError
+
+    def _ends(self, over: bool, gone: bool) -> None:
+        """The job is ``over``; everybody is ``gone``."""
+        raise NotImplementedError
+
+    def _deposed(self) -> bool:
+        """End, since the others may go on without this coordinator; whether that is news."""
+        raise NotImplementedError
+
+    # --- connections ----------------------------------------------------------------------------------
+
+    @property
+    def membership(self) -> Membership:
+        """The state machine that decides."""
+        return self._board.membership
+
+    def _goes_on(self, gone: str = "") -> None:
+        """Wait for the other ends of all connections of a coordinator that has died, in whose place this one goes on:
+        a while for those on its host, where that is the one that is ``gone``.
+        """
+        for number, line in self._board.lines.items():
+            back_s = GONE_S if gone and line.hello.host == gone else BACK_S
+            self._later(back_s, self._see_whether_back, number)
+
+    def _leads(self) -> None:
+        """Go on where this process stood by on another host, whose clock may show another time."""
+        self._shift_s = self._last - self._now() if self._last else 0.0
+
+    def _follows(self) -> None:
+        """Go on where this process stood by on the coordinator's host."""
+        if self._board.succession.term:  # whether enough knew of the last one is not known
+            self.mirror.go_on_alone()
+
+    def _welcome(self, hello: Hello, control: Port, who: str) -> int | None:
+        """The number of the connection with whoever says ``hello``, in words ``who``; None for a worker that the others
+        go on without.
+        """
+        if hello.line >= 0:
+            if self._board.succession.term:  # what it may have to wait for is that enough know of the term
+                control.send(self._board.term_told)
+            there, effects = self._taken(News("goes on", self._now(), hello=hello))
+            if there:
+                self._attach(hello.line, control, effects)
+                return hello.line
+            if hello.role == WORKER:
+                control.send(Refused("the others have gone on without it"))
+                return None
+        hello = replace(hello, line=-1, token=self._token())
+        opened, effects = self._taken(News("opened", self._now(), hello=hello, text=who))
+        self._attach(line := int(opened), control, effects)
+        return line
+
+    @staticmethod
+    def _token() -> str:
+        return secrets.token_hex(TOKEN)
+
+    def _attach(self, line: int, control: Port, effects: Effects) -> None:
+        before, self._heard[line] = self._heard.get(line), control
+        if before is not None:
+            before.close()
+
+        def attach() -> None:
+            self._told[line] = control
+
+        self.mirror.then(effects, attach)
+
+    def _said(self, line: int, message: object) -> None:
+        if isinstance(message, Turns):
+            self._away.add(line)
+            return
+        if isinstance(message, Ready) and not self.membership.started and not self._board.claimed:
+            why = self._claimed(message.job, self._board.job_id)
+            self._take("unclaimed" if why else "claimed", text=why or message.job.run_dir)
+        self._take("said", line, message=message)
+
+    def _broken(self, line: int, control: Port) -> None:
+        """Take in that a connection is broken; one whose other end has said that it comes again may stay away for a
+        while.
+        """
+        if self._heard.get(line) is not control:
+            return
+        del self._heard[line]
+        if line in self._away:
+            self._away.remove(line)
+            self._later(BACK_S, self._see_whether_back, line)
+        else:
+            self._take("closed", line)
+
+    def _see_whether_back(self, line: int) -> None:
+        """Take a connection for broken whose other end has not come, since the one before has died."""
+        if not self._closing and line not in self._heard:
+            self._take("closed", line)
+
+    def _begin_term(self, address: str) -> None:
+        """Tell all of a term that begins, at once where nobody stands by elsewhere in it."""
+        if self._closing or self._is_over():
+            return
+        effects = self._taken(News("stands by", self._now(), text=address))[1]
+        self.mirror.then(effects) if address else self._release(effects)
+
+    def _depose(self) -> None:
+        if self._deposed():
+            said = {"term": self._board.succession.term, "host": self._board.succession.host}
+            self._tell(Event("deposed", DEPOSED, said), self._now())
+
+    # --- news -------------------------------------------------------------------------------------------
+
+    def fail(self, text: str) -> None:
+        """End the job as failed for everybody; ``text`` is the line that all get."""
+        self._take("failed", text=text)
+
+    def terminate(self, reason: str) -> None:
+        """End the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
+        self._take("terminated", text=reason)
+
+    def _take(self, kind: str, line: int = -1, message: object = None, text: str = "") -> None:
+        if not self._closing:
+            self.mirror.then(self._taken(News(kind, self._now(), line, None, message, text))[1])
+
+    def _taken(self, news: News) -> tuple[Any, Effects]:
+        """What the switchboard answers to ``news``, and what follows from them, once whoever stands by has them too."""
+        effects = Effects()
+        try:
+            answer = NEWS[news.kind](self._board, news, effects)
+        except Exception as error:
+            if news.kind != "failed":
+                self.fail(f"the coordinator met an error of its own ({error!r})")
+            raise
+        effects.ended = effects.ended or news.kind == "closed"
+        self.mirror.take(news, effects)
+        return answer, effects
+
+    def _release(self, effects: Effects) -> None:
+        """Let others see what has followed."""
+        now = self._now()
+        for line, frame in effects.frames:
+            if (control := self._told.get(line)) is not None:
+                control.send(frame)
+        for event in effects.events:
+            self._tell(event, now)
+        for line, why in effects.refused:
+            self._refuses(self._told.get(line), why)
+        for rank, line in effects.expected:
+            self._expect_heartbeats(rank, line)
+        for line in effects.closed:
+            self._heard.pop(line, None)
+            if (control := self._told.pop(line, None)) is not None:
+                control.close()
+        gone = (effects.ended or self._board.over is not None) and not self._board.awaited
+        if effects.over or gone:
+            self._ends(effects.over, gone)
+
+    def _pass_time(self) -> None:
+        """Let time pass; to be called every ``core.vocabulary.deadlines.TICK_S``."""
+        self.mirror.see_late()
+        if not self.mirror.holds_up:
+            self._take("tick")

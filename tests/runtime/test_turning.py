@@ -1,0 +1,167 @@
+"""A broken connection to the coordinator is made again: at the same address, or with who stands by on another host."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.core.messages import line_end
+from recycle_plugin.core.messages.from_coordinator import Placed, Welcome
+from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.mirroring import Knows, StandsBy
+from recycle_plugin.runtime.control.connections import SocketControl, connect
+from tests.support.secret import answered, way
+
+PATIENCE_S = 60.0
+HELLO = Hello(1, "worker", 2, "h")
+WELCOME = Welcome(1, "a job")
+
+
+class Listening:
+    """A coordinator that welcomes who comes, or says nothing, with what each has said first."""
+
+    def __init__(self, host: str, answers: bool = True) -> None:
+        self.listener, self.answers = socket.create_server((host, 0)), answers
+        self.address = self.listener.getsockname()
+        self.hellos: queue.Queue[Hello] = queue.Queue()
+        self.ends: list[SocketControl] = []
+        self.first: list[object] = []  # what is said before the answer
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            end = SocketControl(answered(connection, Port.CONTROL))
+            self.ends.append(end)
+            self.hellos.put(end.receive(PATIENCE_S))
+            for message in self.first:
+                end.send(message)
+            if self.answers:
+                end.send(replace(WELCOME, line=4, token="its own"))
+
+    def gone(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def listening():
+    made: list[Listening] = []
+
+    def listen(host: str, **options: bool) -> Listening:
+        made.append(Listening(host, **options))
+        return made[-1]
+
+    yield listen
+    for each in made:
+        with suppress(OSError):
+            each.gone()
+
+
+@pytest.fixture
+def home(listening):
+    """(a coordinator, a connection to it that was welcomed)."""
+    coordinator = listening("127.0.0.1")
+    near = connect(way(coordinator.address), PATIENCE_S)
+    near.send(HELLO)
+    assert isinstance(near.receive(PATIENCE_S), Welcome)
+    yield coordinator, near
+    near.close()
+
+
+def learn(coordinator: Listening, near: SocketControl, term: StandsBy) -> None:
+    coordinator.ends[-1].send(term)
+    coordinator.ends[-1].send(Placed(1))
+    assert near.receive(PATIENCE_S) == Placed(1)
+
+
+def test_who_stands_by_elsewhere_is_turned_to_once_nobody_answers_at_home(home, listening):
+    """Not while somebody does; and what is said first there is the last term."""
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2")
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 1.0))
+    assert coordinator.hellos.get(timeout=PATIENCE_S).term == 0
+    coordinator.ends[-1].close()
+    assert near.receive(PATIENCE_S) is None
+    assert near.resume(HELLO, PATIENCE_S) is not None and near.address == coordinator.address
+    assert coordinator.hellos.get(timeout=PATIENCE_S).term == 3 and elsewhere.hellos.empty()
+    coordinator.gone()
+    assert near.receive(PATIENCE_S) is None
+    assert near.resume(HELLO, PATIENCE_S) is not None and near.address == near.there == elsewhere.address
+    assert elsewhere.hellos.get(timeout=PATIENCE_S).line == 4
+
+
+def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkeypatch):
+    """Though who was there dies, too: that it has come counted there."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2", answers=False)
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    coordinator.hellos.get(timeout=PATIENCE_S)
+    coordinator.gone()
+    assert near.receive(PATIENCE_S) is None
+    resumed: queue.Queue[object] = queue.Queue()
+    threading.Thread(target=lambda: resumed.put(near.resume(HELLO, 5.0)), daemon=True).start()
+    elsewhere.hellos.get(timeout=PATIENCE_S)
+    with socket.create_server(coordinator.address) as again:
+        again.settimeout(0.5)
+        elsewhere.gone()
+        with pytest.raises(TimeoutError):
+            again.accept()
+        assert resumed.get(timeout=PATIENCE_S) is None
+
+
+def test_what_is_said_first_may_be_a_term_that_is_answered_before_the_welcome_comes(home):
+    coordinator, near = home
+    coordinator.first = [StandsBy(5, "", 0, 1.0)]
+    coordinator.ends[-1].close()
+    assert near.receive(PATIENCE_S) is None and near.resume(HELLO, PATIENCE_S) is not None
+    assert coordinator.ends[-1].receive(PATIENCE_S) == Knows(5)
+    near.give_up("nobody is there to turn to")
+    assert near.broken is None
+
+
+@pytest.mark.parametrize("role, turns", (("worker", False), ("supervisor", True)))
+def test_who_decides_nothing_may_turn_to_the_last_one_that_stood_by(home, listening, monkeypatch, role, turns):
+    """A worker may not: it knows that the coordinator goes on without that one."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2")
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    learn(coordinator, near, StandsBy(4, "", 0, 0.1))
+    coordinator.gone()
+    assert near.receive(PATIENCE_S) is None
+    assert (near.resume(replace(HELLO, role=role), 1.0) is not None) == turns == (not elsewhere.hellos.empty())
+
+
+def test_who_listens_may_die_before_it_has_let_anybody_in():
+    """Then who takes its place is found at the same address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()  # as its end does: a reset
+            connection, _ = listener.accept()
+            end = SocketControl(answered(connection, Port.CONTROL))
+            end.send(WELCOME)
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        near = connect(way(listener.getsockname()), PATIENCE_S)
+        assert near.receive(PATIENCE_S) == WELCOME
+        near.close()
+        serving.join()
