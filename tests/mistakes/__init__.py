@@ -34,7 +34,7 @@ from recycle_plugin.core.worker import worker as core_worker
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.lab.simulator import arithmetic, cluster
+from recycle_plugin.lab.simulator import arithmetic, cluster, coordination
 from recycle_plugin.lab.simulator import simulated_worker as worker
 from recycle_plugin.lab.simulator.numbers import Numbers
 from recycle_plugin.planner.closure import Holdings
@@ -276,14 +276,14 @@ def first_roster(monkeypatch) -> None:
 instead("who is gone stays on the roster", Roster, "without", seen=5)(lambda self, workers: self)
 
 
-@instead("the coordinator forgets who has applied what when its state is read again", cluster, "load", seen=169)
+@instead("the coordinator forgets who has applied what when its state is read again", coordination, "load", seen=169)
 def forgotten_field(record):
     membership = load(record)
     membership.state.steps._applied = {}
     return membership
 
 
-@instead("the coordinator forgets what it has told when its state is read again", cluster, "load", seen=71)
+@instead("the coordinator forgets what it has told when its state is read again", coordination, "load", seen=71)
 def forgotten_word(record):
     membership = load(record)
     membership.state.steps._contributions._told = {}

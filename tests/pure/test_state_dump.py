@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
-from recycle_plugin.lab.simulator import campaign, cluster, seeded
+from recycle_plugin.lab.simulator import campaign, coordination, seeded
 from tests.support.membership import member, started, step
 
 SEEDS = (2, 5, 14, 29)  # kills, ties, rejections, a leave
@@ -167,17 +167,20 @@ def digest(monkeypatch, seed: int, reloads: float) -> tuple[str, int]:
     """Of everything that happens in a run: executed instructions, messages, events; and how often the state was read
     again.
     """
-    found, act, again_ = sha256(), cluster.Cluster._act, []
+    found, act, again_ = sha256(), coordination.Coordination._act, []
     with monkeypatch.context() as patched:
         patched.setattr(
-            cluster.Cluster,
+            coordination.Coordination,
             "_act",
             lambda self, output, *more, **named: (
-                [found.update(f"{self.now} {whom} ".encode() + encode(message)) for whom, message in output.messages],
+                [
+                    found.update(f"{self._cluster.now} {whom} ".encode() + encode(message))
+                    for whom, message in output.messages
+                ],
                 act(self, output, *more, **named),
             ),
         )
-        patched.setattr(cluster, "load", lambda record: (again_.append(1), load(record))[1])
+        patched.setattr(coordination, "load", lambda record: (again_.append(1), load(record))[1])
         outcome = campaign.run("x", replace(seeded.scenario(seed), reloads=reloads))
     found.update(repr((outcome.violations, outcome.spans, outcome.story)).encode())
     return found.hexdigest(), len(again_)

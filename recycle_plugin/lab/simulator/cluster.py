@@ -13,8 +13,7 @@ of changes one by one, at any instant, so this answers whether anything can brea
 
 from __future__ import annotations
 
-import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
@@ -23,16 +22,13 @@ from random import Random
 from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
-from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.coordinator.words import Speakers
+from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
 from recycle_plugin.core.messages.from_workers import (
     Exited,
     Fatal,
     Heartbeat,
-    Hello,
     Leaving,
     Logged,
     Post,
@@ -42,7 +38,6 @@ from recycle_plugin.core.messages.from_workers import (
     Unreplayable,
 )
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -50,6 +45,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.lockstep import Word
 from recycle_plugin.core.worker.loop_ports import LEAVE
 from recycle_plugin.lab.simulator.confusion import Confusion
+from recycle_plugin.lab.simulator.coordination import SECOND, SECOND_PROCESS, SUPERVISOR, WORKER, Coordination
 from recycle_plugin.lab.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
 from recycle_plugin.lab.simulator.pushed_machine import SimulatedPushedMachine
@@ -58,23 +54,15 @@ from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.lab.simulator.script import Died, SimulatedScript
 from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
-from recycle_plugin.lab.simulator.simulated_spec import DEADLINES
 from recycle_plugin.lab.simulator.simulated_state import SimulatedLine
 from recycle_plugin.lab.simulator.simulated_sums import Sum
 from recycle_plugin.lab.simulator.simulated_worker import Holding, SimulatedMachine
 
-WORKER, SECOND, SUPERVISOR, DATA, SHARES = (
-    "worker",
-    "second",
-    "supervisor",
-    "data",
-    "shares",
-)  # lines: to the coordinator and back (there, back); from rank to rank
+DATA, SHARES = "data", "shares"  # lines from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
 # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 DELAYING_US = 300 * MILLISECOND
 HEARTBEAT_US = 200 * MILLISECOND
-SECOND_PROCESS = 100  # an incarnation that nobody has asked for
 
 
 class Cluster:
@@ -82,9 +70,14 @@ class Cluster:
     are microseconds of the virtual clock, ``now``.
     """
 
-    def __init__(self, scenario: Scenario, weights: tuple[int, ...], watcher: Any) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        weights: tuple[int, ...],
+        watcher: Any,
+        coordination: Callable[[Cluster], Coordination] = Coordination,
+    ) -> None:
         self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)
-        self.membership = Membership(len(scenario.shape.seats) * scenario.shards)
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
@@ -121,14 +114,8 @@ class Cluster:
         self.exercised = Exercised()
         self.lines = MessageDelays(scenario.weather, scenario.torn)
         self.confusion = Confusion(scenario.torn)
-        self.speakers = Speakers({rank: (f"host{rank}", 0) for rank in self.workers})
-        for rank in self.workers:
-            self.speakers.starts(WorkerId(rank))
         self._in_seats = MessageDelays(CLOSE, scenario.torn)
-        self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
-        self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
-        self._watched = -1
         self._departed: set[int] = set()
         self._joining: set[WorkerId] = set()
         self._fenced: set[WorkerId] = set()  # by their supervisors
@@ -137,19 +124,26 @@ class Cluster:
         self.returned: list[SimulatedMachine] = []  # processes in whose place others have come
         # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
         self.written: dict[tuple[int, int], dict[Holding, int | None]] = {}
+        self.coordination = coordination(self)
 
     def run(self, until_us: int) -> None:
         """Runs until nobody has anything left to do, or until ``until_us``."""
         for worker in self.workers.values():
-            self._begin(worker)
+            if self.coordination.begins_with(worker):
+                self.begin(worker)
         for trouble in self.scenario.troubles:
             self.later(trouble.at_us, partial(self._strike, trouble))
-        self.later(0, self._tick)
+        self.later(0, self.coordination.begin)
         self.later(0, self._send_heartbeats)
         while self._agenda and self._agenda[0][0] <= until_us and self._goes_on():
             self.now, _, happen = heappop(self._agenda)
             happen()
         self.exercised[ProtocolRule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
+
+    @property
+    def membership(self) -> Membership:
+        """The state machine that decides."""
+        return self.coordination.membership
 
     def _goes_on(self) -> bool:
         """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
@@ -159,7 +153,8 @@ class Cluster:
     def _machine(self, rank: int, weight: int, incarnation: int = 0) -> SimulatedMachine:
         return (SimulatedPushedMachine if self.scenario.pushes else SimulatedMachine)(self, rank, weight, incarnation)
 
-    def _begin(self, worker: SimulatedMachine) -> None:
+    def begin(self, worker: SimulatedMachine) -> None:
+        """Begins a worker's script."""
         worker.life = (
             PushedScript(worker) if isinstance(worker, SimulatedPushedMachine) else SimulatedScript(worker)
         ).run()
@@ -197,7 +192,7 @@ class Cluster:
             if worker.iterator_data is not None and not worker.iterator_data.in_place
         }
 
-    def _note_departures(self) -> None:
+    def note_departures(self) -> None:
         """Notes who is no member any more, and still runs, as in its script; and who has no work yet, as long as the
         job goes on.
         """
@@ -235,109 +230,34 @@ class Cluster:
         if rank in self.cut:
             return
         worker = self.workers[rank].control_view.worker
-        self._say(rank, message, by, worker)
+        self.coordination.say(rank, message, by, worker)
         for line, word in self.confusion.beside(worker, message, self.membership, self.now) if by != SECOND else ():
-            self.later(self.confusion.delay(), partial(self._say, rank, word, line, worker))
+            self.later(self.confusion.delay(), partial(self.coordination.say, rank, word, line, worker))
 
     def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
-        """Has ``message`` get to the coordinator, and the answers back, in no time: what is said on boards decides
-        nothing of the course of a job, and so does not change when all else happens.
-        """
-        if rank in self.cut:
-            return
+        """Says something on a board."""
+        if rank not in self.cut:
+            self.coordination.say_at_once(rank, message)
+
+    def heard(self, rank: int, message: object, lost: bool) -> None:
+        """Takes in that the coordinator hears ``message``, of a worker that is ``lost`` for it, or is not."""
         self.exercised.said(message, self.membership)
-        output = self.membership.receive(message, self.now / 1e6)
-        assert not output.events, output.events
-        for worker in self.workers.values():
-            for whom, answer in output.messages:
-                if worker.alive and whom == worker.control_view.worker:
-                    worker.control_view.take(answer)
-                    if worker.counts:
-                        self.wake(worker)
-
-    def _say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
-        """Has ``message`` travel to the coordinator on a connection ``by``, that of ``worker``'s process if it is
-        one's.
-        """
-        role, process = ("supervisor", None) if by == SUPERVISOR else ("worker", worker)
-        if by == SECOND:
-            process = WorkerId(rank, SECOND_PROCESS)
-        hello = Hello(rank, role, 0, f"host{rank}", worker.incarnation)
-        self.travel(
-            (by, "there", rank),
-            partial(self._at_coordinator, partial(self._hear, rank, message, hello, process)),
-        )
-
-    def _at_coordinator(self, happen: Callable[[], None]) -> None:
-        """Has the coordinator do something: one thing after the other, and nothing while it is stalled."""
-        self._inbox.append(happen)
-        if self.now >= self._stalled_until:
-            self._read()
-
-    def _read(self) -> None:
-        while self._inbox and self.now >= self._stalled_until:
-            if self.scenario.reloads and self._reloads.random() < self.scenario.reloads:
-                self.membership = load(json.loads(json.dumps(dump(self.membership))))
-                self.exercised[ProtocolRule.RELOADED] += 1
-            self._inbox.popleft()()
-
-    def _hear(self, rank: int, message: object, hello: Hello, worker: WorkerId | None) -> None:
-        """Gives a message to the coordinator, unless it is another's to say."""
-        if self.speakers.may_say(hello, worker, message):
-            self._receive(rank, message)
-        else:
-            self.exercised[ProtocolRule.REFUSED_WORD] += 1
-
-    def _receive(self, rank: int, message: object) -> None:
-        """Gives a message to the coordinator.  What is under way goes down with the host that it comes from."""
-        if rank in self.cut:
-            return
-        membership = self.membership
-        changing, lost = membership.regrouping is not None, getattr(message, "worker", None) in membership.lost
-        self.exercised.said(message, membership)
         self.watcher.heard(rank, message)
         if isinstance(message, Unreplayable):
             self.watcher.came_upon(self, message)
         if isinstance(message, Logged) and not lost:
             self.logged[message.worker] = message.step
-        output = membership.receive(message, self.now / 1e6)
-        self._act(output, message, changing, lost)
 
-    def _act(self, output: CoordinatorOutput, cause: object = None, changing: bool = False, lost: bool = False) -> None:
-        """Delivers what the coordinator says.  ``changing``, ``lost``: as simulator.exercised has them."""
-        self.exercised.answered(cause, output, self.membership, changing, lost)
-        self._note_departures()
-        self.events += [(self.now, event) for event in output.events]
-        back = sum(event.kind == "rejoined" for event in output.events)
+    def tell(self, events: list[Event]) -> None:
+        """Tells the user of ``events``."""
+        self.events += [(self.now, event) for event in events]
+        back = sum(event.kind == "rejoined" for event in events)
         self.exercised[ProtocolRule.SEAT_RETURNED] += back * (self.scenario.shards > 1)
         self.exercised[ProtocolRule.WHOLE_RETURNED] += back * (self.scenario.unit == "replica")
         self.exercised[ProtocolRule.PUSHED_RETURNED] += back * self.scenario.pushes
-        for whom, message in output.messages:
-            if whom == SUPERVISORS:  # the end of the job
-                continue
-            if isinstance(whom, SupervisorOf):
-                self._tell_supervisor(whom.rank, message)
-                continue
-            self.watcher.told(whom, message)
-            for rank, worker in self.workers.items():
-                addressed = (
-                    not self.membership.is_apart(worker.control_view.worker)
-                    if whom == WORKERS
-                    else worker.control_view.worker == whom
-                )
-                if addressed and rank not in self.cut:
-                    self.travel((WORKER, "back", rank), partial(self._deliver, worker, message))
-        self.watcher.committed(self)
-        number = self.membership.regrouping
-        if number is not None and number != self._watched:
-            self._watched = number
-            self.later(int(DEADLINES.agreement_s * 1e6), partial(self._overdue, number))
 
-    def _overdue(self, number: int) -> None:
-        if self.membership.regrouping == number:
-            self._act(self.membership.regroup_overdue(DEADLINES.agreement_s))
-
-    def _deliver(self, worker: SimulatedMachine, message: object) -> None:
+    def deliver(self, worker: SimulatedMachine, message: object) -> None:
+        """Hands a message of the coordinator's to a worker."""
         if worker.alive and isinstance(message, Generation) and self._is_without(worker, message):
             self.kill(worker.rank)  # as it does itself: what it might still do is not wanted
         elif worker.alive:
@@ -354,25 +274,11 @@ class Cluster:
         outside = view.worker not in generation.roster.workers and not generation.from_step
         return outside and view.incarnation > 0 and not view.outside and not view.has_left(generation)
 
-    def _tell_supervisor(self, rank: int, message: object) -> None:
-        if isinstance(message, Fence):
-            self.watcher.fenced(self, rank, message.reason)
-            if rank not in self.cut and not self.workers[rank].unfenced:
-                self.travel((SUPERVISOR, "back", rank), partial(self._kill_fenced, message.worker))
-        if isinstance(message, Restart):
-            self.speakers.starts(message.worker)
-        if isinstance(message, Restart) and rank not in self.cut:
-            wait = partial(self.later, int(message.after_s * 1e6), partial(self._restart, message))
-            self.travel((SUPERVISOR, "back", rank), wait)
-
-    def _kill_fenced(self, fenced: WorkerId) -> None:
+    def kill_fenced(self, fenced: WorkerId) -> None:
+        """Kills a worker without which the others go on, as its supervisor does."""
         self._fenced.add(fenced)
         if self.workers[fenced.rank].control_view.worker == fenced:
             self.kill(fenced.rank)
-
-    def _tick(self) -> None:
-        self._at_coordinator(lambda: self._act(self.membership.tick(self.now / 1e6)))
-        self.later(int(TICK_S * 1e6), self._tick)
 
     def _send_heartbeats(self) -> None:
         """Sends the heartbeats of every worker and of its supervisor."""
@@ -495,8 +401,7 @@ class Cluster:
                 for rank in ranks:
                     self._lose_host(rank)
             case "stall":
-                self._stalled_until = self.now + trouble.for_us
-                self.later(trouble.for_us, self._read)
+                self.coordination.stall(trouble.for_us)
             case "mute" | "deaf":
                 self.lines.hold(
                     (WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us
@@ -561,13 +466,13 @@ class Cluster:
             process = worker.control_view.worker
             self.later(
                 self.random.choice((0, self.random.randrange(DETECTION_US // 4))),
-                partial(self._disconnect, rank, WORKER, process),
+                partial(self.coordination.disconnect, rank, WORKER, process),
             )
             exited = Exited(rank, worker.code, self.now / 1e6, incarnation=process.incarnation)
             line = SUPERVISOR if worker.code else WORKER  # its last words come first (runtime/control/coordinator.py)
             self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, line))
 
-    def _restart(self, message: Restart) -> None:
+    def restart(self, message: Restart) -> None:
         """Starts a process in the place of one that is dead, as its supervisor does."""
         before = self.workers[message.rank]
         if before.control_view.incarnation >= message.incarnation or message.rank in self.cut:
@@ -580,8 +485,8 @@ class Cluster:
         self.returned.append(before)
         self.watcher.replaced(before)
         self.workers[message.rank] = worker
-        self._act(self.membership.greet(worker.control_view.worker, f"host{message.rank}"))
-        self._begin(worker)
+        if self.coordination.begins(worker):
+            self.begin(worker)
 
     def _come_again(self, rank: int) -> None:
         """Starts a second process of a rank, that nobody has asked for."""
@@ -592,24 +497,13 @@ class Cluster:
             Fatal(rank, "nobody answers", incarnation=SECOND_PROCESS),
         ):
             self.tell_coordinator(rank, message, SECOND)
-        self._disconnect(rank, SECOND, second.worker)
-
-    def _disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
-        """Breaks a connection: the coordinator reads what the worker has said, and then that there is no more."""
-        self.travel(
-            (line, "there", rank),
-            partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))),
-        )
-
-    def _lose_connection(self, worker: WorkerId) -> None:
-        changing = self.membership.regrouping is not None
-        self._act(self.membership.connection_lost(worker, self.now / 1e6), changing=changing)
+        self.coordination.disconnect(rank, SECOND, second.worker)
 
     def _cut_off(self, ranks: list[int]) -> None:
         self.cut |= set(ranks)
         for rank in ranks:
             self._touch_sums(rank)
-            self.later(DETECTION_US, partial(self._disconnect, rank))
+            self.later(DETECTION_US, partial(self.coordination.disconnect, rank))
             self.later(DETECTION_US, partial(self._lose_coordinator, rank))
 
     def _lose_host(self, rank: int) -> None:
@@ -618,14 +512,11 @@ class Cluster:
         self.cut.add(rank)
         self.kill(rank)
         process = self.workers[rank].control_view.worker
-        self.later(DETECTION_US, partial(self._disconnect, rank, WORKER, process))
-        self.later(DETECTION_US, partial(self._at_coordinator, partial(self._lose_supervisor, rank)))
+        self.later(DETECTION_US, partial(self.coordination.disconnect, rank, WORKER, process))
+        self.later(DETECTION_US, partial(self.coordination.lose_supervisor, rank))
         for log in self.logs if self.scenario.logs_apart else ():
             if log.worker.rank == rank:
                 self.taken |= dict.fromkeys(log.taken(), self.now)
-
-    def _lose_supervisor(self, rank: int) -> None:
-        self._act(self.membership.supervisor(rank, False, self.now / 1e6))
 
     def _lose_coordinator(self, rank: int) -> None:
         worker = self.workers[rank]
