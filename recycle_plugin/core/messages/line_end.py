@@ -68,11 +68,17 @@ class LineEnd:
         return True
 
     def _learn(self, term: StandsBy) -> None:
-        """Take note of a term, and of who stands by in it."""
-        if term.term >= self._term.term:
-            self._term = term
-            self._stood_by = term if term.host else self._stood_by
-            self.send(Knows(term.term))
+        """Take note of a term, and of who stands by in it, and say so."""
+        if (answer := self._noted(term)) is not None:
+            self.send(answer)
+
+    def _noted(self, term: StandsBy) -> Knows | None:
+        """The answer to a term, once it is noted; None to one before the last."""
+        if term.term < self._term.term:
+            return None
+        self._term = term
+        self._stood_by = term if term.host else self._stood_by
+        return Knows(term.term)
 
     def _last_word(self) -> Turns | None:
         """What is said before this end breaks a connection over which it hears nothing; None where it does not break

@@ -28,9 +28,11 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator import given_up, slow_replicas
 from recycle_plugin.lab.simulator.checkers import Watcher
 from recycle_plugin.lab.simulator.cluster import Cluster, redone_share
+from recycle_plugin.lab.simulator.coordination import Coordination
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario
-from recycle_plugin.lab.simulator.seeded import scenario, with_confusion
+from recycle_plugin.lab.simulator.seeded import scenario, with_a_takeover, with_confusion
+from recycle_plugin.lab.simulator.takeovers import Takeovers
 
 WEIGHTS = (3, 5, 7, 11, 13, 17)
 LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
@@ -101,9 +103,10 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
         or any(fault.kind != "kill" for fault in given.faults)
     )
     watcher = failure_detector(given, weights, late)
-    cluster = Cluster(given, weights, watcher)
+    cluster = Cluster(given, weights, watcher, Takeovers if given.takes_over else Coordination)
     try:
         cluster.run(LIMIT_US * given.shards)
+        cluster.coordination.finished()
         watcher.finished(cluster, may_end(cluster))
         for wrong in slow_replicas.mistaken(cluster):
             watcher.say(wrong)
@@ -128,6 +131,8 @@ def may_end(cluster: Cluster) -> bool:
     """Whether what has been lost allows the end of the job: a stage without workers that can't be replayed, too few in
     touch with each other, anybody before the start, or iterators' data that is not to be had again.
     """
+    if cluster.coordination.may_end:
+        return True
     membership, gone = cluster.membership, cluster.gone()
     away = cluster.lost_seats | {worker.seat for worker in cluster.workers.values() if worker.stuck or worker.stopped}
     if cluster.scenario.unit == "replica":
@@ -182,6 +187,18 @@ def confused(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
 def run_confused(seed: int) -> ScenarioOutcome:
     """Runs the scenario of ``seed`` with a confused worker."""
     return run(f"--confused --seed {seed}", with_confusion(seed))
+
+
+def takeovers(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
+    """Runs the scenarios of all ``seeds``, in each of which others take the coordinator's place, shared among ``jobs``
+    processes.
+    """
+    return _report(run_takeover, seeds, jobs)
+
+
+def run_takeover(seed: int) -> ScenarioOutcome:
+    """Runs the scenario of ``seed``, in which others take the coordinator's place."""
+    return run(f"--takeovers --seed {seed}", with_a_takeover(seed))
 
 
 @dataclass(frozen=True)

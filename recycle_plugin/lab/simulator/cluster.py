@@ -50,7 +50,7 @@ from recycle_plugin.lab.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
 from recycle_plugin.lab.simulator.pushed_machine import SimulatedPushedMachine
 from recycle_plugin.lab.simulator.pushed_script import PushedScript
-from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, TAKEOVERS, Scenario, Trouble
 from recycle_plugin.lab.simulator.script import Died, SimulatedScript
 from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
@@ -132,7 +132,8 @@ class Cluster:
             if self.coordination.begins_with(worker):
                 self.begin(worker)
         for trouble in self.scenario.troubles:
-            self.later(trouble.at_us, partial(self._strike, trouble))
+            if not trouble.point:
+                self.later(trouble.at_us, partial(self.strike, trouble))
         self.later(0, self.coordination.begin)
         self.later(0, self._send_heartbeats)
         while self._agenda and self._agenda[0][0] <= until_us and self._goes_on():
@@ -227,7 +228,7 @@ class Cluster:
 
     def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
         """Sends a message from ``rank`` to the coordinator.  ``by``: on whose connection."""
-        if rank in self.cut:
+        if not self.coordination.reaches(rank):
             return
         worker = self.workers[rank].control_view.worker
         self.coordination.say(rank, message, by, worker)
@@ -236,7 +237,7 @@ class Cluster:
 
     def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
         """Says something on a board."""
-        if rank not in self.cut:
+        if self.coordination.reaches(rank):
             self.coordination.say_at_once(rank, message)
 
     def heard(self, rank: int, message: object, lost: bool) -> None:
@@ -374,7 +375,8 @@ class Cluster:
 
     # --- troubles -----------------------------------------------------------------------------------
 
-    def _strike(self, trouble: Trouble) -> None:
+    def strike(self, trouble: Trouble) -> None:
+        """Lets a trouble strike, now."""
         ranks = [self.rank_of[seat] for seat in trouble.seats]
         for rank in ranks:
             self.hit(trouble.kind, rank)
@@ -399,9 +401,11 @@ class Cluster:
                 self._cut_off([rank for struck in ranks for rank in self._together(struck)])
             case "host":
                 for rank in ranks:
-                    self._lose_host(rank)
+                    self.lose_host(rank)
             case "stall":
                 self.coordination.stall(trouble.for_us)
+            case kind if kind in TAKEOVERS:
+                self.coordination.strike(trouble)
             case "mute" | "deaf":
                 self.lines.hold(
                     (WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us
@@ -461,8 +465,8 @@ class Cluster:
         if not worker.alive:
             return
         worker.alive, worker.stopped = False, False
-        self._touch_sums(rank)
-        if rank not in self.cut:
+        self.touch_sums(rank)
+        if self.coordination.reaches(rank):
             process = worker.control_view.worker
             self.later(
                 self.random.choice((0, self.random.randrange(DETECTION_US // 4))),
@@ -475,7 +479,7 @@ class Cluster:
     def restart(self, message: Restart) -> None:
         """Starts a process in the place of one that is dead, as its supervisor does."""
         before = self.workers[message.rank]
-        if before.control_view.incarnation >= message.incarnation or message.rank in self.cut:
+        if before.control_view.incarnation >= message.incarnation or not self.coordination.reaches(message.rank):
             return
         as_one = self.scenario.shards > 1 or self.scenario.unit == "replica"
         if as_one and message.worker in self._fenced:  # with another one of its unit, which has died
@@ -502,11 +506,11 @@ class Cluster:
     def _cut_off(self, ranks: list[int]) -> None:
         self.cut |= set(ranks)
         for rank in ranks:
-            self._touch_sums(rank)
+            self.touch_sums(rank)
             self.later(DETECTION_US, partial(self.coordination.disconnect, rank))
             self.later(DETECTION_US, partial(self._lose_coordinator, rank))
 
-    def _lose_host(self, rank: int) -> None:
+    def lose_host(self, rank: int) -> None:
         """Takes the host of ``rank`` away, with all that is on it; nobody says how its worker has ended."""
         self.lost_hosts.add(rank)
         self.cut.add(rank)
@@ -523,7 +527,8 @@ class Cluster:
         if worker.alive and worker.control_view.lose_coordinator():
             self.wake(worker)
 
-    def _touch_sums(self, rank: int) -> None:
+    def touch_sums(self, rank: int) -> None:
+        """Has all sums that the worker of ``rank`` takes part in be torn, perhaps."""
         for sum_ in self.sums.values():
             if rank in sum_.members:
                 sum_.touched = True

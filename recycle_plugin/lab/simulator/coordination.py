@@ -20,6 +20,7 @@ from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.scenario import Trouble
 from recycle_plugin.lab.simulator.simulated_spec import DEADLINES
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Coordination:
     def begin(self) -> None:
         """Begins to let time pass."""
         self._tick()
+
+    may_end = False  # what has happened to coordinators allows the job's end
+
+    def finished(self) -> None:
+        """Checks, at the end, what has become of coordinators."""
 
     def stall(self, for_us: int) -> None:
         """Has the coordinator read nothing for a while."""
@@ -86,6 +92,18 @@ class Coordination:
     def lose_supervisor(self, rank: int) -> None:
         """Breaks the connection of the supervisor of ``rank``, of which nothing is under way."""
         self._at_coordinator(partial(self._now, lambda now: self.membership.supervisor(rank, False, now)))
+
+    def strike(self, trouble: Trouble) -> None:
+        """Lets a trouble strike the coordinator, or those that stand by for it; nobody does here."""
+        raise NotImplementedError(trouble)
+
+    def reaches(self, rank: int) -> bool:
+        """Whether what is said on the host of ``rank`` gets to the coordinator."""
+        return rank not in self._cluster.cut
+
+    def joined(self, ranks: frozenset[int]) -> bool:
+        """Whether these reach each other; where they can't they find so by themselves here."""
+        return True
 
     def begins_with(self, worker: SimulatedMachine) -> bool:
         """Takes in one of the processes that the job begins with; returns whether it was let in already."""

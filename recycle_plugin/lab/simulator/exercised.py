@@ -118,6 +118,9 @@ class ProtocolRule(str, Enum):
     CONFUSED = "a worker that said what can't be was given up"
     COUNTED_ON = "a newcomer heard where the others were as it was let in"
     SAID_LATER = "a worker said where it was in a membership that it had passed over"
+    WENT_ON = "a process on the coordinator's host took its place"
+    MOVED = "a process on another host took the coordinator's place"
+    DEPOSED = "a coordinator found that the others may go on without it"
     RELOADED = "the coordinator's state was written down and read again"
 
 

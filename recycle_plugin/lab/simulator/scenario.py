@@ -12,6 +12,8 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.message_delays import FAIR, Weather
 
 MILLISECOND = 1000
+HOSTS = ("coordinator's host", "candidate's host")  # are lost whole
+TAKEOVERS = ("coordinator", "standby", "candidate", *HOSTS, "partition", "pause", "hold")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Trouble:
     part, and goes); confused (beside what it has to say the worker says what is valid and wrong,
     lab/simulator/confusion.py); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave
     (a worker is to go), end (the job is), finish (the job is, by a worker's word).
+
+    Where others may take the coordinator's place (lab/simulator/takeovers.py): coordinator, standby, candidate (its
+    process is killed, or the one that stands by on its host, or on another one; the same of their hosts), partition
+    (the hosts of ``seats``, and that of the coordinator if there is no other, are cut off from all others), pause (the
+    coordinator's process is stopped), hold (what goes one way between the coordinator's host and the others is held up;
+    to it where ``percent`` is 0).  ``point``: at this step of taking over, the ``number``-th time, and ``at_us`` later.
     """
 
     kind: str
@@ -37,12 +45,14 @@ class Trouble:
     peer: Seat | None = None
     for_us: int = 0
     percent: int = 100
+    point: str = ""
+    number: int = 1
 
     def __str__(self) -> str:
         names = "+".join(map(str, self.seats)) + (f">{self.peer}" if self.peer else "")
-        return f"{self.kind} {names} at {self.at_us / 1000:g} ms".replace("  ", " ") + (
-            f" for {self.for_us / 1000:g} ms" if self.for_us else ""
-        )
+        lasts = f" for {self.for_us / 1000:g} ms" if self.for_us else ""
+        behind = f" behind {self.point}:{self.number}" if self.point else ""
+        return f"{self.kind} {names} at {self.at_us / 1000:g} ms".replace("  ", " ") + lasts + behind
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,8 @@ class Scenario:
     faults; ``by_hand``: the script sets the learning rate of each step; ``unit``: who is given up as one, "worker" (all
     that hold a seat) or "replica"; ``slow``: what becomes of a slow replica, as in the settings; ``pushes``: scripts
     run their own loops of forward, backward and step, with samples of their own, in a job of one stage; ``dawdles``:
-    behind which share of their calls they take their time.
+    behind which share of their calls they take their time; ``takes_over``: other processes may take the coordinator's
+    place.
     """
 
     shape: Topology
@@ -127,11 +138,12 @@ class Scenario:
     slow: bool = False
     pushes: bool = False
     dawdles: float = 0.0
+    takes_over: bool = False
 
     @property
     def loses_hosts(self) -> bool:
         """Whether a host is lost whole, which the coordinator comes to know by its silence."""
-        return any(trouble.kind == "host" for trouble in self.troubles)
+        return self.takes_over or any(trouble.kind == "host" for trouble in self.troubles)
 
     @property
     def exact(self) -> bool:

@@ -17,6 +17,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 
 if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.cluster import Cluster
     from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 
 
@@ -85,13 +86,18 @@ def _together(
         Sum(members),
     )
     sum_.brought[machine.rank] = mine
-    if set(sum_.brought) == members:
-        sum_.done = True
-        for rank in members:
-            machine.cluster.wake(machine.cluster.workers[rank])
+    complete(machine.cluster, sum_)
     yield from machine.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
     machine.at = (COMPUTES, str(instruction))
     yield machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage) + 1
     if sum_.touched and machine.cluster.random.random() < machine.cluster.scenario.torn_share:
         yield from machine.wait("news of a lost worker", lambda: None)
     return sum_.brought
+
+
+def complete(cluster: Cluster, sum_: Sum) -> None:
+    """Completes a sum to which all have brought their parts, if they reach each other."""
+    if not sum_.done and set(sum_.brought) == sum_.members and cluster.coordination.joined(sum_.members):
+        sum_.done = True
+        for rank in sum_.members:
+            cluster.wake(cluster.workers[rank])

@@ -14,7 +14,7 @@ from recycle_plugin.core.messages.encoding import LIMIT
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.line_end import TRY_S, Tries
-from recycle_plugin.core.messages.mirroring import Knows, StandsBy
+from recycle_plugin.core.messages.mirroring import StandsBy
 from recycle_plugin.runtime.control.framed import Framed
 from recycle_plugin.runtime.system import forked
 
@@ -132,9 +132,8 @@ class SocketControl(Framed):
         a term.
         """
         while isinstance(answer := fresh.receive(max(0.0, deadline - time.monotonic())), StandsBy):
-            if answer.term >= self._term.term:
-                self._term = answer
-                fresh.send(Knows(answer.term))
+            if (knows := self._noted(answer)) is not None:
+                fresh.send(knows)
         return answer
 
     def _learn(self, term: StandsBy) -> None:

@@ -1,0 +1,78 @@
+"""The checker of jobs in which others take the coordinator's place: there are never two histories.
+
+Whatever anybody has heard, whoever coordinates knows, and would say the same; what it takes in is what was said, once
+and in order; and of a membership, and of the end, all hear the same, whoever says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from recycle_plugin.core.coordinator.switchboard import Switchboard
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Resume
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.simulated_lines import SimulatedEnd
+
+
+class OneHistory:
+    """What was heard, by all ends of connections; ``say`` notes what is wrong."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._heard: dict[str, list[bytes]] = {}  # by connection
+        self._told: dict[Hashable, bytes] = {}
+        self._committed = 0
+        self.board: Switchboard | None = None  # of whoever coordinates
+
+    def heard(self, end: SimulatedEnd, number: int, message: object) -> None:
+        """Takes in that an end hears a ``message``, the ``number``-th that counts."""
+        frame, heard = encode(message), self._heard.setdefault(end.token, [])
+        if number != len(heard) + 1:
+            self._say(f"{self._who(end)} hears its message {number} behind {len(heard)}")
+        heard.append(frame)
+        if isinstance(message, Committed):
+            self._committed = max(self._committed, message.step)
+        if isinstance(message, (Generation, Resume)):
+            number_of = message.number if isinstance(message, Generation) else message.generation
+            if self._told.setdefault((type(message), number_of), frame) != frame and isinstance(message, Generation):
+                self._say(f"{self._who(end)} hears of another generation {number_of} than others")
+        if self.board is not None:
+            self._compare(end, self.board, len(heard) - 1)
+
+    def leads(self, board: Switchboard, ends: Mapping[Hashable, SimulatedEnd]) -> None:
+        """Takes in that another one coordinates, which knows what ``board`` does."""
+        self.board = board
+        if board.membership.committed < self._committed:
+            self._say(
+                f"step {self._committed} is committed for some, and who coordinates knows of none behind "
+                f"{board.membership.committed}"
+            )
+        for end in ends.values():
+            if not end.dead:
+                for index in range(len(self._heard.get(end.token, ()))):
+                    self._compare(end, board, index)
+
+    def _compare(self, end: SimulatedEnd, board: Switchboard, index: int) -> None:
+        line = board.lines.get(end.line)
+        if line is None or line.hello.token != end.token:
+            return
+        kept, frame = line.kept, self._heard[end.token][index]
+        if index >= kept.count:
+            self._say(f"{self._who(end)} hears what who coordinates has not said: {frame[10:60]!r}")
+        elif (said := kept.since(index)[:1]) and index >= kept.dropped and said[0] != frame:
+            self._say(f"{self._who(end)} hears other than who coordinates says: {frame[10:60]!r}")
+
+    def took(self, end: SimulatedEnd | None, number: int, message: object) -> None:
+        """Takes in that whoever coordinates takes a message in, as the ``number``-th over a connection."""
+        if end is None:
+            return
+        frame = encode(message)
+        if number > len(end.said) or end.said[number - 1] != frame:
+            self._say(f"message {number} of {self._who(end)} is taken for another: {frame[10:60]!r}")
+
+    @staticmethod
+    def _who(end: SimulatedEnd) -> str:
+        return f"the {end.hello.role} of rank {end.hello.rank}"

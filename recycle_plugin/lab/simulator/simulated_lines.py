@@ -1,0 +1,299 @@
+"""The connections of a simulated job to its coordinators, as TCP has them: what goes in comes out in order, where hosts
+can't reach each other it waits until they can, and the end of a process closes what it has, but that of a host nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.from_coordinator import Welcome
+from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.kept import BEATS, UNCOUNTED
+from recycle_plugin.core.messages.line_end import TRY_S, LineEnd, Tries
+from recycle_plugin.core.messages.mirroring import StandsBy
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.takeovers import Takeovers
+
+CLOSED = object()  # what a connection's end is told last
+SECOND = 1_000_000  # microseconds
+RETRY_US = 50_000  # between two tries to connect
+ATTEMPT_S = 5.0  # one of them, where nobody answers
+CONNECT_S, RESUME_S = 60.0, 10.0  # how long a new process tries, and one that comes again
+ANSWER_S, SILENT = 1.0, 3  # how late an answer may come, and how many counts may not, before the coordinator is silent
+Address = tuple[str, int]
+read = lru_cache(maxsize=1 << 12)(decode)
+
+
+class Side:
+    """One end of a connection, that of a process on the host of rank ``host``; ``hear`` and ``breaks`` are called with
+    it.
+    """
+
+    def __init__(self, hosts: Hosts, way: tuple, host: int) -> None:
+        self._hosts, self.way, self.host = hosts, way, host
+        self.other: Side
+        self.closed = False
+        self.held: list[object] = []  # what has not come yet, since the other's host can't reach this one
+        self.hear: Callable[[Side, Any], None]
+        self.breaks: Callable[[Side], None]
+
+    def send(self, message: object, more: bool = False) -> None:
+        """Send a message, or its frame."""
+        if not self.closed:
+            self._hosts.carry(self, message)
+
+    def flush_soon(self) -> None:
+        """Nothing is kept for more."""
+
+    def close(self) -> None:
+        """Close the connection: the other end hears that last."""
+        if not self.closed:
+            self._hosts.carry(self, CLOSED)
+            self.closed = True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing gets through, either way."""
+        return not self._hosts.reaches(self.host, self.other.host) or not self._hosts.reaches(
+            self.other.host, self.host
+        )
+
+
+class Hosts:
+    """The hosts of a job, one for each rank, and what is under way between them; ``alive``: whether one is."""
+
+    def __init__(self, takeovers: Takeovers) -> None:
+        self._cluster = takeovers.cluster
+        self._blocked: set[tuple[str, int]] = set()  # what goes "from" a host, or "to" it, is held up
+        self._sides: list[Side] = []
+
+    def reaches(self, source: int, target: int) -> bool:
+        """Whether what is sent from one host gets to another now."""
+        cut, lost = self._cluster.cut - self._cluster.lost_hosts, self._cluster.lost_hosts
+        if source in lost or target in lost:
+            return False
+        if source == target:
+            return True
+        held = ("from", source) in self._blocked or ("to", target) in self._blocked
+        return (source in cut) == (target in cut) and not held
+
+    def connected(self, name: tuple, caller: int, listener: int) -> tuple[Side, Side]:
+        """Both ends of a connection."""
+        near, far = Side(self, (*name, "there"), caller), Side(self, (*name, "back"), listener)
+        near.other, far.other = far, near
+        self._sides += [near, far]
+        return near, far
+
+    def carry(self, side: Side, what: object) -> None:
+        """Has something travel from one end to the other."""
+        self._cluster.travel(side.way, partial(self._arrive, side, what))
+
+    def _arrive(self, side: Side, what: object) -> None:
+        target = side.other
+        if target.held or not self.reaches(side.host, target.host):
+            target.held.append(what)
+        else:
+            self._hand(target, what)
+
+    @staticmethod
+    def _hand(target: Side, what: object) -> None:
+        if target.closed:
+            return
+        if what is CLOSED:
+            target.closed = True
+            target.breaks(target)
+        else:
+            target.hear(target, read(what) if isinstance(what, bytes) else what)
+
+    def hold(self, way: str, host: int, held: bool) -> None:
+        """Holds what goes ``way``, "from" a host or "to" it, up, or lets it go on."""
+        (self._blocked.add if held else self._blocked.discard)((way, host))
+        self.flow()
+
+    def flow(self) -> None:
+        """Lets through what has waited for hosts that reach each other again."""
+        self._sides = [side for side in self._sides if not (side.closed and side.other.closed)]
+        for side in self._sides:
+            if side.held and self.reaches(side.other.host, side.host):
+                held, side.held = side.held, []
+                for what in held:
+                    self._hand(side, what)
+
+    def dies(self, host: int) -> None:
+        """Takes a host away, without a word."""
+        for side in self._sides:
+            side.closed = side.closed or side.host == host
+
+
+class SimulatedEnd(LineEnd):
+    """A worker's or a supervisor's end of its connection, first at ``address``; ``news`` gets what is said over it,
+    ``begins`` is called once it is welcomed, and ``lost`` once nobody is found any more.
+    """
+
+    def __init__(
+        self,
+        takeovers: Takeovers,
+        hello: Hello,
+        address: Callable[[], Address],
+        begins: Callable[[], None],
+        news: Callable[[Any], None],
+        lost: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._takeovers, self.hello, self._first = takeovers, hello, address
+        self._begins, self._news, self._lost = begins, news, lost
+        self.address = address()
+        self.said: list[bytes] = []  # all that the coordinator is to count
+        self.token = ""
+        self._early: list[object] = []  # what was said before it was welcomed
+        self._side: Side | None = None
+        self._tries: Tries | None = self._begin_to_try(CONNECT_S)  # while it is not connected
+        self._going: Address = self.address
+        self._heard_s = self._reached_s = takeovers.now_s
+        self.dead = False
+        self._try()
+
+    # --- connecting -----------------------------------------------------------------------------------
+
+    def _begin_to_try(self, timeout_s: float) -> Tries:
+        elsewhere = self._elsewhere(self.hello.role, self.address) is not None
+        return Tries(self._takeovers.now_s, timeout_s, elsewhere, self._term.silent_s)
+
+    def _try(self) -> None:
+        tries = self._tries
+        if self.dead or tries is None:
+            return
+        if self._takeovers.now_s >= tries.until:
+            self._give_up_all()
+            return
+        elsewhere = self._elsewhere(self.hello.role, self.address)
+        goes = tries.next(self._takeovers.now_s, elsewhere is not None)
+        home = self._first() if self.line < 0 else self.address
+        self._going = elsewhere if goes and elsewhere is not None else home
+        name = self.hello.role, self.hello.rank
+        side = self._takeovers.call(name, self.hello.rank, self._going)
+        if side is None:
+            silent_s = (
+                (ATTEMPT_S if elsewhere is None else TRY_S)
+                if self._takeovers.is_silent(self.hello.rank, self._going)
+                else 0.0
+            )
+            self._takeovers.cluster.later(int(silent_s * SECOND) + RETRY_US, self._try)
+            return
+        self._side, side.hear, side.breaks = side, self._hear, self._breaks
+        side.send(self._again(self.hello) if self.line >= 0 else self.hello)
+
+    def _answered(self, side: Side, message: object) -> None:
+        tries = self._tries
+        assert tries is not None, "it is not connected"
+        if isinstance(message, StandsBy):
+            if (knows := self._noted(message)) is not None:
+                side.send(knows)
+        elif isinstance(message, Welcome):
+            self._stand(side, message)
+        else:
+            side.close()
+            self._side = None
+            self._go_on_trying(message)
+
+    def _stand(self, side: Side, welcome: Welcome) -> None:
+        first, turned, self._tries = self.line < 0, self._going != self.address, None
+        if welcome.line != self.line:
+            self.said.clear()
+        self.address, self.token = self._going, welcome.token
+        for frame in self._since(welcome):
+            side.send(frame)
+        if turned and not first:
+            self._has_turned()
+        early, self._early = self._early, []
+        for message in early:
+            self.send(message)
+        self._heard_s = self._reached_s = self._takeovers.now_s
+        self._takeovers.reach("begun" if first else "back")
+        if first:
+            self._begins()
+
+    def _go_on_trying(self, answer: object | None) -> None:
+        assert self._tries is not None, "it is not connected"
+        if self.line >= 0 and self._tries.are_over(answer):
+            self._give_up_all()
+        else:
+            self._takeovers.cluster.later(RETRY_US, self._try)
+
+    def _give_up_all(self) -> None:
+        if not self.dead:
+            self.close()
+            self._lost()
+
+    # --- talking --------------------------------------------------------------------------------------
+
+    def send(self, message: object) -> None:
+        """Send a message to whoever coordinates."""
+        if self.dead:
+            return
+        if self.line < 0:
+            self._early.append(message)
+            return
+        frame = encode(message)
+        self._keep(message, frame)
+        if not isinstance(message, UNCOUNTED):
+            self.said.append(frame)
+        if self._side is not None and self._tries is None:
+            self._side.send(message)
+
+    def _hear(self, side: Side, message: object) -> None:
+        if side is not self._side or self.dead:
+            return
+        self._heard_s = self._takeovers.now_s
+        if self._tries is not None:
+            self._answered(side, message)
+        elif self._is_news(message):
+            if not isinstance(message, UNCOUNTED):
+                self._takeovers.one.heard(self, self._heard.count, message)
+            self._news(message)
+
+    def _breaks(self, side: Side) -> None:
+        if side is not self._side or self.dead:
+            return
+        self._side = None
+        if self._tries is not None:
+            self._go_on_trying(None)
+        else:
+            self._tries = self._begin_to_try(RESUME_S)
+            self._try()
+
+    def close(self) -> None:
+        """Close it for good: its process has died."""
+        self.dead = True
+        if self._side is not None:
+            self._side.close()
+
+    def look(self, cut_off_s: float) -> None:
+        """Find that nothing gets through, or nothing is heard: turn to somebody else, if there is anybody, or give up
+        after ``cut_off_s``.
+        """
+        side, now_s = self._side, self._takeovers.now_s
+        if self.dead or side is None:
+            return
+        if not side.is_cut:
+            self._reached_s = now_s
+        if self._tries is not None:
+            if now_s >= self._tries.until:
+                self._give_up_all()
+            return
+        worker = self.hello.role == "worker"
+        silent = now_s > self._heard_s + self._term.silent_s + ANSWER_S if worker else self._is_unheard
+        if (last := self._last_word()) is not None and (silent or now_s > self._reached_s + self._term.silent_s):
+            side.send(last)
+            side.close()
+            self._breaks(side)
+        elif worker and now_s > self._heard_s + cut_off_s:
+            self._give_up_all()
+
+    @property
+    def _is_unheard(self) -> bool:
+        return self._kept.count - self._kept.dropped > SILENT * BEATS

@@ -1,0 +1,705 @@
+"""The coordinator of a simulated job that may die, and those that take its place: what trains, but for clock and lines.
+
+Each rank has a host.  A host's guard may have the coordinator, and one that stands by for it there; another host has
+one that stands by elsewhere.  All of these, and the ends of all connections, run what decides in a job: the switchboard
+and its state, who is in step, who may lead, which tries come next (core/coordinator/exchange.py, mirror.py,
+succession.py, core/messages/line_end.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from recycle_plugin.core.coordinator.exchange import Exchange
+from recycle_plugin.core.coordinator.lines import Effects
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.mirror import STANDBY, Follower, Following, Known, Port
+from recycle_plugin.core.coordinator.output import WORKERS, Event
+from recycle_plugin.core.coordinator.switchboard import News, Switchboard
+from recycle_plugin.core.messages.from_coordinator import Fence, ForkStandby, Restart
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Post, ReadBoard
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.kept import UNCOUNTED
+from recycle_plugin.core.vocabulary.deadlines import APART, TICK_S
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.lab.simulator.coordination import SUPERVISOR, WORKER, Coordination
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
+from recycle_plugin.lab.simulator.one_history import OneHistory
+from recycle_plugin.lab.simulator.scenario import HOSTS, MILLISECOND, Trouble
+from recycle_plugin.lab.simulator.simulated_lines import RETRY_US, SECOND, Hosts, Side, SimulatedEnd, read
+from recycle_plugin.lab.simulator.simulated_spec import SILENCE_S
+from recycle_plugin.lab.simulator.simulated_sums import complete
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.cluster import Cluster
+    from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
+
+STARTING_US = 40 * MILLISECOND  # until a process that is forked runs
+AGAIN_US = 500 * MILLISECOND  # until one that stands by elsewhere connects once more
+ENDING_US = 15 * SECOND  # how long a worker that is told to end may take
+HOME_PORT = 1
+
+
+class Process:
+    """A process on the host of rank ``host``, which answers who calls: the coordinator, or who stands by."""
+
+    def __init__(self, takeovers: Takeovers, host: int) -> None:
+        self.takeovers, self.host, self.pid = takeovers, host, takeovers.next_pid()
+        self.alive, self.stopped_until = True, 0
+        self._sides: list[Side] = []
+        self._inbox: deque[Callable[[], object]] = deque()
+
+    def do(self, happen: Callable[[], object]) -> None:
+        """Does something, once it runs and has done what came before."""
+        self._inbox.append(happen)
+        if self.takeovers.cluster.now >= self.stopped_until:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Does all that waits."""
+        while self._inbox and self.alive and self.takeovers.cluster.now >= self.stopped_until:
+            self._inbox.popleft()()
+
+    def answers(self, side: Side) -> None:
+        """Has ``side`` be this process's."""
+        self._sides.append(side)
+        side.hear = lambda side, message: self.do(partial(self.heard, side, message))
+        side.breaks = lambda side: self.do(partial(self.broken, side))
+
+    def heard(self, side: Side, message: Any) -> None:
+        """Takes in what comes over one of its connections."""
+
+    def broken(self, side: Side) -> None:
+        """Takes in the end of one of its connections."""
+
+    def dies(self) -> None:
+        """Ends; the system closes its connections."""
+        self.alive = False
+        for side in self._sides:
+            side.close()
+
+
+class SimulatedCoordinator(Exchange, Process):
+    """A process that coordinates, on the host of rank ``host``; ``known``: it goes on from that, since ``gone`` is."""
+
+    def __init__(self, takeovers: Takeovers, host: int, board: Switchboard, known: Known | None = None) -> None:
+        Process.__init__(self, takeovers, host)
+        self._serving: dict[Side, Follower | int] = {}
+        self._again: list[Effects] = []  # what was said before
+        self.deposed = False
+        self.over = board.over is not None
+        Exchange.__init__(self, board, known)
+
+    def begin(self, gone: str = "") -> None:
+        """Begins to coordinate."""
+        self._goes_on(gone)
+        self._tick()
+
+    def moved(self, gone: str) -> None:
+        """Begins where it stood by on another host than the one that is ``gone``."""
+        self._leads()
+        self.begin(gone)
+
+    def took_over(self) -> None:
+        """Begins where it stood by on the coordinator's host."""
+        self._follows()
+        self.begin()
+
+    def _tick(self) -> None:
+        self._pass_time()
+        self.takeovers.cluster.later(int(TICK_S * 1e6), partial(self.do, self._tick))
+
+    # --- its connections ------------------------------------------------------------------------------
+
+    def heard(self, side: Side, message: Any) -> None:
+        """Takes in what comes over one of its connections."""
+        if side not in self._serving:
+            self._answer(side, message)
+            return
+        served = self._serving[side]
+        if isinstance(served, Follower):
+            self.mirror.heard(served, message)
+        else:
+            self._said(served, message)
+
+    def _answer(self, side: Side, hello: Hello) -> None:
+        if hello.role == STANDBY:
+            served: Follower | int | None = self.mirror.admit(side, hello, f"host{side.other.host}" * bool(hello.port))
+            if hello.port and served is not None:
+                self.takeovers.reach("admitted")
+        else:
+            served = self._welcome(hello, side, f"host{side.other.host}")
+        if served is None:
+            side.close()
+        else:
+            self._serving[side] = served
+
+    def answer(self, side: Side, hello: Hello) -> None:
+        """Answers one who has come before this process led."""
+        self.answers(side)
+        self.do(partial(self._answer, side, hello))
+
+    def broken(self, side: Side) -> None:
+        """Takes in the end of one of its connections."""
+        served = self._serving.pop(side, None)
+        if isinstance(served, Follower):
+            self.mirror.let_go(served)
+        elif served is not None:
+            self._broken(served, side)
+
+    def _said(self, line: int, message: object) -> None:
+        its = self._board.lines.get(line)
+        if its is not None and not isinstance(message, UNCOUNTED):
+            self.takeovers.one.took(self.takeovers.end_of(its.hello.token), its.heard + 1, message)
+        super()._said(line, message)
+
+    # --- what it has for the exchange -----------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self.takeovers.now_s + 7.0 * self.host + self._shift_s  # clocks differ
+
+    def _seconds(self) -> float:
+        return self.takeovers.now_s
+
+    def _later(self, after_s: float, happen: Callable[[int], None], line: int) -> None:
+        self.takeovers.cluster.later(int(after_s * 1e6), partial(self.do, partial(happen, line)))
+
+    def _tell(self, event: Event, now: float) -> None:
+        if event.kind == "deposed":
+            self.takeovers.cluster.exercised[ProtocolRule.DEPOSED] += 1
+        if self.takeovers.leader is self:
+            self.takeovers.cluster.tell([event])
+
+    def _claimed(self, job: JobSpec, job_id: str) -> str:
+        return ""
+
+    def _refuses(self, control: Port | None, why: str) -> None:
+        self.takeovers.cluster.exercised[ProtocolRule.REFUSED_WORD] += 1
+
+    def _expect_heartbeats(self, rank: int, line: int) -> None:
+        pass
+
+    def _is_over(self) -> bool:
+        return self.over
+
+    def _ends(self, over: bool, gone: bool) -> None:
+        self.over |= over
+
+    def _deposed(self) -> bool:
+        news, self.deposed = not self.deposed, True
+        if news:
+            self.takeovers.cluster.later(0, partial(self.takeovers.ended, self))
+        return news
+
+    def _token(self) -> str:  # type: ignore[override]
+        return f"token {self.takeovers.next_pid()}"
+
+    def _taken(self, news: News) -> tuple[Any, Effects]:
+        self.takeovers.takes(self, news)
+        answer, effects = super()._taken(news)
+        if news.kind == "goes on":
+            self._again.append(effects)
+        if news.kind == "stands by":
+            self.takeovers.reach("term" if news.text else "alone")
+        return answer, effects
+
+    def _release(self, effects: Effects) -> None:
+        again = any(each is effects for each in self._again)
+        self._again = [each for each in self._again if each is not effects]
+        super()._release(effects)
+        self.takeovers.released(self, effects, again)
+
+    @property
+    def board(self) -> Switchboard:
+        """Its state."""
+        return self._board
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that has followed is out."""
+        return not self.mirror._waiting
+
+
+class SimulatedStandby(Process):
+    """A process that stands by, on the coordinator's host or ``elsewhere``."""
+
+    def __init__(self, takeovers: Takeovers, host: int, address: tuple[str, int], elsewhere: bool) -> None:
+        super().__init__(takeovers, host)
+        self.elsewhere, self._address = elsewhere, address
+        self.known: Known | None = None
+        self._following: Following
+        self._side: Side | None = None
+        self._until = takeovers.now_s + 60.0
+        self._turned: list[tuple[Side, Hello]] = []
+        self.leads: SimulatedCoordinator | None = None
+        self.connect()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self.pid
+
+    def connect(self) -> None:
+        """Connects to whoever coordinates, once somebody does."""
+        if not self.alive or self.leads is not None:
+            return
+        side = self.takeovers.call((STANDBY, self.pid), self.host, self._address)
+        if side is None and self.takeovers.now_s < self._until:
+            self.takeovers.cluster.later(RETRY_US, self.connect)
+        elif side is None:
+            self.ends()
+        else:
+            self._side, self._following = side, Following(self._learn)
+            self._sides.append(side)
+            side.hear = lambda side, message: self.do(partial(self._follow, side, message))
+            side.breaks = lambda side: self.do(partial(self._alone, side))
+            side.send(Hello(-1, STANDBY, self.pid, f"host{self.host}", port=self.port * self.elsewhere))
+
+    def _learn(self, known: Known) -> None:
+        self.known = known
+        self.takeovers.reach("knows elsewhere" if self.elsewhere else "knows")
+
+    def _follow(self, side: Side, message: object) -> None:
+        if side is not self._side or self.leads is not None:
+            return
+        if not self._following.hear(message):
+            self._alone(side, wanted=False)
+        elif (answer := self._following.answer()) is not None:
+            side.send(answer)
+
+    def _alone(self, side: Side, wanted: bool = True) -> None:
+        if side is not self._side or self.leads is not None:
+            return
+        self._side = None
+        side.close()
+        if not self.elsewhere:
+            return  # the guard decides
+        self._count()
+        if self.leads is not None:
+            return
+        if not wanted or self.known is None or self.known.board.over is not None:
+            self.ends()
+        else:
+            self._until = self.takeovers.now_s + 60.0
+            self.takeovers.cluster.later(AGAIN_US, self.connect)
+
+    def ends(self) -> None:
+        """Ends, since nobody wants it."""
+        self.dies()
+        self.takeovers.ended(self)
+
+    # --- those who turn to it -----------------------------------------------------------------------------
+
+    def heard(self, side: Side, message: Any) -> None:
+        """Takes in who comes."""
+        if self.leads is not None:
+            self.leads.answer(side, message)
+        elif isinstance(message, Hello):
+            self._turned.append((side, message))
+            self.takeovers.reach("turned")
+            self._count()
+
+    def _count(self) -> None:
+        turned = [hello for _, hello in self._turned]
+        if self.alive and self.known is not None and self.known.is_elected(self.port, turned):
+            self.takeovers.reach("elected")
+            if self.alive:
+                self._lead(self.known)
+
+    def _lead(self, known: Known) -> None:
+        gone = known.board.succession.host
+        known.board.moves(f"host{self.host}", 1)
+        self.leads = made = SimulatedCoordinator(self.takeovers, self.host, known.board, known)
+        if self._side is not None:
+            self._side.close()
+        self.takeovers.moves(self, made, known)
+        made.moved(gone)
+        for side, hello in self._turned:
+            made.answer(side, hello)
+        self.takeovers.reach("leads")
+
+
+class Takeovers(Coordination):
+    """The coordinators of the job that ``cluster`` runs, one after the other, or two that believe."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = self._cluster = cluster
+        self._pids = 100
+        self.hosts, self.one = Hosts(self), OneHistory(cluster.watcher.say)
+        self._near = MessageDelays(CLOSE, cluster.scenario.torn)
+        board = Switchboard(len(cluster.workers), 1, "a job", 0.0, "host0")
+        self.leader = SimulatedCoordinator(self, 0, board)
+        self.all = [self.leader]  # that have coordinated
+        self.one.board = board
+        self.homes: dict[int, SimulatedCoordinator] = {0: self.leader}  # by the host of whose guard each is
+        self._beside: dict[int, SimulatedStandby] = {}  # who stands by for it there
+        self._in_step: dict[int, int] = {}  # the process of which the guard has heard that it is in step
+        self.candidates: list[SimulatedStandby] = []
+        self.ends: dict[Hashable, SimulatedEnd] = {}
+        self._tokens: dict[str, SimulatedEnd] = {}
+        self._reached: Counter[str] = Counter()
+        self._told: set[bytes] = set()
+        self.struck: list[tuple[int, Trouble]] = []  # what has happened to coordinators, and when
+        self._must_go_on = True  # behind the first of these
+        self.last_leader_at = 0
+
+    @property
+    def membership(self) -> Membership:  # type: ignore[override]
+        """The state machine of whoever coordinates."""
+        return self.leader.membership
+
+    @property
+    def now_s(self) -> float:
+        """The time in seconds."""
+        return self.cluster.now / 1e6
+
+    def next_pid(self) -> int:
+        """Another process's number."""
+        self._pids += 1
+        return self._pids
+
+    def begin(self) -> None:
+        """Begins the coordinator, and the supervisors."""
+        self._watch(self.leader)
+        self.leader.begin()
+        for rank in self.cluster.workers:
+            hello = Hello(rank, SUPERVISOR, 1000 + rank, f"host{rank}")
+            self.ends[SUPERVISOR, rank] = SimulatedEnd(
+                self,
+                hello,
+                lambda: ("host0", HOME_PORT),
+                lambda: None,
+                partial(self._supervise, rank),
+                partial(self._lose_supervisor, rank),
+            )
+        self._look()
+
+    def _look(self) -> None:
+        for end in list(self.ends.values()):
+            end.look(APART * SILENCE_S)
+        self.cluster.later(int(TICK_S * 1e6), self._look)
+
+    # --- calls ------------------------------------------------------------------------------------------
+
+    def call(self, name: tuple, caller: int, address: tuple[str, int]) -> Side | None:
+        """A connection to whoever listens at ``address``; None where nobody does, or the host can't be reached."""
+        listener = self._listening(address)
+        if listener is None or self.is_silent(caller, address):
+            return None
+        near, far = self.hosts.connected(name, caller, listener.host)
+        listener.answers(far)
+        return near
+
+    def is_silent(self, caller: int, address: tuple[str, int]) -> bool:
+        """Whether nothing at all comes from there."""
+        host = int(address[0].removeprefix("host"))
+        return not self.hosts.reaches(caller, host) or not self.hosts.reaches(host, caller)
+
+    def _listening(self, address: tuple[str, int]) -> Process | None:
+        host = int(address[0].removeprefix("host"))
+        if address[1] == HOME_PORT or any(each.host == host and self._port(each) == address[1] for each in self.all):
+            there = self.homes.get(host)
+            return there if there is not None and there.alive and self._port(there) == address[1] else None
+        return next((each for each in self.candidates if each.alive and each.port == address[1]), None)
+
+    def _port(self, coordinator: SimulatedCoordinator) -> int:
+        """Where a coordinator listens: at the launcher's port, or where it stood by, and those that follow it too."""
+        return self._ports.get(coordinator.host, HOME_PORT)
+
+    @property
+    def _ports(self) -> dict[int, int]:
+        return {each.host: each.port for each in self.candidates if each.leads is not None}
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def _watch(self, coordinator: SimulatedCoordinator) -> None:
+        coordinator.mirror.watch(partial(self._changes, coordinator))
+        self.cluster.later(STARTING_US, partial(self._have_one_stand_by, coordinator))
+
+    def _changes(self, coordinator: SimulatedCoordinator, pid: int) -> None:
+        """Does what a guard does where another process is in step."""
+        host = coordinator.host
+        if self._in_step.get(host) and not pid and host in self._beside:
+            self.kill_process(self._beside[host])
+        self._in_step[host] = pid
+        if pid:
+            self.reach("in step")
+
+    def _have_one_stand_by(self, coordinator: SimulatedCoordinator) -> None:
+        host = coordinator.host
+        if coordinator.alive and not coordinator.deposed and host not in self._beside:
+            address = f"host{host}", self._port(coordinator)
+            self._beside[host] = SimulatedStandby(self, host, address, False)
+
+    def kill_process(self, process: Process) -> None:
+        """Kills a coordinator, or one that stands by; its guard sees that soon."""
+        if process.alive:
+            process.dies()
+            self.cluster.later(MILLISECOND, partial(self.ended, process))
+
+    def ended(self, process: Process) -> None:
+        """Does what a guard does where one of its processes has ended."""
+        if isinstance(process, SimulatedStandby):
+            if self._beside.get(process.host) is process:
+                del self._beside[process.host]
+                self._in_step[process.host] = 0
+                if (its := self.homes.get(process.host)) is not None and its.alive:
+                    self.cluster.later(STARTING_US, partial(self._have_one_stand_by, its))
+            return
+        assert isinstance(process, SimulatedCoordinator), "nobody else"
+        if self.homes.get(process.host) is not process:
+            return
+        beside, in_step = self._beside.pop(process.host, None), self._in_step.pop(process.host, 0)
+        del self.homes[process.host]
+        if process.deposed:
+            process.dies()
+        goes_on = beside is not None and beside.alive and beside.pid == in_step and not process.deposed
+        if goes_on and beside is not None and beside.known is not None:
+            self._goes_on_at_home(process, beside.known)
+        if beside is not None:
+            beside.dies()
+
+    def _goes_on_at_home(self, before: SimulatedCoordinator, known: Known) -> None:
+        made = SimulatedCoordinator(self, before.host, known.board, known)
+        self.homes[before.host] = made
+        self._leads_now(made, known, of=before)
+        self.cluster.exercised[ProtocolRule.WENT_ON] += 1
+        made.took_over()
+        self._watch(made)
+        self.reach("home")
+
+    def moves(self, candidate: SimulatedStandby, made: SimulatedCoordinator, known: Known) -> None:
+        """Takes in that who stood by elsewhere coordinates."""
+        self.homes[candidate.host] = made
+        self._leads_now(made, known)
+        self.cluster.exercised[ProtocolRule.MOVED] += 1
+        self._watch(made)
+
+    def _leads_now(self, made: SimulatedCoordinator, known: Known, of: SimulatedCoordinator | None = None) -> None:
+        self.all.append(made)
+        if of is not None and of is not self.leader:
+            return  # one that goes on where another host's coordinates already
+        self.leader, self.last_leader_at = made, self.cluster.now
+        told = [event for _, event in self.cluster.events[-100:]]
+        self.cluster.tell([event for event in known.events if event not in told])
+        self.one.leads(made.board, self.ends)
+        made.over |= made.board.over is not None
+
+    # --- what workers and supervisors say and hear ------------------------------------------------------------
+
+    def reaches(self, rank: int) -> bool:
+        """Whether the host of ``rank`` is there: what is said there is kept until it gets through."""
+        return rank not in self.cluster.lost_hosts
+
+    def joined(self, ranks: frozenset[int]) -> bool:
+        """Whether these reach each other."""
+        some = min(ranks)
+        lost = self.cluster.lost_hosts
+        return all(rank in lost or some in lost or self.hosts.reaches(some, rank) for rank in ranks)
+
+    def begins_with(self, worker: SimulatedMachine) -> bool:
+        """Has a worker come to the coordinator; it is let in later."""
+        return self.begins(worker)
+
+    def begins(self, worker: SimulatedMachine) -> bool:
+        """Has a worker's next process come to the coordinator; it is let in later."""
+        rank, incarnation = worker.rank, worker.control_view.incarnation
+        hello = Hello(rank, WORKER, self.next_pid(), f"host{rank}", incarnation)
+        if (before := self.ends.get((WORKER, rank))) is not None:
+            before.close()
+        self.ends[WORKER, rank] = SimulatedEnd(
+            self,
+            hello,
+            partial(self._address_of, rank),
+            partial(self._let_in, worker),
+            partial(self.cluster.deliver, worker),
+            partial(self._lost, worker),
+        )
+        return False
+
+    def _address_of(self, rank: int) -> tuple[str, int]:
+        """Where the supervisor of ``rank`` finds the coordinator."""
+        supervisor = self.ends.get((SUPERVISOR, rank))
+        return ("host0", HOME_PORT) if supervisor is None else supervisor.address
+
+    def _let_in(self, worker: SimulatedMachine) -> None:
+        if worker.alive:
+            self.cluster.begin(worker)
+
+    def _lost(self, worker: SimulatedMachine) -> None:
+        if worker.alive and worker.control_view.lose_coordinator():
+            self.cluster.wake(worker)
+
+    def _lose_supervisor(self, rank: int) -> None:
+        self.cluster.later(ENDING_US, partial(self.cluster.kill, rank))
+
+    def end_of(self, token: str) -> SimulatedEnd | None:
+        """Whose connection has that token."""
+        if token not in self._tokens:
+            self._tokens |= {end.token: end for end in self.ends.values() if end.token}
+        return self._tokens.get(token)
+
+    def say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
+        """Says something to whoever coordinates."""
+        role = SUPERVISOR if isinstance(message, Exited) else by
+        if (end := self.ends.get((role, rank))) is not None:
+            end.send(message)
+
+    def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
+        """Says something on a board; that takes its time too."""
+        self.say(rank, message, WORKER, WorkerId(rank))
+
+    def disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
+        """Closes the connection of a process that has died."""
+        end = self.ends.get((line, rank))
+        if end is not None and self.reaches(rank) and (worker is None or end.hello.incarnation == worker.incarnation):
+            end.close()
+
+    def lose_supervisor(self, rank: int) -> None:
+        """Nothing: that of a lost host says nothing more."""
+
+    def _supervise(self, rank: int, message: object) -> None:
+        cluster = self.cluster
+        if isinstance(message, Fence) and not cluster.workers[rank].unfenced:
+            cluster.kill_fenced(message.worker)
+        elif isinstance(message, Restart):
+            cluster.later(int(message.after_s * 1e6), partial(cluster.restart, message))
+        elif isinstance(message, ForkStandby):
+            self.reach("asked")
+            cluster.later(STARTING_US, partial(self._stand_by_elsewhere, rank))
+
+    def _stand_by_elsewhere(self, rank: int) -> None:
+        there = [each for each in self.candidates if each.host == rank and (each.alive or each.leads is not None)]
+        if self.reaches(rank) and rank not in self.homes and not there:
+            address = self.ends[SUPERVISOR, rank].address
+            self.candidates.append(SimulatedStandby(self, rank, address, True))
+
+    # --- what is seen of it -------------------------------------------------------------------------------------
+
+    def takes(self, coordinator: SimulatedCoordinator, news: News) -> None:
+        """Takes in that a coordinator hears something."""
+        line = coordinator.board.lines.get(news.line)
+        if coordinator is self.leader and news.kind == "said" and line is not None and line.hello.rank >= 0:
+            lost = getattr(news.message, "worker", None) in coordinator.membership.lost
+            if not isinstance(news.message, UNCOUNTED):
+                self.cluster.heard(line.hello.rank, news.message, lost)
+
+    def released(self, coordinator: SimulatedCoordinator, effects: Effects, again: bool) -> None:
+        """Takes in that others see what has followed from something; ``again``: some of it for the second time."""
+        if coordinator is not self.leader:
+            return
+        cluster, board = self.cluster, coordinator.board
+        cluster.note_departures()
+        lines: dict[bytes, list[int]] = {}
+        for line, frame in effects.frames:
+            lines.setdefault(frame, []).append(line)
+        for frame, numbers in lines.items():
+            message, its = read(frame), board.lines.get(numbers[0])
+            if isinstance(message, UNCOUNTED) or its is None or (again and frame in self._told):
+                continue
+            self._told.add(frame)
+            if isinstance(message, Fence) and its.hello.role == SUPERVISOR:
+                cluster.watcher.fenced(cluster, its.hello.rank, message.reason)
+            elif its.worker is not None:
+                everybody = set(numbers) >= set(board._lines_of(WORKERS)) and len(numbers) > 1
+                cluster.watcher.told(WORKERS if everybody else its.worker, message)
+        if coordinator.is_settled:
+            cluster.watcher.committed(cluster)
+
+    @property
+    def may_end(self) -> bool:  # type: ignore[override]
+        """Whether the job may end for want of a coordinator: more than one thing has happened to those that coordinate,
+        or stand by, or one that leaves no side enough.
+        """
+        return len(self.struck) > 1 or not self._must_go_on
+
+    def finished(self) -> None:
+        """Checks, at the end, that somebody coordinates; where nobody may, the job has ended as failed."""
+        if not self.leader.alive or self.leader.deposed:
+            self.leader.board.fail("nobody coordinates any more", self.now_s, Effects())
+
+    # --- troubles -------------------------------------------------------------------------------------------------
+
+    def reach(self, point: str) -> None:
+        """Comes to a step of taking over."""
+        self._reached[point] += 1
+        for trouble in self.cluster.scenario.troubles:
+            if (trouble.point, trouble.number) == (point, self._reached[point]):
+                self.cluster.later(trouble.at_us, partial(self.cluster.strike, trouble))
+
+    def strike(self, trouble: Trouble) -> None:
+        """Lets a trouble strike whoever coordinates, or stands by, at this time."""
+        leader, candidate = self.leader, next((each for each in self.candidates if each.alive and not each.leads), None)
+        beside = self._beside.get(leader.host)
+        struck = {"coordinator": leader, "standby": beside, "candidate": candidate}.get(trouble.kind)
+        if trouble.kind in HOSTS:
+            struck = leader if trouble.kind == HOSTS[0] else candidate
+        if trouble.kind in ("coordinator", "standby", "candidate", *HOSTS) and (struck is None or not struck.alive):
+            return
+        self._must_go_on = self._leaves_enough(trouble)
+        self.struck.append((self.cluster.now, trouble))
+        if trouble.kind in HOSTS and struck is not None:
+            self.cluster.lose_host(struck.host)
+            self._host_dies(struck.host)
+        elif struck is not None:
+            self.kill_process(struck)
+        elif trouble.kind == "pause":
+            leader.stopped_until = self.cluster.now + trouble.for_us
+            self.cluster.later(trouble.for_us, leader.go_on)
+        elif trouble.kind == "hold":
+            way = "from" if trouble.percent else "to"
+            self.hosts.hold(way, leader.host, True)
+            self.cluster.later(trouble.for_us, partial(self.hosts.hold, way, leader.host, False))
+        elif trouble.kind == "partition":
+            ranks = {self.cluster.rank_of[seat] for seat in trouble.seats} or {leader.host}
+            self._cut(ranks - self.cluster.lost_hosts, trouble.for_us)
+
+    def _leaves_enough(self, trouble: Trouble) -> bool:
+        """Whether one side has enough to go on behind this, whoever else was lost."""
+        leader, told = self.leader, self.leader.board.succession.address
+        if not leader.membership.started:
+            return trouble.kind in ("standby", "candidate")
+        members = {member.rank for member in leader.membership.roster}
+        live = {rank for rank in members if self.cluster.workers[rank].alive}
+        settled = told is not None and all(end._term.term for end in self.ends.values() if not end.dead)
+        candidate = int(told[0].removeprefix("host")) if told is not None and settled else None
+        if trouble.kind == "coordinator":
+            return bool(self._in_step.get(leader.host)) or candidate is not None
+        if trouble.kind == HOSTS[0]:
+            return candidate is not None and 2 * len(live - {leader.host}) > len(members) + 1
+        cut = {self.cluster.rank_of[seat] for seat in trouble.seats} or {leader.host}
+        if trouble.kind != "partition":
+            return trouble.kind not in ("pause", "hold") or trouble.for_us < SECOND
+        home = live & (cut if leader.host in cut else members - cut)
+        there = live - home
+        if candidate is None:
+            return False
+        if candidate in home or 2 * len(home) > len(members) + 1:
+            return 2 * len(home) > len(members) + 1
+        return 2 * len(there) > len(members) + 1
+
+    def _host_dies(self, host: int) -> None:
+        self.hosts.dies(host)
+        for process in [*self.all, *self.candidates, *self._beside.values()]:
+            if process.host == host:
+                process.alive = False
+        self.homes.pop(host, None)
+        self._beside.pop(host, None)
+        for role in (WORKER, SUPERVISOR):
+            self.ends[role, host].dead = True
+
+    def _cut(self, ranks: set[int], for_us: int) -> None:
+        self.cluster.cut |= ranks
+        for rank in ranks:
+            self.cluster.touch_sums(rank)
+        self.cluster.later(for_us, partial(self._mend, ranks))
+
+    def _mend(self, ranks: set[int]) -> None:
+        self.cluster.cut -= ranks - self.cluster.lost_hosts
+        self.hosts.flow()
+        for sum_ in list(self.cluster.sums.values()):
+            complete(self.cluster, sum_)
