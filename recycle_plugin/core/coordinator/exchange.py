@@ -10,7 +10,7 @@ have the rest.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -174,11 +174,13 @@ class Exchange:
             self._take("closed", line)
 
     def _begin_term(self, address: str) -> None:
-        """Tell all of a term that begins, at once where nobody stands by elsewhere in it."""
+        """Tell all of a term that begins, at once where nobody stands by elsewhere in it: also those that have come
+        again, and wait for an answer until enough know.
+        """
         if self._closing or self._is_over():
             return
         effects = self._taken(News("stands by", self._now(), text=address))[1]
-        self.mirror.then(effects) if address else self._release(effects)
+        self.mirror.then(effects) if address else self._release(effects, self._told | self._heard)
 
     def _depose(self) -> None:
         if self._deposed():
@@ -212,11 +214,11 @@ class Exchange:
         self.mirror.take(news, effects)
         return answer, effects
 
-    def _release(self, effects: Effects) -> None:
-        """Let others see what has followed."""
-        now = self._now()
+    def _release(self, effects: Effects, to: Mapping[int, Port] | None = None) -> None:
+        """Let others see what has followed; ``to``: over these connections."""
+        now, to = self._now(), self._told if to is None else to
         for line, frame in effects.frames:
-            if (control := self._told.get(line)) is not None:
+            if (control := to.get(line)) is not None:
                 control.send(frame)
         for event in effects.events:
             self._tell(event, now)

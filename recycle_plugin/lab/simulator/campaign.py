@@ -31,7 +31,8 @@ from recycle_plugin.lab.simulator.cluster import Cluster, redone_share
 from recycle_plugin.lab.simulator.coordination import Coordination
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario
-from recycle_plugin.lab.simulator.seeded import scenario, with_a_takeover, with_confusion
+from recycle_plugin.lab.simulator.seeded import scenario, with_confusion
+from recycle_plugin.lab.simulator.seeded_takeovers import with_a_takeover
 from recycle_plugin.lab.simulator.takeovers import Takeovers
 
 WEIGHTS = (3, 5, 7, 11, 13, 17)

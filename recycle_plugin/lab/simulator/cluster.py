@@ -291,7 +291,7 @@ class Cluster:
                 if not worker.stopped and worker.runs:
                     beat = Heartbeat(rank, self.now, worker.done, *worker.at, worker.step, incarnation=process)
                     self.tell_coordinator(rank, beat)
-        self.later(HEARTBEAT_US, self._send_heartbeats)
+        self.later(HEARTBEAT_US * (1 + self.scenario.takes_over), self._send_heartbeats)
 
     # --- data ---------------------------------------------------------------------------------------
 

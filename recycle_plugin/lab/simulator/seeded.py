@@ -21,7 +21,6 @@ from recycle_plugin.lab.simulator.scenario import MILLISECOND, Heavy, Scenario, 
 from recycle_plugin.lab.simulator.seeded_confused import confused, with_confused_workers
 from recycle_plugin.lab.simulator.seeded_replicas import with_pushing
 from recycle_plugin.lab.simulator.seeded_slow import with_slow_replicas
-from recycle_plugin.lab.simulator.seeded_takeovers import with_takeovers
 from recycle_plugin.lab.simulator.simulated_spec import DEADLINES, SILENCE_S
 from recycle_plugin.planner import lowered, plan
 
@@ -95,11 +94,6 @@ def with_confusion(seed: int) -> Scenario:
     random = Random(f"confused in {seed}")
     calm = replace(given, troubles=(), faults=(), heavy=()) if random.random() < 0.5 else given
     return confused(calm, random)
-
-
-def with_a_takeover(seed: int) -> Scenario:
-    """The scenario of ``seed``, in which others take the coordinator's place."""
-    return with_takeovers(scenario(seed), Random(f"takeovers in {seed}"))
 
 
 def with_vanishing(seed: int) -> Scenario:

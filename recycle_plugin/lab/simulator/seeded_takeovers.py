@@ -2,55 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
-from recycle_plugin.lab.simulator.drawn_troubles import SETTLED_US
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.simulator.drawn_troubles import SETTLED_US, add_trouble, costs_of
+from recycle_plugin.lab.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.lab.simulator.scenario import HOSTS, MILLISECOND, Scenario, Trouble
 
-KEPT = ("kill", "stop", "slow", "leave", "end", "finish")  # what else may go wrong
+KINDS = (*("kill",) * 4, "named", "recovery", "stop", "slow", "leave", "end")  # what else may go wrong
 POINTS = (
     "begun", "asked", "admitted", "knows", "knows elsewhere", "in step", "term", "alone", "turned", "elected", "leads",
     "home", "back",
 )  # fmt: skip
 PROCESSES = ("coordinator", "standby", "candidate")
-STEPS = 10  # more than else, each with a pause: a process stands by elsewhere by then
 
 
-def with_takeovers(given: Scenario, random: Random) -> Scenario:
-    """The job ``given``, without what else is wrong with its lines, and with one to three troubles of those that
-    coordinate, at any time or at a step of taking over; in half of them without any other trouble.
+def with_a_takeover(seed: int) -> Scenario:
+    """The job of ``seed``, with one to three troubles of those that coordinate, at any time or at a step of taking
+    over; in half of them without any other trouble.
     """
-    kept = [each for each in given.troubles if each.kind in KEPT] if random.random() < 0.5 else []
-    faults = given.faults if kept and random.random() < 0.5 else ()
-    steps = given.steps + STEPS if given.rejoin == "never" else given.steps
-    between = [(step, "pause") for step in range(1, steps + 1)]
-    count = random.choice((1, 1, 1, 2, 2, 3))
-    at, troubles = random.randrange(SETTLED_US, 4_000 * MILLISECOND), []
-    for number in range(count):
-        troubles.append(_trouble(given, random, at, number))
+    random = Random(f"takeovers in {seed}")
+    shape = Topology(random.choice((2, 2, 3)), random.choice((2, 2, 3)), random.randint(1, 3))
+    policy = Policy(random.random() < 0.8, True, True, None, block=random.choice((1, 1, None)))
+    costs, steps = costs_of(random, shape.stages), random.randint(7, 10)
+    others: list[Trouble] = []
+    faults: list[Fault] = []
+    rejoin = random.choice(("never", "never", "always"))
+    for _ in range(random.choice((0, 0, 0, 1, 1, 2))):
+        add_trouble(random, shape, costs, policy, steps, others, faults, KINDS)
+    at, troubles = random.randrange(SETTLED_US, 2_500 * MILLISECOND), []
+    for number in range(random.choice((1, 1, 1, 2, 2, 3))):
+        troubles.append(_trouble(shape, random, at, number))
         at += random.choice((random.randrange(200), random.randrange(2_000), random.randrange(8_000))) * MILLISECOND
-    return replace(
-        given,
-        troubles=(*kept, *troubles),
-        faults=faults,
-        steps=steps,
-        between=tuple(sorted({*given.between, *between}, reverse=True)),
-        heavy=(),
-        full=(),
-        logs=False,
-        log_choices=(),
-        logs_apart=False,
-        log_full=(),
-        slow=False,
-        pushes=False,
-        shards=1,
-        reloads=0.0,
+    return Scenario(
+        shape,
+        costs,
+        policy,
+        steps + 16 * (rejoin == "always" and bool(others or faults)),
+        (*others, *troubles),
+        tuple(faults),
+        seed,
+        clip=random.choice((0.0, 0.0, 25.0)),
+        weather=random.choice((FAIR, UNEVEN, STORMY)),
+        iterators=policy.block == 1 and random.random() < 0.2,
+        between=tuple((step, "pause") for step in range(1, steps + 1)),
+        rejoin=rejoin,
         takes_over=True,
     )
 
 
-def _trouble(given: Scenario, random: Random, at: int, number: int) -> Trouble:
+def _trouble(shape: Topology, random: Random, at: int, number: int) -> Trouble:
     kind = random.choice((*PROCESSES, "coordinator", *HOSTS, HOSTS[0], "partition", "partition", "pause", "hold"))
     point, count = ("", 1)
     if number and random.random() < 0.6:  # while it is being taken over
@@ -61,7 +64,7 @@ def _trouble(given: Scenario, random: Random, at: int, number: int) -> Trouble:
     lasts = random.choice((300, 1_200, 2_500, 4_000, 8_000, 60_000)) * MILLISECOND if kind not in PROCESSES else 0
     if kind in HOSTS:
         lasts = 0
-    seats = list(given.shape.seats)
+    seats = list(shape.seats)
     most = random.choice((1, len(seats) // 2, len(seats) - 1))
     some = random.choice(((), tuple(random.sample(seats, most)))) if kind == "partition" else ()
     percent = random.choice((0, 100)) if kind == "hold" else 100

@@ -9,7 +9,7 @@ succession.py, core/messages/line_end.py).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -201,27 +201,23 @@ class SimulatedCoordinator(Exchange, Process):
     def _taken(self, news: News) -> tuple[Any, Effects]:
         self.takeovers.takes(self, news)
         answer, effects = super()._taken(news)
+        self.takeovers.decided(self)
         if news.kind == "goes on":
             self._again.append(effects)
         if news.kind == "stands by":
             self.takeovers.reach("term" if news.text else "alone")
         return answer, effects
 
-    def _release(self, effects: Effects) -> None:
+    def _release(self, effects: Effects, to: Mapping[int, Port] | None = None) -> None:
         again = any(each is effects for each in self._again)
         self._again = [each for each in self._again if each is not effects]
-        super()._release(effects)
+        super()._release(effects, to)
         self.takeovers.released(self, effects, again)
 
     @property
     def board(self) -> Switchboard:
         """Its state."""
         return self._board
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all that has followed is out."""
-        return not self.mirror._waiting
 
 
 class SimulatedStandby(Process):
@@ -344,6 +340,7 @@ class Takeovers(Coordination):
         self._reached: Counter[str] = Counter()
         self._told: set[bytes] = set()
         self.struck: list[tuple[int, Trouble]] = []  # what has happened to coordinators, and when
+        self._decided = 0  # the last step that was
         self._must_go_on = True  # behind the first of these
         self.last_leader_at = 0
 
@@ -588,12 +585,19 @@ class Takeovers(Coordination):
             if not isinstance(news.message, UNCOUNTED):
                 self.cluster.heard(line.hello.rank, news.message, lost)
 
+    def decided(self, coordinator: SimulatedCoordinator) -> None:
+        """Takes in that a coordinator has taken something in: what follows is decided, and seen once it is out."""
+        if coordinator is self.leader:
+            self.cluster.note_departures()
+            if coordinator.membership.committed >= self._decided:  # else one before has died with that
+                self._decided = coordinator.membership.committed
+                self.cluster.watcher.committed(self.cluster)
+
     def released(self, coordinator: SimulatedCoordinator, effects: Effects, again: bool) -> None:
         """Takes in that others see what has followed from something; ``again``: some of it for the second time."""
         if coordinator is not self.leader:
             return
         cluster, board = self.cluster, coordinator.board
-        cluster.note_departures()
         lines: dict[bytes, list[int]] = {}
         for line, frame in effects.frames:
             lines.setdefault(frame, []).append(line)
@@ -607,8 +611,6 @@ class Takeovers(Coordination):
             elif its.worker is not None:
                 everybody = set(numbers) >= set(board._lines_of(WORKERS)) and len(numbers) > 1
                 cluster.watcher.told(WORKERS if everybody else its.worker, message)
-        if coordinator.is_settled:
-            cluster.watcher.committed(cluster)
 
     @property
     def may_end(self) -> bool:  # type: ignore[override]
