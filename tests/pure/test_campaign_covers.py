@@ -12,9 +12,6 @@ from recycle_plugin.lab.simulator import campaign
 CORE = Path(campaign.__file__).parents[2] / "core"
 CORE_ALONE = {  # told nothing by a failure, so that no schedule of failures reaches them; each has a test of its own
     "coordinator.operating",
-    "coordinator.lines",
-    "coordinator.succession",
-    "coordinator.switchboard",
     "coordinator.wait_graph",
     "worker.checkpoint_interval",
     "worker.data_cursor",
@@ -35,6 +32,8 @@ def ran() -> set[str]:
     try:
         for seed in range(20):
             campaign.run_seed(seed)
+        for seed in range(4):
+            campaign.run_takeover(seed)
     finally:
         sys.settrace(before)
     return names - {"recycle_plugin.adapters.unlaunched"}  # which looks at imports, once torch is there

@@ -65,6 +65,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="in each of these random jobs a worker or two say, beside what they have to, what is valid and wrong: "
         "old, another's, out of turn, of a generation or a step that there is not",
     )
+    parser.add_argument(
+        "--takeovers",
+        action="store_true",
+        help="in each of these random jobs the coordinator, its host or one that stands by for it dies, is stopped or "
+        "cut off, at any time or at a step of taking over",
+    )
     parser.add_argument("--kill", metavar="FAULT", help="only this one of these kinds of jobs, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
@@ -95,8 +101,11 @@ def run(found: argparse.Namespace) -> int:
             "--kill is one of --every-instant, --every-return, --every-replay, --every-source, --every-shrink or "
             "--every-push: leave out --seed and --seeds"
         )
-    if found.confused and (found.kill is not None or found.every_instant or any(_kinds(found).values())):
-        raise ValueError("--confused is for random jobs, those of --seeds and --seed: leave out the other")
+    for option, given in (("--confused", found.confused), ("--takeovers", found.takeovers)):
+        if given and (found.kill is not None or found.every_instant or any(_kinds(found).values())):
+            raise ValueError(f"{option} is for random jobs, those of --seeds and --seed: leave out the other")
+    if found.confused and found.takeovers:
+        raise ValueError("--confused and --takeovers are different jobs: leave out one of them")
     seeds = 300 if found.seeds is None else found.seeds
     if (
         seeds < 1
@@ -108,16 +117,17 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
     planner.warm()
     if found.seed is not None:
-        return _story((campaign.run_confused if found.confused else campaign.run_seed)(found.seed))
+        one = campaign.run_confused if found.confused else campaign.run_seed
+        return _story((campaign.run_takeover if found.takeovers else one)(found.seed))
     instants = next((kind for kind, asked in _kinds(found).items() if asked), campaign.LOSS)
     if found.kill is not None:
         return _story(instants.run(found.kill))
     if found.every_instant or instants is not campaign.LOSS:
         report = campaign.every_instant(instants, found.stride, found.jobs)
     else:
-        report = (campaign.confused if found.confused else campaign.campaign)(
-            range(found.first, found.first + seeds), found.jobs
-        )
+        many = campaign.confused if found.confused else campaign.campaign
+        many = campaign.takeovers if found.takeovers else many
+        report = many(range(found.first, found.first + seeds), found.jobs)
     if found.json:
         wrong = [
             {"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations}

@@ -3,6 +3,7 @@ and recovery plans.
 
 ``simulator.seeded`` draws a job and its troubles from a seed, ``simulator.cluster`` runs it, ``simulator.checkers``
 says what was wrong.  While anything may happen, safety is checked; once nothing new goes wrong, progress is demanded.
+In :func:`takeovers` the coordinator itself dies, and others take its place (``simulator.takeovers``).
 :func:`every_instant` kills every worker of one job before and after each of its instructions: of a step (``LOSS``), or
 of all steps in which another worker comes back (``RETURN``), or another stage is replayed (``REPLAY``), and so on.
 """

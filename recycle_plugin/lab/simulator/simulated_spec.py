@@ -12,6 +12,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.lab.simulator.scenario import Scenario
 
 SILENCE_S = 3.0  # of a host that is gone, where any is
+PATIENT_S = 6.0
 DEADLINES = Deadlines(
     progress_timeout_s=1.0,
     busy_timeout_s=4.0,
@@ -19,6 +20,12 @@ DEADLINES = Deadlines(
     idle_timeout_s=20.0,
     wait_timeout_s=35.0,
 )
+
+
+def _deadlines(scenario: Scenario) -> Deadlines:
+    if scenario.takes_over:  # nobody who comes again is to be taken for stuck
+        return replace(DEADLINES, heartbeat_timeout_s=SILENCE_S, progress_timeout_s=PATIENT_S, busy_timeout_s=PATIENT_S)
+    return replace(DEADLINES, heartbeat_timeout_s=SILENCE_S) if scenario.loses_hosts else DEADLINES
 
 
 def job(scenario: Scenario) -> JobSpec:
@@ -32,7 +39,7 @@ def job(scenario: Scenario) -> JobSpec:
         "",
         scenario.costs,
         policy,
-        replace(DEADLINES, heartbeat_timeout_s=SILENCE_S) if scenario.loses_hosts else DEADLINES,
+        _deadlines(scenario),
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
         unit=scenario.unit,

@@ -8,20 +8,18 @@ succession.py, core/messages/line_end.py).
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recycle_plugin.core.coordinator.exchange import Exchange
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.mirror import STANDBY, Follower, Following, Known, Port
-from recycle_plugin.core.coordinator.output import WORKERS, Event
+from recycle_plugin.core.coordinator.mirror import Known
+from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.coordinator.switchboard import News, Switchboard
 from recycle_plugin.core.messages.from_coordinator import Fence, ForkStandby, Restart
 from recycle_plugin.core.messages.from_workers import Exited, Hello, Post, ReadBoard
-from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import UNCOUNTED
 from recycle_plugin.core.vocabulary.deadlines import APART, TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -29,8 +27,9 @@ from recycle_plugin.lab.simulator.coordination import SUPERVISOR, WORKER, Coordi
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
 from recycle_plugin.lab.simulator.one_history import OneHistory
-from recycle_plugin.lab.simulator.scenario import HOSTS, MILLISECOND, Trouble
-from recycle_plugin.lab.simulator.simulated_lines import RETRY_US, SECOND, Hosts, Side, SimulatedEnd, read
+from recycle_plugin.lab.simulator.scenario import HOSTS, MILLISECOND, TAKEOVERS, Trouble
+from recycle_plugin.lab.simulator.simulated_coordinators import Process, SimulatedCoordinator, SimulatedStandby
+from recycle_plugin.lab.simulator.simulated_lines import SECOND, Hosts, Side, SimulatedEnd, read
 from recycle_plugin.lab.simulator.simulated_spec import SILENCE_S
 from recycle_plugin.lab.simulator.simulated_sums import complete
 
@@ -39,284 +38,8 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 
 STARTING_US = 40 * MILLISECOND  # until a process that is forked runs
-AGAIN_US = 500 * MILLISECOND  # until one that stands by elsewhere connects once more
 ENDING_US = 15 * SECOND  # how long a worker that is told to end may take
 HOME_PORT = 1
-
-
-class Process:
-    """A process on the host of rank ``host``, which answers who calls: the coordinator, or who stands by."""
-
-    def __init__(self, takeovers: Takeovers, host: int) -> None:
-        self.takeovers, self.host, self.pid = takeovers, host, takeovers.next_pid()
-        self.alive, self.stopped_until = True, 0
-        self._sides: list[Side] = []
-        self._inbox: deque[Callable[[], object]] = deque()
-
-    def do(self, happen: Callable[[], object]) -> None:
-        """Does something, once it runs and has done what came before."""
-        self._inbox.append(happen)
-        if self.takeovers.cluster.now >= self.stopped_until:
-            self.go_on()
-
-    def go_on(self) -> None:
-        """Does all that waits."""
-        while self._inbox and self.alive and self.takeovers.cluster.now >= self.stopped_until:
-            self._inbox.popleft()()
-
-    def answers(self, side: Side) -> None:
-        """Has ``side`` be this process's."""
-        self._sides.append(side)
-        side.hear = lambda side, message: self.do(partial(self.heard, side, message))
-        side.breaks = lambda side: self.do(partial(self.broken, side))
-
-    def heard(self, side: Side, message: Any) -> None:
-        """Takes in what comes over one of its connections."""
-
-    def broken(self, side: Side) -> None:
-        """Takes in the end of one of its connections."""
-
-    def dies(self) -> None:
-        """Ends; the system closes its connections."""
-        self.alive = False
-        for side in self._sides:
-            side.close()
-
-
-class SimulatedCoordinator(Exchange, Process):
-    """A process that coordinates, on the host of rank ``host``; ``known``: it goes on from that, since ``gone`` is."""
-
-    def __init__(self, takeovers: Takeovers, host: int, board: Switchboard, known: Known | None = None) -> None:
-        Process.__init__(self, takeovers, host)
-        self._serving: dict[Side, Follower | int] = {}
-        self._again: list[Effects] = []  # what was said before
-        self.deposed = False
-        self.over = board.over is not None
-        Exchange.__init__(self, board, known)
-
-    def begin(self, gone: str = "") -> None:
-        """Begins to coordinate."""
-        self._goes_on(gone)
-        self._tick()
-
-    def moved(self, gone: str) -> None:
-        """Begins where it stood by on another host than the one that is ``gone``."""
-        self._leads()
-        self.begin(gone)
-
-    def took_over(self) -> None:
-        """Begins where it stood by on the coordinator's host."""
-        self._follows()
-        self.begin()
-
-    def _tick(self) -> None:
-        self._pass_time()
-        self.takeovers.cluster.later(int(TICK_S * 1e6), partial(self.do, self._tick))
-
-    # --- its connections ------------------------------------------------------------------------------
-
-    def heard(self, side: Side, message: Any) -> None:
-        """Takes in what comes over one of its connections."""
-        if side not in self._serving:
-            self._answer(side, message)
-            return
-        served = self._serving[side]
-        if isinstance(served, Follower):
-            self.mirror.heard(served, message)
-        else:
-            self._said(served, message)
-
-    def _answer(self, side: Side, hello: Hello) -> None:
-        if hello.role == STANDBY:
-            served: Follower | int | None = self.mirror.admit(side, hello, f"host{side.other.host}" * bool(hello.port))
-            if hello.port and served is not None:
-                self.takeovers.reach("admitted")
-        else:
-            served = self._welcome(hello, side, f"host{side.other.host}")
-        if served is None:
-            side.close()
-        else:
-            self._serving[side] = served
-
-    def answer(self, side: Side, hello: Hello) -> None:
-        """Answers one who has come before this process led."""
-        self.answers(side)
-        self.do(partial(self._answer, side, hello))
-
-    def broken(self, side: Side) -> None:
-        """Takes in the end of one of its connections."""
-        served = self._serving.pop(side, None)
-        if isinstance(served, Follower):
-            self.mirror.let_go(served)
-        elif served is not None:
-            self._broken(served, side)
-
-    def _said(self, line: int, message: object) -> None:
-        its = self._board.lines.get(line)
-        if its is not None and not isinstance(message, UNCOUNTED):
-            self.takeovers.one.took(self.takeovers.end_of(its.hello.token), its.heard + 1, message)
-        super()._said(line, message)
-
-    # --- what it has for the exchange -----------------------------------------------------------------
-
-    def _now(self) -> float:
-        return self.takeovers.now_s + 7.0 * self.host + self._shift_s  # clocks differ
-
-    def _seconds(self) -> float:
-        return self.takeovers.now_s
-
-    def _later(self, after_s: float, happen: Callable[[int], None], line: int) -> None:
-        self.takeovers.cluster.later(int(after_s * 1e6), partial(self.do, partial(happen, line)))
-
-    def _tell(self, event: Event, now: float) -> None:
-        if event.kind == "deposed":
-            self.takeovers.cluster.exercised[ProtocolRule.DEPOSED] += 1
-        if self.takeovers.leader is self:
-            self.takeovers.cluster.tell([event])
-
-    def _claimed(self, job: JobSpec, job_id: str) -> str:
-        return ""
-
-    def _refuses(self, control: Port | None, why: str) -> None:
-        self.takeovers.cluster.exercised[ProtocolRule.REFUSED_WORD] += 1
-
-    def _expect_heartbeats(self, rank: int, line: int) -> None:
-        pass
-
-    def _is_over(self) -> bool:
-        return self.over
-
-    def _ends(self, over: bool, gone: bool) -> None:
-        self.over |= over
-
-    def _deposed(self) -> bool:
-        news, self.deposed = not self.deposed, True
-        if news:
-            self.takeovers.cluster.later(0, partial(self.takeovers.ended, self))
-        return news
-
-    def _token(self) -> str:  # type: ignore[override]
-        return f"token {self.takeovers.next_pid()}"
-
-    def _taken(self, news: News) -> tuple[Any, Effects]:
-        self.takeovers.takes(self, news)
-        answer, effects = super()._taken(news)
-        self.takeovers.decided(self)
-        if news.kind == "goes on":
-            self._again.append(effects)
-        if news.kind == "stands by":
-            self.takeovers.reach("term" if news.text else "alone")
-        return answer, effects
-
-    def _release(self, effects: Effects, to: Mapping[int, Port] | None = None) -> None:
-        again = any(each is effects for each in self._again)
-        self._again = [each for each in self._again if each is not effects]
-        super()._release(effects, to)
-        self.takeovers.released(self, effects, again)
-
-    @property
-    def board(self) -> Switchboard:
-        """Its state."""
-        return self._board
-
-
-class SimulatedStandby(Process):
-    """A process that stands by, on the coordinator's host or ``elsewhere``."""
-
-    def __init__(self, takeovers: Takeovers, host: int, address: tuple[str, int], elsewhere: bool) -> None:
-        super().__init__(takeovers, host)
-        self.elsewhere, self._address = elsewhere, address
-        self.known: Known | None = None
-        self._following: Following
-        self._side: Side | None = None
-        self._until = takeovers.now_s + 60.0
-        self._turned: list[tuple[Side, Hello]] = []
-        self.leads: SimulatedCoordinator | None = None
-        self.connect()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self.pid
-
-    def connect(self) -> None:
-        """Connects to whoever coordinates, once somebody does."""
-        if not self.alive or self.leads is not None:
-            return
-        side = self.takeovers.call((STANDBY, self.pid), self.host, self._address)
-        if side is None and self.takeovers.now_s < self._until:
-            self.takeovers.cluster.later(RETRY_US, self.connect)
-        elif side is None:
-            self.ends()
-        else:
-            self._side, self._following = side, Following(self._learn)
-            self._sides.append(side)
-            side.hear = lambda side, message: self.do(partial(self._follow, side, message))
-            side.breaks = lambda side: self.do(partial(self._alone, side))
-            side.send(Hello(-1, STANDBY, self.pid, f"host{self.host}", port=self.port * self.elsewhere))
-
-    def _learn(self, known: Known) -> None:
-        self.known = known
-        self.takeovers.reach("knows elsewhere" if self.elsewhere else "knows")
-
-    def _follow(self, side: Side, message: object) -> None:
-        if side is not self._side or self.leads is not None:
-            return
-        if not self._following.hear(message):
-            self._alone(side, wanted=False)
-        elif (answer := self._following.answer()) is not None:
-            side.send(answer)
-
-    def _alone(self, side: Side, wanted: bool = True) -> None:
-        if side is not self._side or self.leads is not None:
-            return
-        self._side = None
-        side.close()
-        if not self.elsewhere:
-            return  # the guard decides
-        self._count()
-        if self.leads is not None:
-            return
-        if not wanted or self.known is None or self.known.board.over is not None:
-            self.ends()
-        else:
-            self._until = self.takeovers.now_s + 60.0
-            self.takeovers.cluster.later(AGAIN_US, self.connect)
-
-    def ends(self) -> None:
-        """Ends, since nobody wants it."""
-        self.dies()
-        self.takeovers.ended(self)
-
-    # --- those who turn to it -----------------------------------------------------------------------------
-
-    def heard(self, side: Side, message: Any) -> None:
-        """Takes in who comes."""
-        if self.leads is not None:
-            self.leads.answer(side, message)
-        elif isinstance(message, Hello):
-            self._turned.append((side, message))
-            self.takeovers.reach("turned")
-            self._count()
-
-    def _count(self) -> None:
-        turned = [hello for _, hello in self._turned]
-        if self.alive and self.known is not None and self.known.is_elected(self.port, turned):
-            self.takeovers.reach("elected")
-            if self.alive:
-                self._lead(self.known)
-
-    def _lead(self, known: Known) -> None:
-        gone = known.board.succession.host
-        known.board.moves(f"host{self.host}", 1)
-        self.leads = made = SimulatedCoordinator(self.takeovers, self.host, known.board, known)
-        if self._side is not None:
-            self._side.close()
-        self.takeovers.moves(self, made, known)
-        made.moved(gone)
-        for side, hello in self._turned:
-            made.answer(side, hello)
-        self.takeovers.reach("leads")
 
 
 class Takeovers(Coordination):
@@ -340,6 +63,7 @@ class Takeovers(Coordination):
         self._reached: Counter[str] = Counter()
         self._told: set[bytes] = set()
         self.struck: list[tuple[int, Trouble]] = []  # what has happened to coordinators, and when
+        self._apart: set[int] = set()  # hosts that were cut off, or from which others were
         self._decided = 0  # the last step that was
         self._must_go_on = True  # behind the first of these
         self.last_leader_at = 0
@@ -385,7 +109,7 @@ class Takeovers(Coordination):
     def call(self, name: tuple, caller: int, address: tuple[str, int]) -> Side | None:
         """A connection to whoever listens at ``address``; None where nobody does, or the host can't be reached."""
         listener = self._listening(address)
-        if listener is None or self.is_silent(caller, address):
+        if listener is None or self.is_silent(caller, address) or listener.stopped_until > self.cluster.now:
             return None
         near, far = self.hosts.connected(name, caller, listener.host)
         listener.answers(far)
@@ -393,7 +117,9 @@ class Takeovers(Coordination):
 
     def is_silent(self, caller: int, address: tuple[str, int]) -> bool:
         """Whether nothing at all comes from there."""
-        host = int(address[0].removeprefix("host"))
+        host, there = int(address[0].removeprefix("host")), self._listening(address)
+        if there is not None and there.stopped_until > self.cluster.now:
+            return True
         return not self.hosts.reaches(caller, host) or not self.hosts.reaches(host, caller)
 
     def _listening(self, address: tuple[str, int]) -> Process | None:
@@ -528,7 +254,9 @@ class Takeovers(Coordination):
             self.cluster.begin(worker)
 
     def _lost(self, worker: SimulatedMachine) -> None:
-        if worker.alive and worker.control_view.lose_coordinator():
+        if self.ends[WORKER, worker.rank].line < 0:  # it was never let in
+            self.cluster.kill(worker.rank)
+        elif worker.alive and worker.control_view.lose_coordinator():
             self.cluster.wake(worker)
 
     def _lose_supervisor(self, rank: int) -> None:
@@ -621,8 +349,20 @@ class Takeovers(Coordination):
 
     def finished(self) -> None:
         """Checks, at the end, that somebody coordinates; where nobody may, the job has ended as failed."""
-        if not self.leader.alive or self.leader.deposed:
+        if not self.leader.alive or self.leader.deposed or self.leader.stopped_until > self.cluster.now:
             self.leader.board.fail("nobody coordinates any more", self.now_s, Effects())
+        elif self.membership.ended is None or not self.membership.ended.failed:
+            self._nobody_healthy_is_lost()
+
+    def _nobody_healthy_is_lost(self) -> None:
+        """Checks that takeovers cost nobody but those on hosts that are gone, or were cut off."""
+        scenario = self.cluster.scenario
+        struck = {seat for each in scenario.troubles if each.kind not in TAKEOVERS for seat in each.seats}
+        struck |= {each.seat for each in scenario.faults}
+        apart = self._apart | self.cluster.lost_hosts
+        for worker in sorted(self.membership.lost):
+            if worker.rank not in apart and self.cluster.workers[worker.rank].seat not in struck:
+                self.cluster.watcher.say(f"rank {worker.rank} is lost, and nothing has happened to it")
 
     # --- troubles -------------------------------------------------------------------------------------------------
 
@@ -654,6 +394,7 @@ class Takeovers(Coordination):
             self.cluster.later(trouble.for_us, leader.go_on)
         elif trouble.kind == "hold":
             way = "from" if trouble.percent else "to"
+            self._apart.add(leader.host)
             self.hosts.hold(way, leader.host, True)
             self.cluster.later(trouble.for_us, partial(self.hosts.hold, way, leader.host, False))
         elif trouble.kind == "partition":
@@ -663,6 +404,8 @@ class Takeovers(Coordination):
     def _leaves_enough(self, trouble: Trouble) -> bool:
         """Whether one side has enough to go on behind this, whoever else was lost."""
         leader, told = self.leader, self.leader.board.succession.address
+        if leader.membership.committed >= self.cluster.scenario.steps - 1:
+            return False  # some may have gone, and are members still
         if not leader.membership.started:
             return trouble.kind in ("standby", "candidate")
         members = {member.rank for member in leader.membership.roster}
@@ -696,6 +439,7 @@ class Takeovers(Coordination):
 
     def _cut(self, ranks: set[int], for_us: int) -> None:
         self.cluster.cut |= ranks
+        self._apart |= self.cluster.workers.keys()
         for rank in ranks:
             self.cluster.touch_sums(rank)
         self.cluster.later(for_us, partial(self._mend, ranks))
