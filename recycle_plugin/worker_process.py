@@ -56,6 +56,8 @@ def main(command: list[str]) -> int:
     except (RecycleError, ConnectionError) as error:
         _say(f"recycle: error: {error}")
         return 1
+    if session.store is not None:  # another one than its supervisor knew of, where the coordinator's host has just died
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = session.store[0], str(session.store[1])
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))

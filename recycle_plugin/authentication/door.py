@@ -19,6 +19,7 @@ UNPROVED = 256  # connections at one port that are still to prove who they are
 PATIENCE_S = 1.0  # how long each of so many may take
 LOOK_S = 0.01  # between two looks whether there is room
 ADDRESSES = 64  # that are told apart
+LATE_S = 5.0  # how long those are let in who have come while nobody looked
 OTHERS = "other addresses"
 Say = Callable[[str, str], None]
 
@@ -33,7 +34,14 @@ class Door:
         self._secret, self._port, self.place, self._say = secret, port, place, say
         self._lock = threading.Lock()
         self._said: set[str] = set()  # addresses that strangers have come from
+        self._late_until = 0.0
         self._unproved: dict[socket.socket, float] = {}  # oldest first, with when it came
+
+    def late(self) -> None:
+        """Note that this process was stopped, or slow: who has come meanwhile may have gone since, and is no stranger
+        for that.
+        """
+        self._late_until = time.monotonic() + LATE_S
 
     def pause_s(self) -> float:
         """How many seconds to wait before the next connection is accepted, 0 where there is room for it."""
@@ -77,6 +85,8 @@ class Door:
 
     def refuses(self, peer: tuple, why: OSError | str) -> None:
         """Refuse what has come from ``peer``, host and port; it changes nothing."""
+        if isinstance(why, OSError) and not isinstance(why, Stranger) and time.monotonic() < self._late_until:
+            return
         with self._lock:
             address = peer[0] if peer[0] in self._said or len(self._said) < ADDRESSES else OTHERS
             if address in self._said:

@@ -113,3 +113,14 @@ def test_where_there_are_no_locks_or_the_disk_is_full_it_says_so_and_goes_on(tmp
         f"recycle.run_dir: the folder {tmp_path} can't be locked ({os.strerror(number)}): see to it that no other job "
         "has it"
     ]
+
+
+def test_who_takes_a_jobs_place_leaves_no_lock_of_the_one_before(tmp_path):
+    """That is still there as the other one begins, and is gone once the job ends."""
+    before, after = Claims(print), Claims(print)
+    given = replace(job(), run_dir=str(tmp_path))
+    assert before.take(given, "the job") == after.take(given, "the job") == ""
+    for descriptor in before._held.values():  # as its process's end does
+        os.close(descriptor)
+    after.release()
+    assert not (tmp_path / LOCK).exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
 )
 from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
-from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 from recycle_plugin.runtime.control import coordinator as server
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
@@ -63,6 +64,22 @@ async def standing_by(coordinator: Coordinator):
     finally:
         task.cancel()
         control.close()
+
+
+@asynccontextmanager
+async def one_worker():
+    """(a coordinator of one worker, a connection of that which it has welcomed, what that has said)."""
+    coordinator = Coordinator(1, 1, lambda event, now: None, SECRET)
+    await coordinator.start("127.0.0.1", 0)
+    hello = Hello(0, "worker", 12, "h")
+    control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
+    try:
+        control.send(hello)
+        assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+        yield coordinator, control, hello
+    finally:
+        control.close()
+        await coordinator.close()
 
 
 async def step(workers: list[Player], number: int, ranks: range = range(4)) -> None:
@@ -157,28 +174,18 @@ async def test_who_takes_nothing_is_let_go_and_whoever_decides_hears_so_first(mo
 
 async def test_a_connection_that_is_made_again_at_the_same_coordinator_goes_on():
     """Where that has not noticed its end, nothing is lost; and where it has, the others go on without that worker."""
-    said: list = []
-    coordinator = Coordinator(1, 1, lambda event, now: said.append(event), SECRET)
-    await coordinator.start("127.0.0.1", 0)
-    hello = Hello(0, "worker", 12, "h")
-    try:
-        control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
-        control.send(hello)
-        assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+    async with one_worker() as (coordinator, control, hello):
         stranger, again = [await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S) for _ in range(2)]
         stranger.send(replace(hello, line=control.line, token="0" * len(control._token)))
         assert isinstance(await asyncio.to_thread(stranger.receive, PATIENCE_S), Refused)
         again.send(replace(hello, line=control.line, token=control._token))
         welcome = await asyncio.to_thread(again.receive, PATIENCE_S)
         assert isinstance(welcome, Welcome) and welcome.line == control.line in coordinator._board.lines
+        stranger.close()
         again.close()
         while control.line in coordinator._board.lines:
             await asyncio.sleep(0.01)
         assert await asyncio.to_thread(control.resume, hello, PATIENCE_S) is None
-        stranger.close()
-        control.close()
-    finally:
-        await coordinator.close()
 
 
 async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatch):
@@ -371,6 +378,37 @@ async def test_nobody_stands_by_elsewhere_before_half_know_that_the_one_before_i
         again.close()
 
 
+async def test_one_elsewhere_that_never_comes_to_be_in_step_is_let_go_and_blocks_nobody(monkeypatch):
+    monkeypatch.setattr(mirror, "STEP_S", 0.1)
+    monkeypatch.setattr(Succession, "wants_one", lambda self, roster: True)
+    said: list = []
+    async with four_workers(said) as (coordinator, _):
+        stuck = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        stuck.send(ELSEWHERE)
+        while await stuck.receive(PATIENCE_S) is not None:
+            pass  # it hears all, and answers nothing
+        assert stuck.broken is not None and not coordinator.mirror.elsewhere
+        again = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        again.send(replace(ELSEWHERE, port=8))
+        assert isinstance(await again.receive(PATIENCE_S), Snapshot)
+        for control in (stuck, again):
+            control.close()
+
+
+async def test_who_stands_by_comes_to_be_in_step_where_there_are_always_more_news():
+    said: list = []
+    async with four_workers(said) as (coordinator, _):
+        control = InLoop(coordinator.connect())
+        follower = coordinator.mirror.admit(control, STANDBY, "")
+        changes: list[int] = []
+        coordinator.mirror.watch(changes.append)
+        for _ in range(3):
+            coordinator._take("tick")
+            coordinator.mirror.heard(follower, Got(coordinator.mirror._sent - 1))
+        assert follower.in_step and changes == [77]
+        control.close()
+
+
 async def test_whom_nobody_wants_elsewhere_is_let_go(monkeypatch):
     """Of two hosts neither may go on against the other, so the coordinator goes on alone, once half know."""
     said: list = []
@@ -419,16 +457,9 @@ async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_o
         await following.close()
 
 
-async def test_who_hangs_up_since_it_hears_nothing_is_not_dead(monkeypatch):
+async def test_who_hangs_up_since_it_hears_nothing_is_not_dead():
     """It comes again, and nothing is lost; whoever closes without a word is."""
-    said: list = []
-    coordinator = Coordinator(1, 1, lambda event, now: said.append(event), SECRET)
-    await coordinator.start("127.0.0.1", 0)
-    hello = Hello(0, "worker", 12, "h")
-    try:
-        control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
-        control.send(hello)
-        assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+    async with one_worker() as (coordinator, control, hello):
         coordinator._begin_term("127.0.0.9:9")
         while (await asyncio.to_thread(control.receive, 0.1), control._term.term) != (None, 1):
             pass
@@ -441,5 +472,21 @@ async def test_who_hangs_up_since_it_hears_nothing_is_not_dead(monkeypatch):
         control.close()
         while line in coordinator._board.lines:
             await asyncio.sleep(0.01)
+
+
+async def test_a_coordinator_that_was_stopped_takes_nobody_for_a_stranger_who_has_gone_meanwhile():
+    said: list = []
+    coordinator = Coordinator(1, 1, lambda event, now: said.append(event), SECRET)
+    await coordinator.start("127.0.0.1", 0)
+    try:
+        coordinator._door.refuses(("127.0.0.2", 1), ConnectionResetError(104, "it was reset"))
+        assert [event.kind for event in said] == ["stranger"]
+        time.sleep(LATE_S + TICK_S)  # nothing runs in this process
+        while not coordinator._door._late_until:
+            await asyncio.sleep(0.01)
+        coordinator._door.refuses(("127.0.0.3", 1), ConnectionResetError(104, "it was reset"))
+        assert len(said) == 1
+        coordinator._door.refuses(("127.0.0.3", 1), "its seal is another one's")
+        assert len(said) == 2
     finally:
         await coordinator.close()

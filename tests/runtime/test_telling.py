@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from recycle_plugin.core.coordinator.output import Event
-from recycle_plugin.runtime.processes.telling import LOG, Telling
+from recycle_plugin.runtime.processes.telling import LOG, SLICE, Telling
 from tests.support.membership import job
 from tests.support.secret import SECRET
 
@@ -67,3 +68,24 @@ def test_metrics_go_on_with_what_was_told_before(telling, tmp_path):
         for each in (first, second)
     ]
     assert values == [1.0, 1.0]
+
+
+async def test_a_long_log_is_counted_while_the_job_goes_on(telling, tmp_path):
+    """And what comes meanwhile behind all that."""
+    start = start_of(tmp_path, metrics="127.0.0.1:0")
+    first, second, steps = telling(), telling(), 5 * SLICE
+    first.say(start, 1.0)
+    for step in range(1, steps + 1):
+        first.say(committed(step), 1.0 + step)
+    second.go_on(start, 1.0 + steps)
+    registry = second._exporter._metrics.registry
+    assert registry.get_sample_value("recycle_step") < steps
+    second.say(committed(steps + 1), 2.0 + steps)
+    assert registry.get_sample_value("recycle_step") < steps
+    while second._past is not None:
+        await asyncio.sleep(0)
+    assert registry.get_sample_value("recycle_step") == steps + 1
+
+
+def committed(step: int) -> Event:
+    return Event("committed", f"step {step} committed", {"step": step, "workers": 4, "redone_s": 0.0, "bubbles": []})

@@ -12,12 +12,14 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.authentication.secret import AT
 from recycle_plugin.core.messages import line_end
 from recycle_plugin.core.messages.from_coordinator import Placed, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Knows, StandsBy
+from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.connections import SocketControl, connect
-from tests.support.secret import answered, way
+from tests.support.secret import answered, way, written
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
@@ -165,3 +167,19 @@ def test_who_listens_may_die_before_it_has_let_anybody_in():
         assert near.receive(PATIENCE_S) == WELCOME
         near.close()
         serving.join()
+
+
+def test_a_worker_that_starts_as_the_coordinators_host_dies_finds_the_next_one(listening, monkeypatch, tmp_path):
+    """Its supervisor has told it where that is to be looked for, too; and its store is the next one's."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
+    monkeypatch.setattr(session, "TRY_S", 0.1)
+    home, elsewhere = listening("127.0.0.1"), listening("127.0.0.2")
+    home.gone()
+    addresses = ",".join("{}:{}".format(*each.address) for each in (home, elsewhere))
+    environment = {"RECYCLE_COORDINATOR": addresses, "RANK": "1", AT: written(tmp_path / "secret")}
+    made = session.connect_from_environment(environment)
+    try:
+        assert made.store == (elsewhere.address[0], WELCOME.store_port)
+        assert elsewhere.hellos.get(timeout=PATIENCE_S).line == -1
+    finally:
+        made._control.close()

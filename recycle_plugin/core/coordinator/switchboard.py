@@ -3,7 +3,7 @@
 
 It is a state machine too, without clock, threads or sockets, and all that the coordinator's process knows is in it: a
 process that takes in the same news in the same order (:data:`NEWS`) has the same state, and takes its place when it
-dies (runtime/control/coordinator.py).  Connections then go on with that one as they were, by what each end has kept
+dies (core/coordinator/mirror.py).  Connections then go on with that one as they were, by what each end has kept
 (core/messages/kept.py): nobody in the job finds that anything was lost, and nothing is decided anew.
 """
 

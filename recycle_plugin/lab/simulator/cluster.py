@@ -148,6 +148,8 @@ class Cluster:
 
     def _goes_on(self) -> bool:
         """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
+        if self.scenario.takes_over:  # connections would be looked after for ever
+            return any(worker.alive and worker.runs for worker in self.workers.values())
         awaited = self.membership.state.replay.waits_since is not None
         return awaited or any(worker.runs for worker in self.workers.values())
 

@@ -42,7 +42,7 @@ class OneHistory:
         if self.board is not None:
             self._compare(end, self.board, len(heard) - 1)
 
-    def leads(self, board: Switchboard, ends: Mapping[Hashable, SimulatedEnd]) -> None:
+    def leads(self, board: Switchboard, ends: Mapping[tuple[str, int], SimulatedEnd]) -> None:
         """Takes in that another one coordinates, which knows what ``board`` does."""
         self.board = board
         if board.membership.committed < self._committed:

@@ -9,7 +9,6 @@ succession.py, core/messages/line_end.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,7 +57,7 @@ class Takeovers(Coordination):
         self._beside: dict[int, SimulatedStandby] = {}  # who stands by for it there
         self._in_step: dict[int, int] = {}  # the process of which the guard has heard that it is in step
         self.candidates: list[SimulatedStandby] = []
-        self.ends: dict[Hashable, SimulatedEnd] = {}
+        self.ends: dict[tuple[str, int], SimulatedEnd] = {}
         self._tokens: dict[str, SimulatedEnd] = {}
         self._reached: Counter[str] = Counter()
         self._told: set[bytes] = set()
@@ -349,9 +348,10 @@ class Takeovers(Coordination):
 
     def finished(self) -> None:
         """Checks, at the end, that somebody coordinates; where nobody may, the job has ended as failed."""
-        if not self.leader.alive or self.leader.deposed or self.leader.stopped_until > self.cluster.now:
+        leader, alone = self.leader, all(end.dead for (role, _), end in self.ends.items() if role == WORKER)
+        if not leader.alive or leader.deposed or leader.stopped_until > self.cluster.now or (alone and self.may_end):
             self.leader.board.fail("nobody coordinates any more", self.now_s, Effects())
-        elif self.membership.ended is None or not self.membership.ended.failed:
+        elif not self.may_end or self.membership.ended is None or not self.membership.ended.failed:
             self._nobody_healthy_is_lost()
 
     def _nobody_healthy_is_lost(self) -> None:

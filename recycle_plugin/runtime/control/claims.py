@@ -29,6 +29,7 @@ class Claims:
     def __init__(self, warn: Callable[[str], None], owner: str = "") -> None:
         self._warn, self._owner = warn, owner
         self._held: dict[Path, int] = {}  # by lock file: its descriptor
+        self._before: list[Path] = []  # those that the process holds, or has held, in whose place this one is
 
     def take(self, job: JobSpec, job_id: str) -> str:
         """Claim all folders of ``job``, and make them; return why the job can't have one, or ""."""
@@ -39,6 +40,10 @@ class Claims:
         return ""
 
     def release(self) -> None:
+        """Let go of all, also of what the process before has left behind."""
+        for path in self._before:
+            with suppress(OSError):  # it is there still
+                self._lock(path)
         for path, descriptor in self._held.items():
             with suppress(OSError):
                 path.unlink()
@@ -54,6 +59,7 @@ class Claims:
                 self._lock(path)
         except BlockingIOError:
             if _holder(path).split(",")[0] == self._owner.split(",")[0]:
+                self._before.append(path)
                 return ""  # a process of the same job, in whose place this one is
             return (
                 f"recycle.{setting}: {folder} is the folder of {_holder(path)}, which runs: write another folder, or "

@@ -24,7 +24,7 @@ from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.switchboard import OPERATOR, Switchboard
 from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.framed import Control
@@ -165,6 +165,13 @@ class Coordinator(Exchange):
         entrance.answer = self._answer
         self._begin(gone)
 
+    def claim_anew(self) -> None:
+        """Claim the folders that the process before had claimed."""
+        board = self._board
+        board.claimed = board.claimed and board.job is not None  # else the next one who says it has them claimed
+        if board.job is not None and board.claimed and (taken := self._claim(board.job, board.job_id)):
+            self.fail(taken)
+
     def _begin(self, gone: str = "") -> None:
         self._alone_from = self._now() + (BACK_S if self._board.lines else 0.0)
         self._goes_on(gone)
@@ -298,6 +305,8 @@ class Coordinator(Exchange):
             self._take("beat", line, message=heartbeat)
 
     def _tick(self) -> None:
+        if self._ticking is not None and self._loop.time() > self._ticking.when() + LATE_S:
+            self._door.late()
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         self._pass_time()
 

@@ -60,6 +60,12 @@ class Control(Protocol):
         """
 
     @property
+    def elsewhere(self) -> tuple[str, int] | None:
+        """Where the last one listens that has stood by on another host, as far as this end knows; None where nobody
+        has.
+        """
+
+    @property
     def broken(self) -> Disconnected | None:
         """Why the connection is broken; None as long as something may come.
 
@@ -184,6 +190,10 @@ class Framed(LineEnd):
         with self._acknowledged:
             super()._got(count)
             self._acknowledged.notify_all()
+
+    @property
+    def elsewhere(self) -> tuple[str, int] | None:
+        return (self._stood_by.host, self._stood_by.port) if self._stood_by.host else None
 
     @property
     def sent(self) -> int:

@@ -56,6 +56,11 @@ class InLoop:
         return self._control.address
 
     @property
+    def elsewhere(self) -> tuple[str, int] | None:
+        """See Control."""
+        return self._control.elsewhere
+
+    @property
     def broken(self) -> Disconnected | None:
         """Why the connection is broken, None as long as something may come."""
         return None if self._come else self._control.broken

@@ -16,6 +16,7 @@ from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
+from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
 from recycle_plugin.core.messages.from_workers import (
@@ -27,6 +28,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
+from recycle_plugin.core.messages.line_end import TRY_S, Tries
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import named
@@ -85,18 +87,22 @@ class Session:
         wait_timeout_s: float = 300.0,
         ended_early: Callable[[Session], None] | None = None,
         incarnation: int = 0,
+        answer_s: float = CONNECT_S,
     ) -> None:
         self._control = control
         self.rank, self.secret, self.host = rank, secret, socket.gethostname()
         self._hello = Hello(rank, "worker", os.getpid(), self.host, incarnation)
         control.send(self._hello, SEND_S)
-        welcome = control.receive(CONNECT_S)
+        welcome = control.receive(answer_s)
         if not isinstance(welcome, Welcome):
             raise NotWelcomed(
-                f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: "
+                f"the coordinator has not welcomed {named(rank)} within {answer_s:.0f} s: "
                 f"{control.broken or welcome or 'it says nothing'}"
             )
         self.ranks = welcome.ranks
+        there = control.address
+        # the job's key-value store, where this process has not come to the coordinator within its own
+        self.store = None if there is None else (there[0], welcome.store_port)
         self.job_id, self.view = welcome.job_id, ControlView(rank, welcome.incarnation)
         self.view.adopting = self._adopting
         self.hooks, self.thread = ScriptHooks(), TrainingThread()
@@ -292,20 +298,38 @@ def connect_from_environment(
     address = environment.get("RECYCLE_COORDINATOR")
     if not address or AT not in environment:
         raise RecycleError(NOT_LAUNCHED)
-    host, _, port = address.rpartition(":")
-    began = time.monotonic()
     rank, incarnation = int(environment["RANK"]), int(environment.get("RECYCLE_INCARNATION", "0"))
     secret = SecretFile.of_worker(environment).read()
+    ways = [ControlWay(_parsed(each), secret) for each in address.split(",")]
+    began = time.monotonic()
+    tries = Tries(began, CONNECT_S, False, 0.0)
     while True:
-        control = connect(ControlWay((host, int(port)), secret), CONNECT_S)
+        way = ways[tries.next(time.monotonic(), len(ways) > 1)]
+        last = time.monotonic() >= tries.until
         try:
-            _made.append(Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation))
-            return _made[-1]
+            control = connect(way, CONNECT_S if len(ways) == 1 else TRY_S)
+            answer_s = RESUME_S if tries.goes_elsewhere else CONNECT_S  # who stands by may never lead
+            made = Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation, answer_s=answer_s)
+            _made.append(made)
+            return made
         except NotWelcomed:  # who was to answer may have died, and another one takes its place
-            nonsense = control.broken is not None and control.broken.unreadable is not None
-            if control.broken is None or nonsense or time.monotonic() - began > RESUME_S:
+            broken = control.broken
+            control.close()
+            if not tries.goes_elsewhere and (broken is None or broken.unreadable is not None):
+                raise
+            if time.monotonic() - began > RESUME_S and (last or len(ways) == 1):
                 raise
             time.sleep(LOOK_S)
+        except Stranger:
+            raise
+        except ConnectionError:
+            if len(ways) == 1 or last:
+                raise
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def of_this_process() -> Session:

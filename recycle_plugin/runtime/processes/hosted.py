@@ -23,7 +23,6 @@ from pathlib import Path
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
 from recycle_plugin.core.coordinator.mirror import Known
 from recycle_plugin.core.coordinator.output import Event
-from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials
@@ -158,8 +157,7 @@ class Hosted:
         """
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
-        _take_over(coordinator, telling, known.board, why)
-        return cls(coordinator, Adopted(store), -1, telling, secret)
+        return cls._taken_over(coordinator, Adopted(store), -1, telling, secret, why)
 
     @classmethod
     async def lead(
@@ -183,8 +181,23 @@ class Hosted:
         hand_over(coordinator.answer)
         where = "{}:{}".format(*address)
         why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to {where}"
-        _take_over(coordinator, telling, known.board, why)
         store, life = await _start_store(listener, environment)
+        return cls._taken_over(coordinator, store, life, telling, secret, why)
+
+    @classmethod
+    def _taken_over(
+        cls,
+        coordinator: Coordinator,
+        store: Process | Adopted,
+        life: int,
+        telling: Telling,
+        secret: SecretFile,
+        why: str,
+    ) -> Hosted:
+        """Tell the user ``why``, and claim the job's folders anew."""
+        told_of = f"{why}: process {os.getpid()} on host {socket.gethostname()}, which stood by, goes on in its place"
+        telling.say(Event("coordinator", told_of), clock.now())
+        coordinator.claim_anew()
         return cls(coordinator, store, life, telling, secret)
 
     @staticmethod
@@ -339,15 +352,6 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
 def tell_folder(guard: Pipe, event: Event) -> None:
     if event.kind == "start":
         guard.tell(folder=event.details["job"]["run_dir"])
-
-
-def _take_over(coordinator: Coordinator, telling: Telling, board: Switchboard, why: str) -> None:
-    """Tell the user ``why``, and claim the job's folders anew."""
-    told_of = f"{why}: process {os.getpid()} on host {socket.gethostname()}, which stood by, goes on in its place"
-    telling.say(Event("coordinator", told_of), clock.now())
-    board.claimed = board.claimed and board.job is not None  # else the next one who says it has them claimed
-    if board.job is not None and board.claimed and (taken := telling.claims.take(board.job, board.job_id)):
-        coordinator.fail(taken)
 
 
 async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:

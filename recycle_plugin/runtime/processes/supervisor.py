@@ -282,6 +282,12 @@ class Supervisor:
 
     # --- one worker after another ----------------------------------------------------------------
 
+    @property
+    def _addresses(self) -> list[tuple[str, int]]:
+        """Where the worker looks for the coordinator: where that is, and where another one may take its place."""
+        elsewhere = self._control.elsewhere
+        return [self._address] if elsewhere in (None, self._address) else [self._address, elsewhere]
+
     def _worker_environment(self) -> dict[str, str]:
         return self._environment | {
             **({} if self._joins is None else {"WORLD_SIZE": str(self._welcome.ranks)}),
@@ -291,7 +297,7 @@ class Supervisor:
             "MASTER_PORT": str(self._welcome.store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
             "MASTER_ADDR": self._address[0],
-            "RECYCLE_COORDINATOR": "{}:{}".format(*self._address),
+            "RECYCLE_COORDINATOR": ",".join(f"{host}:{port}" for host, port in self._addresses),
             AT: str(self._secret.path),
         }
 

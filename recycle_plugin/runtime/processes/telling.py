@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.coordinator.output import Event
@@ -15,6 +18,7 @@ from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.system import clock
 
 LOG, LAST = "events.jsonl", 1 << 16
+SLICE = 100  # events of before that are counted at once
 
 
 class Telling:
@@ -39,6 +43,8 @@ class Telling:
         self._access = OperatorAccess(address, secret)
         self.claims = Claims(lambda text: self.say(Event("warning", text), clock.now()))
         self.run_dir: Callable[[], str] = lambda: ""
+        self._past: Iterator[tuple[Event, float]] | None = None  # what is still to be counted of before
+        self._since: list[tuple[Event, float]] = []  # and of what has come meanwhile
 
     @property
     def report_folder(self) -> Path | None:
@@ -51,16 +57,34 @@ class Telling:
         if event.kind == "start":
             self._let_operators_in(event, now)
         self._told(event)
-        self._exporter.take(event, now)
+        if self._past is None:
+            self._exporter.take(event, now)
+        else:
+            self._since.append((event, now))
 
     def go_on(self, start: Event, now: float) -> None:
-        """Go on where another process has told of the job's ``start``, and of what has come since."""
+        """Go on, in the running event loop, where another process has told of the job's ``start``, and of what has come
+        since.  Metrics count that while the job goes on: a long log takes its time.
+        """
         folder = Path(start.details["job"]["run_dir"])
         self._announcer.go_on(start)
         if start.details["job"]["metrics"] is not None:
-            for event, at in _past(folder / LOG):
-                self._exporter.take(event, at)
+            self._past = _past(folder / LOG)
+            self._count_on()
         self._let_operators_in(start, now)
+
+    def _count_on(self) -> None:
+        if self._past is None:
+            return
+        some = list(islice(self._past, SLICE))
+        for event, at in some:
+            self._exporter.take(event, at)
+        if len(some) == SLICE:
+            asyncio.get_running_loop().call_soon(self._count_on)
+            return
+        self._past, since = None, self._since
+        for event, at in since:
+            self._exporter.take(event, at)
 
     def say_unless_said(self, event: Event, now: float) -> None:
         """Tell of an event that another process may have told of before it died."""
@@ -76,6 +100,7 @@ class Telling:
         """Write what waits, and let go of the job's folders."""
         if (folder := self.report_folder) is not None:
             self.say(Event("report", f"{folder / 'report.html'} is being written"), clock.now())
+        self._past = None
         self._access.remove()
         self._announcer.close()
         self._exporter.close()
@@ -88,16 +113,24 @@ def _last(folder: Path) -> list[Event]:
 
 
 def _past(path: Path, last: int | None = None) -> Iterator[tuple[Event, float]]:
-    """The events of a log, in its ``last`` bytes or all, each with when it happened; none where that can't be read."""
+    """The events that a log has now, in its ``last`` bytes or all, each with when it happened, one after the other;
+    none where that can't be read.
+    """
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - last) if last is not None else 0)
-            lines = log.read().decode(errors="replace").splitlines()
+        log = path.open("rb")
     except OSError:
-        return
-    for line in lines:
-        try:
-            said = json.loads(line)
-            yield Event(said.pop("event"), said.pop("text"), said), said.pop("time")
-        except (ValueError, KeyError, AttributeError):  # the last one may be cut off
-            continue
+        return iter(())
+    size = path.stat().st_size
+    log.seek(max(0, size - last) if last is not None else 0)
+    return _read(log, size - log.tell())
+
+
+def _read(log: BinaryIO, left: int) -> Iterator[tuple[Event, float]]:
+    with log:
+        while left > 0 and (line := log.readline(left)):
+            left -= len(line)
+            try:
+                said = json.loads(line.decode(errors="replace"))
+                yield Event(said.pop("event"), said.pop("text"), said), said.pop("time")
+            except (ValueError, KeyError, AttributeError):  # the first one may be cut off, and the last
+                continue

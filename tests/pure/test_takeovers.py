@@ -1,0 +1,40 @@
+"""Jobs in virtual time in which the coordinator dies, or is cut off, and others take its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from tests.mistakes.takeovers import TAKEOVERS
+
+SEEDS = 40
+RULES = (ProtocolRule.WENT_ON, ProtocolRule.MOVED, ProtocolRule.DEPOSED)
+
+
+@pytest.mark.timeout(600)
+def test_whoever_takes_the_coordinators_place_knows_all_that_was_heard() -> None:
+    """More of them with ``recycle campaign --takeovers``."""
+    report = campaign.takeovers(range(SEEDS))
+    assert not report.violations, [(one.name, one.faults, one.violations) for one in report.violations]
+    assert all(report.exercised[rule] for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    (
+        pytest.param(1, id="who has come again waits for an answer, and has to hear that a term begins first"),
+        pytest.param(127, id="a worker is never let in, since who coordinates dies"),
+    ),
+)
+def test_what_a_seed_has_found_once_stays_mended(seed) -> None:
+    assert not campaign.run_takeover(seed).violations
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mistake", TAKEOVERS)
+def test_a_mistake_is_found(mistake, monkeypatch) -> None:
+    seen = TAKEOVERS.seen[mistake]
+    assert not campaign.run_takeover(seen).violations
+    TAKEOVERS[mistake](monkeypatch)
+    assert campaign.run_takeover(seen).violations
