@@ -182,4 +182,6 @@ def test_a_worker_that_starts_as_the_coordinators_host_dies_finds_the_next_one(l
         assert made.store == (elsewhere.address[0], WELCOME.store_port)
         assert elsewhere.hellos.get(timeout=PATIENCE_S).line == -1
     finally:
+        made.forked = True  # nobody goes on with its connection
         made._control.close()
+        made._listening.join(PATIENCE_S)
