@@ -93,7 +93,7 @@ class Coordinator(Exchange):
         self._loop.call_later(after_s, happen, line)
 
     def _tell(self, event: Event, now: float) -> None:
-        self._say(event, now)
+        self._say(event, clock.now())  # and not the state's time, where that was another host's
 
     def _claimed(self, job: JobSpec, job_id: str) -> str:
         return self._claim(job, job_id)
