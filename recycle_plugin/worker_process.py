@@ -117,9 +117,10 @@ def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoRe
 
 def _say_end(session: Session, why: Fatal | Crashed, alone: bool = False) -> None:
     """Tell the coordinator with what error the script ends, which is nobody else's business where it is a newcomer's
-    that is no member yet, or has nothing to go on with, ``alone``.
+    that is no member yet or has not come to its first step, or that has nothing to go on with, ``alone``.
     """
-    if alone or session.view.outside:
+    startup = session.hooks.startup
+    if alone or session.view.outside or (startup is not None and startup.alone):
         text = why.text if isinstance(why, Fatal) else f"its script has ended with {why.error}"
         session.note("warning", f"rank {session.rank}, which has come back, can't take part: {text}")
     else:

@@ -175,7 +175,7 @@ class Settings(BaseModel):
         'a whole number, not negative, "always" or "never"',
         'Whether the process of a lost worker is started again: "always" (until 5 in a row have died before '
         'they were admitted), "never", or that many in a row. A process started with `--join` takes a lost '
-        'seat in any case. Under Hugging Face\'s loops "never" is implied; with its Trainer any value may be set.',
+        'seat in any case. Under Hugging Face\'s loops "never" is implied; any value may be set.',
     )
     leave_on: ShellCommand | None = setting(
         None,

@@ -162,9 +162,12 @@ def test_a_loop_with_accelerate_as_stock(start):
     assert stock.code == 0, stock.output[-6000:]
     for rank, record in stock.records.items():
         found = ours.records[rank]
-        for name in ("steps", "trained", "rates", "evaluated", "mains"):
+        for name in ("steps", "trained", "rates", "evaluated", "right", "mains", "counted"):
             assert found[name] == record[name], name
-        assert found["losses"] == pytest.approx(record["losses"], rel=1e-4)
+        for name in ("losses", "epochs"):
+            assert found[name] == pytest.approx(record[name], rel=1e-4), name
+        for mine, theirs in zip(found["gathered"], record["gathered"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
         for name, values in record["weights"].items():
             assert found["weights"][name] == pytest.approx(values, abs=1e-5)
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import GPT2LMHeadModel
 
 from tests.support.cluster import ForkServer, Result
-from tests.support.hugging_face import LOOP, PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
+from tests.support.hugging_face import PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
 
 STEPS, HELD = 30, 5
 RETURNS = {"samples": 8 * STEPS, "held": [HELD], "recycle": {"rejoin": "always"}}
@@ -181,7 +181,6 @@ def test_the_next_process_gives_the_loop_where_one_dies_in_that(start):
 
 
 REFUSED = [
-    ({"script": LOOP}, 'recycle.rejoin "always" with Hugging Face\'s Accelerate, whose script begins at step 1'),
     ({"own": True}, "a get_batch_samples() that does not call Trainer's with recycle.rejoin"),
     (
         {"kills": [[1, "step", 3], [0, "giving", 0]], "held": [HELD]},

@@ -27,6 +27,9 @@ from tests.support.jobs import (
     faults,
     held,
 )
+from tests.support.wandb_files import runs
+
+LOSS = "Train/Samples/train_loss"
 
 
 def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
@@ -81,10 +84,25 @@ def test_tensorboard_reads_one_run_of_all_steps_when_rank_0_dies(launch, tmp_pat
     def read(name: str) -> dict[int, float]:
         return {each.step // SAMPLES: each.value for each in board.Scalars(name)}
 
-    assert read("Train/Samples/train_loss") == pytest.approx(dict(enumerate(result.losses, 1)), abs=1e-6)
+    assert read(LOSS) == pytest.approx(dict(enumerate(result.losses, 1)), abs=1e-6)
     assert read("Train/Samples/lr").keys() == {*range(1, STEPS + 1)}
     live = read("Recycle/live_workers")
     assert live[6] == 4 and live[STEPS] == 3 and read("Recycle/membership_changes")[STEPS] == 1
+
+
+def test_wandb_has_each_steps_loss_in_one_run_when_rank_0_dies(launch, tmp_path):
+    """Offline, where each process that writes has a folder of its own, and a killed one's may lack its last 15 s."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    wrap = json.dumps([{"name": "with_config", "wandb": {"enabled": True, "project": "recycle"}}])
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    job = launch(faults("kill 0.0 before 0F0.1@8"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap, **environment)
+    result = job.finish()
+    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == {"0.0"}, result.output[-6000:]
+    assert not result.of("warning"), result.output[-6000:]
+    ((name, rows),) = runs(tmp_path).items()
+    assert name.startswith("recycle-"), "the job, whichever process writes"
+    losses = {row["_step"] // SAMPLES: row[LOSS] for row in rows if LOSS in row}
+    assert losses == pytest.approx(dict(enumerate(result.losses, 1)), abs=1e-6)
 
 
 @pytest.mark.plain_too

@@ -1,8 +1,10 @@
 """A small GPT-2 in a loop with Accelerate, with sharded replicas or stock DeepSpeed.
 
 RECYCLE_TEST_HUGGING_FACE holds as JSON what tests/jobs/hugging_face.py names, of which this job knows ``folder``,
-``replicas``, ``stage``, ``samples``, ``evaluated``, ``recycle``, ``resume`` and ``kills``: in a "step", or while
-"evaluating".
+``replicas``, ``stage``, ``samples``, ``evaluated``, ``recycle``, ``resume``, ``held`` and ``kills``: in a "step", or
+while "evaluating"; and ``epochs``; ``longer``: whether samples are padded to
+lengths of their own; ``odd``: what else the loop does: "reads" parameters, "sums" by torch.distributed itself, gathers
+"more" in a process that has come back; ``tracked``: whether it logs by TensorBoard.
 """
 
 from __future__ import annotations
@@ -22,12 +24,28 @@ from torch.utils.data import DataLoader
 
 job = json.loads(os.environ["RECYCLE_TEST_HUGGING_FACE"])
 FOLDER, RANK = Path(job["folder"]), int(os.environ["RANK"])
-ACCUMULATION, BATCH, EPOCHS = 2, 2, 2
+INCARNATION = int(os.environ.get("RECYCLE_INCARNATION", "0"))
+ACCUMULATION, BATCH = 2, 2
 
 
 def die(where: str, number: int) -> None:
-    if [RANK, where, number] in job["kills"]:
+    if [RANK, where, number] + [INCARNATION] * bool(INCARNATION) in job["kills"]:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch without the columns that its longest sample does not have."""
+    length = 8 + int(samples[0]["input_ids"][0]) % 4 if job["longer"] else None
+    return {name: torch.stack([one[name][:length] for one in samples]) for name in samples[0]}
+
+
+def odd(gpt: Any, accelerator: Accelerator, step: int) -> None:
+    if job["odd"] == "reads":
+        next(gpt.parameters()).sum()
+    if job["odd"] == "sums":
+        torch.distributed.all_reduce(torch.ones(1))
+    if job["odd"] == "more" and INCARNATION and step == 1:
+        accelerator.gather(torch.ones(1))
 
 
 def config() -> dict[str, Any]:
@@ -38,63 +56,116 @@ def config() -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
-        "zero_optimization": {"stage": job["stage"]},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": job["stage"], "stage3_gather_16bit_weights_on_model_save": True},
         "recycle": recycle,
     }
 
 
-def main() -> None:
-    PartialState(cpu=True)  # else Accelerate counts one process on a machine without accelerators
-    plugin = DeepSpeedPlugin(hf_ds_config=config())
-    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
-    gpt = model()
-    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
-    torch.manual_seed(5)
-    loaders = (
-        DataLoader(Samples(job["samples"]), BATCH, shuffle=True),
-        DataLoader(Samples(job["evaluated"], first=FIRST_EVALUATED), 3),
-    )
-    gpt, optimizer, scheduler, train, evaluate = accelerator.prepare(gpt, optimizer, scheduler, *loaders)
-    if job["resume"]:
-        accelerator.load_state(job["resume"])
-    record: dict[str, Any] = {"evaluated": [], "losses": [], "trained": [], "rates": [], "mains": []}
-    steps, batches = 0, 0
-    for epoch in range(EPOCHS):
-        gpt.train()
-        for batch in train:
-            die("step", steps + 1)
-            with accelerator.accumulate(gpt):
-                loss = gpt(**batch).loss
+class Loop:
+    """A loop as in Accelerate's examples; ``record``: what comes out of it in this process."""
+
+    def __init__(self) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config=config())
+        self.accelerator = Accelerator(
+            deepspeed_plugin=plugin,
+            gradient_accumulation_steps=ACCUMULATION,
+            log_with="tensorboard" if job["tracked"] else None,
+            project_dir=str(FOLDER / "out"),
+        )
+        gpt = model()
+        optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
+        torch.manual_seed(5)
+        loaders = (
+            DataLoader(Samples(job["samples"]), BATCH, shuffle=True, collate_fn=padded),
+            DataLoader(Samples(job["evaluated"], first=FIRST_EVALUATED), 3),
+        )
+        prepared = self.accelerator.prepare(gpt, optimizer, scheduler, *loaders)
+        self.gpt, self.optimizer, self.scheduler, self.train, self.evaluate = prepared
+        if job["tracked"]:
+            self.accelerator.init_trackers("tracked")
+        self.steps = self.batches = 0
+        names = ("evaluated", "losses", "trained", "rates", "mains", "norms", "epochs", "gathered", "counted", "right")
+        self.record: dict[str, Any] = {name: [] for name in names}
+
+    def run(self) -> None:
+        if job["resume"]:
+            self.accelerator.load_state(job["resume"])
+        for epoch in range(job["epochs"]):
+            self.train_epoch()
+            self.evaluate_epoch()
+            self.record["mains"].append(self.accelerator.is_main_process)
+            self.accelerator.save_state(str(FOLDER / "out" / f"epoch{epoch}"))
+        self.accelerator.wait_for_everyone()
+
+    def train_epoch(self) -> None:
+        accelerator, record, total, words = self.accelerator, self.record, 0.0, 0
+        self.gpt.train()
+        for batch in self.train:
+            die("step", self.steps + 1)
+            with accelerator.accumulate(self.gpt):
+                loss = self.gpt(**batch).loss
+                total += loss.detach().float()
                 accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    record["norms"].append(accelerator.clip_grad_norm_(self.gpt.parameters(), 0.5))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
             record["trained"].append(batch["input_ids"][:, 0].tolist())
+            words += batch["input_ids"].numel()
             if accelerator.sync_gradients:
-                steps += 1
-                record["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
-                record["rates"].append(scheduler.get_last_lr()[0])
-        gpt.eval()
-        numbers = []
-        for batch in evaluate:
-            batches += 1
-            die("evaluating", batches)
+                self.end_step(loss)
+        record["epochs"].append(float(total) / len(self.train))
+        record["counted"].append(accelerator.gather(torch.tensor([words])).tolist())
+
+    def end_step(self, loss: torch.Tensor) -> None:
+        accelerator, record = self.accelerator, self.record
+        self.steps += 1
+        record["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
+        record["gathered"].append(accelerator.gather(loss.detach()[None]).tolist())
+        record["rates"].append(self.scheduler.get_last_lr()[0])
+        accelerator.log({"loss": record["losses"][-1]}, step=self.steps)
+        if accelerator.is_main_process and self.steps % 8 == 0:
+            accelerator.print("step", self.steps)
+        odd(self.gpt, accelerator, self.steps)
+        if self.steps + 1 in job["held"]:
+            endings.wait_for(FOLDER / f"go{self.steps + 1}")
+
+    def evaluate_epoch(self) -> None:
+        self.gpt.eval()
+        numbers: list[int] = []
+        right = 0
+        for batch in self.evaluate:
+            self.batches += 1
+            die("evaluating", self.batches)
             with torch.no_grad():
-                logits = gpt(**batch).logits
-            words, labels = accelerator.gather_for_metrics((logits.argmax(-1), batch["labels"]))
+                logits = self.gpt(**batch).logits
+            words, labels = self.accelerator.gather_for_metrics((logits.argmax(-1), batch["labels"]))
             assert words.shape == labels.shape
             numbers += labels[:, 0].tolist()
-        record["evaluated"].append(sorted(numbers))
-        record["mains"].append(accelerator.is_main_process)
-        accelerator.save_state(str(FOLDER / "out" / f"epoch{epoch}"))
-    accelerator.wait_for_everyone()
-    weights = {}
-    zero = sys.modules["deepspeed"].zero  # which Hugging Face's packages have imported, and not this script
-    for name, parameter in gpt.module.named_parameters():
-        with zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
-            weights[name] = parameter.detach().float().flatten().tolist()
-    endings.leave(FOLDER, record | {"weights": weights, "steps": steps})
+            right += int((words == labels).sum())
+        self.record["right"].append(right)
+        self.record["evaluated"].append(sorted(numbers))
+
+    def weights(self) -> dict[str, list[float]]:
+        found = {}
+        zero = sys.modules["deepspeed"].zero  # which Hugging Face's packages have imported, and not this script
+        for name, parameter in self.gpt.module.named_parameters():
+            with zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
+                found[name] = parameter.detach().float().flatten().tolist()
+        return found
+
+
+def main() -> None:
+    PartialState(cpu=True)  # else Accelerate counts one process on a machine without accelerators
+    loop = Loop()
+    loop.run()
+    loop.accelerator.save_model(loop.gpt, str(FOLDER / "model"))
+    record = loop.record | {"weights": loop.weights(), "steps": loop.steps, "incarnation": INCARNATION}
+    loop.accelerator.end_training()
+    endings.leave(FOLDER, record)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ JOB = {
     "own": False,
     "patience": 0,
     "threshold": 0.0,
+    "epochs": 2,
+    "longer": False,
+    "odd": "",
+    "tracked": False,
     "recycle": {},
 }
 Start = Callable[..., Result]

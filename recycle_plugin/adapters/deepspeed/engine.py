@@ -94,7 +94,7 @@ class RecycleEngine(PipelineEngine):
         if self.fp16_auto_cast():
             self.module.register_forward_pre_hook(lambda module, inputs: self._cast_inputs_half(inputs))
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
-        self.monitor: Any = FirstLive(self.monitor, lambda: session.view.is_first, session.note)
+        self.monitor: Any = FirstLive(self.monitor, session)
         self._reporting = Reporting(
             session,
             lambda: self.monitor,

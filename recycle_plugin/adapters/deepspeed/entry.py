@@ -55,7 +55,11 @@ class Plugin:
 
     def install(self) -> None:
         """Wrap them as soon as they are imported; call it before the training script runs."""
-        AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), "deepspeed": self._wrap_deepspeed}).install()
+        wrappers = {"deepspeed": self._wrap_deepspeed, "accelerate.accelerator": self._note_trackers}
+        AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), **wrappers}).install()
+
+    def _note_trackers(self, module: ModuleType) -> None:
+        hugging_face.note_trackers(module, self.session)
 
     # --- torch -------------------------------------------------------------------------------------
 
@@ -94,8 +98,10 @@ class Plugin:
                 self.session.configured = True
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
+            from recycle_plugin.adapters.deepspeed.monitors import opening  # which imports DeepSpeed
+
             ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, driver)
-            with ours(module, config, settings, given):
+            with ours(module, config, settings, given), opening(self.session):
                 built = stock(*arguments, **named)
             self._made = True
             if driver is not None and settings.replicas is not None:

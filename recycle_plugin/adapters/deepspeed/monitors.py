@@ -1,14 +1,16 @@
 """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) on whichever worker is first alive.
 
 Stock opens and writes them on rank 0 only.  Where that is lost the next worker opens them anew, beside what is there:
-CSV files are appended to, TensorBoard shows a folder's files as one run, W&B and Comet begin a run of their own unless
-the environment names one to be resumed.
+CSV files are appended to, TensorBoard shows a folder's files as one run, W&B goes on with the job's run (offline it
+has a folder for each process, of the same run, in which what was under way at a loss may stand a second time), and
+Comet begins one of its own unless the environment names one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -17,34 +19,49 @@ import deepspeed.comm as dist
 from deepspeed.monitor.monitor import MonitorMaster
 
 from recycle_plugin.adapters.deepspeed.rank0 import taken_for
-from recycle_plugin.observability.telemetry import Droppable, Say, console
+from recycle_plugin.adapters.wandb_run import one_run
+from recycle_plugin.observability.telemetry import Droppable, console
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.ports import Scaler
 from recycle_plugin.runtime.system.console import print_whole
 
+UNWRITTEN_S = 20.0  # wandb 0.31 writes what it was given to disk every 15 s; what a killed process has not goes twice
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 
 
-class FirstLive:
-    """Stands in the place of an engine's ``monitor``: writes where ``is_first()``, and nowhere else.
+@contextmanager
+def opening(session: Session) -> Iterator[None]:
+    """A context in which stock opens an engine's monitors: W&B with the job's run, and none of them in a process that
+    comes back, which opens them once it is the first one.
+    """
+    unopened = taken_for(1, "deepspeed.monitor.") if session.view.newcomer else nullcontext()
+    with one_run(session.job_id), unopened:
+        yield
 
-    ``note`` tells the user; what can't be written is dropped.
+
+class FirstLive:
+    """Stands in the place of an engine's ``monitor``: writes in the first live worker, and nowhere else.
+
+    What can't be written is dropped, and the user told so.
     """
 
-    def __init__(self, stock: MonitorMaster, is_first: Callable[[], bool], note: Say) -> None:
-        self._stock = stock
-        self._is_first = is_first
-        self._note = note
-        self._opened = dist.get_rank() == 0
+    def __init__(self, stock: MonitorMaster, session: Session) -> None:
+        self._stock, self._session = stock, session
+        note = self._note = session.note
+        self._opened = dist.get_rank() == 0 and not session.view.newcomer
         self.enabled = stock.enabled
         self._target = Droppable("DeepSpeed's monitors", "entries", note)
+        self._last: deque[tuple[float, list[Entry]]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
     def write_events(self, entries: list[Entry]) -> None:
         """DeepSpeed's call to write entries, tuples of name, value and samples so far."""
-        if not self.enabled or not entries or not self._is_first():
+        if not self.enabled or not entries:
+            return
+        if not self._session.view.is_first:
+            self._remember(entries)
             return
         with taken_for(0, "deepspeed.monitor."):
             if self._opened or self._open():
@@ -54,17 +71,31 @@ class FirstLive:
     def _open(self) -> bool:
         self._opened = True
         try:
-            self._stock = MonitorMaster(self._stock.monitor_config)
+            with one_run(self._session.job_id):
+                self._stock = MonitorMaster(self._stock.monitor_config)
         except (
             Exception
         ) as error:  # a third party's, which may not reach its server from here: training goes on without it
             self._note("warning", f"the first worker alive can't open DeepSpeed's monitors: {error}")
             self.enabled = False
             return False
+        if self._stock.wandb_monitor is not None:
+            self._target.attempt(lambda: self._stock.wandb_monitor.write_events([*self._recent()]), Exception)
         csv = self._stock.csv_monitor
         if csv is not None:  # what the first worker has begun has its heading
             csv.filenames = [path.stem for path in Path(csv.log_dir).glob("*.csv")]
         return True
+
+    def _remember(self, entries: list[Entry]) -> None:
+        """Keep what the first worker has written, as long as its W&B may not have put it on disk."""
+        if self._stock.monitor_config.wandb.enabled:
+            self._last.append((monotonic(), entries))
+            while self._last[0][0] < monotonic() - UNWRITTEN_S:
+                self._last.popleft()
+
+    def _recent(self) -> Iterator[Entry]:
+        while self._last:
+            yield from self._last.popleft()[1]
 
 
 class Progress(NamedTuple):

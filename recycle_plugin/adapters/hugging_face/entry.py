@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from recycle_plugin.errors import RecycleError
@@ -51,12 +52,6 @@ def check(driver: str, settings: Settings, session: Session, trains: bool = True
             f'recycle.batch "{settings.batch}" with {driver}, which draws a fixed number of micro-batches for each '
             f"step: leave it out, and batches shrink while a replica is out; or {loop}"
         )
-    if _returns(settings) and driver != TRAINER:
-        raise RecycleError(
-            f"recycle.rejoin {shown(settings.rejoin)} with {driver}, whose script begins at step 1 in a process that "
-            "comes back, and has a place of its own in its data: leave it out, and a lost replica stays away; use "
-            f"{TRAINER}, whose replicas come back; or {loop}"
-        )
     if settings.group_sums == "scale":
         raise RecycleError(
             f'recycle.group_sums "scale" with {driver}, whose num_processes counts live ranks: leave it out'
@@ -71,6 +66,15 @@ def check(driver: str, settings: Settings, session: Session, trains: bool = True
 def loads_last(driver: str | None) -> bool:
     """Whether ``driver`` loads checkpoints before its first step and after its last one only."""
     return driver == TRAINER
+
+
+def note_trackers(module: ModuleType, session: Session) -> None:
+    """Have Accelerators keep what their trackers are to be started with; ``module``: accelerate.accelerator, which is
+    imported now.
+    """
+    from recycle_plugin.adapters.hugging_face import loop
+
+    loop.note_trackers(module, session)
 
 
 def _returns(settings: Settings) -> bool:
@@ -116,3 +120,7 @@ def follow(driver: str, settings: Settings, session: Session, engine: Any) -> No
         from recycle_plugin.adapters.hugging_face import loop
 
         loop.install(team, lambda: engine.module.training)
+        if _returns(settings):
+            from recycle_plugin.adapters.hugging_face import passing
+
+            passing.install(team, session, engine)

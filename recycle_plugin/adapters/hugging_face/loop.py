@@ -14,6 +14,8 @@ from accelerate.utils import operations
 
 from recycle_plugin.adapters.hugging_face.operations import wrap_method
 from recycle_plugin.adapters.hugging_face.team import Team
+from recycle_plugin.adapters.wandb_run import one_run
+from recycle_plugin.runtime.control.session import Session
 
 
 def install(team: Team, trains: Callable[[], bool]) -> None:
@@ -21,6 +23,31 @@ def install(team: Team, trains: Callable[[], bool]) -> None:
     made = Evaluations(team, trains)
     wrap_method(data_loader.DataLoaderShard, "__iter__", made.iterate)
     wrap_method(accelerator.Accelerator, "gather_for_metrics", made.gather_for_metrics)
+    for name in ("log", "get_tracker", "end_training"):
+        wrap_method(accelerator.Accelerator, name, _start_trackers)
+
+
+def note_trackers(module: Any, session: Session) -> None:
+    """Have Accelerators, of ``accelerate.accelerator`` that is imported now, keep what trackers are to be started with
+    on processes other than the first one, which starts them.
+    """
+
+    def init_trackers(stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
+        def start() -> None:
+            with one_run(session.job_id):
+                stock(of, *arguments, **named)
+
+        of.recycle_trackers = start
+        start()
+
+    wrap_method(module.Accelerator, "init_trackers", init_trackers)
+
+
+def _start_trackers(stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
+    """Call ``stock``, with trackers where this process is the first one only since others are lost."""
+    if of.is_main_process and not of.trackers and hasattr(of, "recycle_trackers"):
+        of.recycle_trackers()
+    return stock(of, *arguments, **named)
 
 
 class Evaluations:

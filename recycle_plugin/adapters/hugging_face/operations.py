@@ -75,17 +75,31 @@ class Operations:
 
     def reduce(self, stock: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         """Accelerate's reduction; a mean is over the live ranks, whether or not their count is known yet."""
-        if reduction != "mean":
-            return stock(tensor, reduction, scale)
-        return operations.recursively_apply(lambda each: mean(each, None), tensor, error_on_other_type=True)
+
+        def reduce() -> Any:
+            if reduction != "mean":
+                return stock(tensor, reduction, scale)
+            return operations.recursively_apply(lambda each: mean(each, None), tensor, error_on_other_type=True)
+
+        return self._team.kept(f"reduce, {reduction}", PartialState().device, reduce)
 
     def broadcast(self, stock: Callable[..., Any], data: Any, src: int = 0) -> Any:
         """Accelerate's broadcast of tensors; processes are counted among the live ranks."""
-        return self._from(src, lambda rank: stock(data, src=rank))
+
+        def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+            send = lambda: self._from(src, lambda rank: stock(tensor, src=rank))
+            return tensor.copy_(self._team.kept("broadcast", tensor.device, send))
+
+        return operations.recursively_apply(broadcast, data, error_on_other_type=True)
 
     def broadcast_object_list(self, stock: Callable[..., Any], object_list: list[Any], from_process: int = 0) -> Any:
         """Accelerate's broadcast of objects; processes are counted among the live ranks."""
-        return self._from(from_process, lambda rank: stock(object_list, from_process=rank))
+
+        def broadcast() -> list[Any]:
+            return [*self._from(from_process, lambda rank: stock(object_list, from_process=rank))]
+
+        object_list[:] = self._team.kept("broadcast_object_list", PartialState().device, broadcast)
+        return object_list
 
     def synchronize(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Accelerate's synchronisation of random numbers, which are those of its process 0."""
@@ -98,7 +112,10 @@ class Operations:
                 torch.distributed.broadcast = broadcast
 
         broadcast = torch.distributed.broadcast
-        self._from(0, synchronize)
+        if self._team.replay is not None:
+            synchronize(0)
+        else:
+            self._from(0, synchronize)
 
     def wait_for_everyone(self, stock: Callable[..., Any], of: Any) -> None:
         """Accelerate's barrier; behind it all know the first process, which often writes something then."""
@@ -126,7 +143,12 @@ class Operations:
         if self._team.known:
             tensor.copy_(self._team.known.pop(0))
         else:
-            stock(tensor, rank)
+
+            def send() -> torch.Tensor:
+                stock(tensor, rank)
+                return tensor
+
+            tensor.copy_(self._team.kept("synchronisation of random numbers", tensor.device, send))
         if self._team.synchronized is not None:
             self._team.synchronized.append(tensor.detach().cpu().clone())
 

@@ -12,16 +12,15 @@ epochs that are over, draws the present epoch in the others' order, leaves out w
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.trainer_callback import ExportableState, ProgressCallback, TrainerState
 
+from recycle_plugin.adapters.hugging_face.randomness import draw_on, drawn
 from recycle_plugin.adapters.hugging_face.team import Team
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
@@ -154,9 +153,9 @@ class Returns:
         """Note how the epoch is drawn, or draw it as the others do."""
         loop = self._taken
         if loop is not None:
-            _draw_on(self._device, loop.at_epoch)
+            draw_on(self._device, loop.at_epoch)
             self._team.known = [*loop.synchronized]
-        self._at_epoch = _drawn(self._device)
+        self._at_epoch = drawn(self._device)
         self._synchronized = self._team.synchronized = []
 
     def _open(self, of: Any) -> None:
@@ -169,7 +168,7 @@ class Returns:
         of._tr_loss.fill_(loop.loss)
         for name, value in loop.counts.items():
             setattr(of, name, value)
-        _draw_on(self._device, loop.randomness)
+        draw_on(self._device, loop.randomness)
         self._new, self._taken = False, None
 
     def _take(self, handler: Any, state: TrainerState) -> None:
@@ -217,7 +216,7 @@ class Returns:
             epoch=self._epoch,
             drawn=self._drawn,
             seconds=time.time() - self._began,
-            randomness=_drawn(self._device),
+            randomness=drawn(self._device),
             at_epoch=self._at_epoch,
             synchronized=self._synchronized,
             scheduler=None if of.lr_scheduler is None else of.lr_scheduler.state_dict(),
@@ -228,17 +227,3 @@ class Returns:
 def _exporting(handler: Any) -> list[Any]:
     """The callbacks of ``handler`` that say what their state is."""
     return [each for each in handler.callbacks if isinstance(each, ExportableState)]
-
-
-def _drawn(device: Device) -> tuple[Any, Any, list[torch.Tensor]]:
-    """The states of all default random generators."""
-    return random.getstate(), np.random.get_state(), [each.get_state() for each in device.generators]
-
-
-def _draw_on(device: Device, drawn: tuple[Any, Any, list[torch.Tensor]]) -> None:
-    """Go on with all default random generators from the states ``drawn``."""
-    python, numpy, torchs = drawn
-    random.setstate(python)
-    np.random.set_state(numpy)
-    for generator, state in zip(device.generators, torchs):
-        generator.set_state(state)

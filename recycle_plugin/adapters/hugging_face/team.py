@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import operations
 
+from recycle_plugin.adapters.hugging_face.record import Record, Replay
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.calls import object_of, text_of
 from recycle_plugin.runtime.collectives.group import MemberGroup
@@ -42,11 +44,37 @@ class Team:
         self._tell: Callable[[], None] | None = None
         self.synchronized: list[torch.Tensor] | None = None  # what is kept of Accelerate's synchronisations, if any
         self.known: list[torch.Tensor] = []  # of these, what a rank that comes back has of the others, in order
+        self.record: Record | None = None  # of calls between steps, where loops come back
+        self.replay: Replay | None = None  # of these, in a script that goes through steps that are over
 
     @property
     def is_first(self) -> bool:
         """Whether this rank does what one process does for all."""
-        return self.live[0] == self._session.rank
+        return self.replay is None and self.live[0] == self._session.rank
+
+    def kept(self, name: str, device: torch.device, call: Callable[[], T]) -> T:
+        """What ``call()`` gives, the same on all live ranks; where a script goes through steps that are over what the
+        call ``name`` gave then, on ``device``.
+        """
+        if self.replay is not None:
+            found = self.replay.next(name)
+            self.live = found.live
+            _set(num_processes=len(self.live))
+            return cast(T, operations.recursively_apply(lambda each: each.to(device, copy=True), found.value))
+        with self.unkept():  # what it calls itself is a part of it
+            value = call()
+        if self.record is not None:
+            self.record.add(name, value, self.live)
+        return value
+
+    @contextmanager
+    def unkept(self) -> Iterator[None]:
+        """A context whose calls are none of those that scripts of ranks that come back make."""
+        record, self.record = self.record, None
+        try:
+            yield
+        finally:
+            self.record = record
 
     def agree(self) -> tuple[int, ...]:
         """The live ranks, the same on each of them.  All of them call it."""
@@ -58,6 +86,10 @@ class Team:
 
         It goes in pieces whose result is kept for members that a loss has cut off: so all get the same rows.
         """
+        name = f"gather of {str(tensor.dtype).removeprefix('torch.')} in {tensor.ndim} dimensions"
+        return self.kept(name, tensor.device, lambda: self._rows(tensor))
+
+    def _rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         there, pieces = set(range(self.size)), []
         for piece in flat.split(LARGEST // self.size - 1):
@@ -102,7 +134,9 @@ class Team:
         for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
             if isinstance(part, SHARDS):
                 self._check_split(part)
-                part.num_processes, part.process_index = len(self.live), self.live.index(self._session.rank)
+                # who was not there then has as many batches as anybody
+                place = self.live.index(self._session.rank) if self._session.rank in self.live else 0
+                part.num_processes, part.process_index = len(self.live), place
 
     def _check_split(self, shard: BatchSamplerShard | IterableDatasetShard) -> None:
         if shard.split_batches and shard.batch_size % len(self.live):
@@ -142,6 +176,11 @@ class Team:
             yield
         finally:
             _set(num_processes=len(self.live))
+
+    def passed(self, live: tuple[int, ...]) -> None:
+        """Note that this rank's script is through the steps that were over, and that these ranks are alive."""
+        self.replay = None
+        self._count(live)
 
     def warn(self, text: str) -> None:
         """Tell the user, once for all ranks."""

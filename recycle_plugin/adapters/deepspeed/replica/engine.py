@@ -132,7 +132,7 @@ class ReplicaEngine(DeepSpeedEngine):
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedCalls(self._trainer, stage)
         session.hooks.at_end = self._steps.end
-        self.monitor = FirstLive(self.monitor, lambda: session.view.is_first, session.note)
+        self.monitor = FirstLive(self.monitor, session)
         self._loaded = 0  # checkpoints, before the first step
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this step so far
         self._ends_early = False  # the step, without further micro-batches of this rank

@@ -1,0 +1,100 @@
+"""What a loop's calls of Accelerate's have given between its steps, kept for the scripts of replicas that come back.
+
+All live ranks get the same of each such call, and keep it.  A newcomer's script makes the same calls once more, with
+nobody to meet, and gets what they have given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import operations
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.callers import calling_line
+
+MOST = 64 << 20  # bytes of what is kept
+EACH_CALL = 500  # bytes, beside its tensors'
+ADVICE = (
+    "let the script make the same calls of Accelerate's in each process, whatever has happened before it was started"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``value``: what the call ``name`` has given behind ``step`` steps; ``live``: the live ranks as known then."""
+
+    name: str
+    step: int
+    value: Any
+    live: tuple[int, ...]
+
+
+@dataclass
+class Record:
+    """``losses``: the mean loss of each of the ``steps`` that are over, of the last one once the next begins.
+    ``calls``: between them, in order, with ``size`` bytes.
+    """
+
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    size: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether there was more than is kept, so that no script can go through it."""
+        return self.size > MOST
+
+    def add(self, name: str, value: Any, live: tuple[int, ...]) -> None:
+        """Keep what the call ``name`` has given."""
+        if self.full:
+            return
+        sizes: list[int] = []
+        kept = operations.recursively_apply(lambda each: _copy(each, sizes), value)
+        self.size += EACH_CALL + sum(sizes) + (sys.getsizeof(value) if not sizes else 0)
+        self.calls.append(Call(name, self.steps, kept, live))
+        if self.full:
+            self.calls.clear()
+
+
+class Replay:
+    """The calls of a ``record`` once more, in a script that goes through the steps that are over."""
+
+    def __init__(self, record: Record) -> None:
+        self.losses, self._calls = record.losses, deque(record.calls)
+        self.step = 0  # that are over in the script
+
+    @property
+    def over(self) -> bool:
+        """Whether the script has been through all steps that are over."""
+        return self.step == len(self.losses)
+
+    def next(self, name: str) -> Call:
+        """What the next call has given, which the script makes by ``name``."""
+        kept = self._calls[0] if self._calls else None
+        if kept is None or (kept.name, kept.step) != (name, self.step):
+            then = "no call" if kept is None else f"{kept.name}, behind step {kept.step}"
+            raise RecycleError(
+                f"Accelerate's {name}, called at {calling_line()} behind step {self.step}, where the others have made "
+                f"{then}: a replica that comes back can't have what it gave; {ADVICE}"
+            )
+        return self._calls.popleft()
+
+    def end(self) -> None:
+        """Raise RecycleError where the script has left out a call."""
+        if self._calls:
+            left = self._calls[0]
+            raise RecycleError(
+                f"the script of a replica that comes back has left out {left.name} behind step {left.step}, which the "
+                f"others have called: {ADVICE}"
+            )
+
+
+def _copy(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    sizes.append(tensor.nbytes)
+    return tensor.detach().cpu().clone()
