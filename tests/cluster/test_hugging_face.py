@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint
 from transformers import GPT2LMHeadModel
 
+from tests.jobs.hugging_face_model import model
 from tests.support.cluster import ForkServer, Result
 from tests.support.hugging_face import LOOP, PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
 
@@ -198,3 +201,24 @@ def test_an_evaluation_of_accelerates_says_what_a_lost_replica_leaves_out(start,
         first, second = record["evaluated"]
         assert len(first) < len(EACH) and len(set(first)) == len(first) and {*first} < {*EACH}
         assert second == EACH
+
+
+@pytest.mark.parametrize(
+    "stage, odd, line", [(3, "dcp", "which ZeRO 3 has sharded"), (1, "dcp optimizer", "the state of ZeRO's optimizer")]
+)
+def test_shards_of_zeros_are_not_written_by_dcp_as_if_they_were_whole(start, stage, odd, line):
+    """Stock writes one rank's part for all, and says nothing."""
+    result = start(stage=stage, odd=odd, **ODD_LOOP)
+    (end,) = [said for said in result.output.splitlines() if "end: the job ends: " in said]
+    assert result.code != 0 and line in end and "call engine.save_checkpoint(folder)" in end, result.output[-6000:]
+    assert not (result.folder / "dcp").exists()
+
+
+def test_whole_weights_of_a_loop_with_accelerate_are_read_by_stock_dcp(start):
+    result = start(odd="dcp", epochs=1, **ODD_LOOP)
+    ended_well(result)
+    found = {"model": {name: torch.full_like(value, torch.nan) for name, value in model().state_dict().items()}}
+    torch.distributed.checkpoint.load(found, checkpoint_id=str(result.folder / "dcp"))
+    first = model().state_dict()
+    moved = [name for name, value in found["model"].items() if not torch.equal(value, first[name])]
+    assert moved and all(value.isfinite().all() for value in found["model"].values())

@@ -2,9 +2,9 @@
 
 RECYCLE_TEST_HUGGING_FACE holds as JSON what tests/jobs/hugging_face.py names, of which this job knows ``folder``,
 ``replicas``, ``stage``, ``samples``, ``evaluated``, ``recycle``, ``resume``, ``held`` and ``kills``: in a "step", or
-while "evaluating"; and ``epochs``; ``longer``: whether samples are padded to
-lengths of their own; ``odd``: what else the loop does: "reads" parameters, "sums" by torch.distributed itself, gathers
-"more" in a process that has come back; ``tracked``: whether it logs by TensorBoard.
+while "evaluating"; and ``epochs``; ``longer``: whether samples are padded to lengths of their own; ``tracked``: whether
+it logs by TensorBoard; ``odd``: what else the loop does: "reads" parameters, "sums" by torch.distributed itself, saves
+by "dcp" or "dcp optimizer", gathers "more" in a process that has come back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import endings
 import torch
+import torch.distributed.checkpoint
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from hugging_face_model import FIRST_EVALUATED, Samples, model
 from torch.utils.data import DataLoader
@@ -44,6 +45,11 @@ def odd(gpt: Any, accelerator: Accelerator, step: int) -> None:
         next(gpt.parameters()).sum()
     if job["odd"] == "sums":
         torch.distributed.all_reduce(torch.ones(1))
+    if job["odd"].startswith("dcp") and step == 1:
+        state: dict[str, Any] = {"model": gpt.module.state_dict()}
+        if job["odd"] == "dcp optimizer":
+            state["optimizer"] = gpt.optimizer.state_dict()
+        torch.distributed.checkpoint.save(state, checkpoint_id=str(FOLDER / "dcp"))
     if job["odd"] == "more" and INCARNATION and step == 1:
         accelerator.gather(torch.ones(1))
 
@@ -57,7 +63,11 @@ def config() -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": job["stage"], "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {
+            "stage": job["stage"],
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_param_persistence_threshold": 0 if job["odd"] == "dcp" else 100_000,
+        },
         "recycle": recycle,
     }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -203,7 +204,10 @@ def monitored_barrier(session: Session, stock: Stock, *arguments: Any, **given: 
 
 
 def save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch.distributed.checkpoint's; raises RecycleError where a member of its group is lost, before it or in it."""
+    """torch.distributed.checkpoint's; raises RecycleError where a member of its group is lost, before it or in it, and
+    for ZeRO's shards.
+    """
+    _check_whole_values(stock, _bound(stock, arguments, given).arguments["state_dict"])
     return _of_all(stock, arguments, given)
 
 
@@ -233,6 +237,24 @@ def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> 
         raise
     _check_whole(stock, group)
     return found
+
+
+def _check_whole_values(stock: Stock, state: Any) -> None:
+    """Raise RecycleError where ``state`` has ZeRO's shards, tensors of other values on each rank by the same names, of which
+    one rank's would be written for all.
+    """
+    if not isinstance(state, Mapping):
+        return
+    empty = next((name for name, value in state.items() if torch.is_tensor(value) and not value.numel()), None)
+    if "deepspeed" in sys.modules and ("zero_stage" in state or empty is not None):
+        what = "the state of ZeRO's optimizer" if empty is None else f"{empty}, which ZeRO 3 has sharded"
+        raise RecycleError(
+            f"torch.distributed.checkpoint.{stock.__name__}, called at {calling_line()}, would write one rank's part "
+            f"of {what}: call engine.save_checkpoint(folder), or give it whole values, as of deepspeed.zero."
+            "GatheredParameters"
+        )
+    for value in state.values():
+        _check_whole_values(stock, value)
 
 
 def _check_whole(stock: Stock, group: MemberGroup) -> None:
