@@ -28,6 +28,7 @@ NOTHING_ELSE = {
     "evaluate": 0,
     "shards": 2,
     "save": 0,
+    "full": None,
     "load": "",
     "lone": 0,
     "wrong": "",
@@ -167,6 +168,17 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_loses_nothing_and_the_job_goes_on(launch, tmp_path, full):
+    """All ranks are told in a line, whoever could not write, and the next attempt is whole."""
+    folder = tmp_path / "saved"
+    result = ended_well(started(launch, tmp_path / "run0", save=[4, str(folder)], full=full).finish())
+    (said,) = {record["refused"] for record in result.records.values()}
+    assert "has failed" in said and f"(rank {full})" in said and "\n" not in said, said
+    assert [*folder.glob(".*")] == [] and loaded(folder / "global_step4")
+    assert len(result.losses) == STEPS and all(record["weights_differ"] < 5e-6 for record in result.records.values())
 
 
 def test_a_stock_script_loads_what_is_saved_and_any_number_of_processes_goes_on(launch, tmp_path):

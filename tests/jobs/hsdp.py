@@ -5,14 +5,15 @@ and how often it has read weights that were no step's.
 RECYCLE_TEST_HSDP holds as JSON: ``folder``: of the job; ``steps``; ``settings``: the plugin's; ``held``: the step
 before which members wait for a file ``go`` in the folder, or 0; ``clip``; ``half``: FSDP's mixed precision in bf16;
 ``dropout``; ``evaluate``: after each so many steps, 0 for never; ``shards``: processes of a replica, 1 for none;
-``save``: [after which step, where]; ``load``: where from, to save it again at once; ``lone``: the step from which on
-only replica 0 contributes, or 0; ``wrong``: what is refused.
+``save``: [after which step, where]; ``full``: the rank whose disk is full at first then, or null; ``load``: where from,
+to save it again at once; ``lone``: the step from which on only replica 0 contributes, or 0; ``wrong``: what is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import endings
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from recycle_plugin.adapters.plain import Replicas, replica_mesh
+from recycle_plugin.errors import NotSaved
 
 job = json.loads(os.environ["RECYCLE_TEST_HSDP"])
 WIDTH, SHARDS, MICRO_BATCHES = 8, job["shards"], 2
@@ -114,13 +116,27 @@ def alone(steps: int) -> tuple[list[float], dict[int, float]]:
     return losses, evaluations
 
 
+def save_without_room(replicas: Replicas, folder: str) -> str:
+    """Save where the system lets one rank write no large file; returns what the script is told."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if int(os.environ["RANK"]) == job["full"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        replicas.save(folder)
+    except NotSaved as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
 def main() -> None:
     replicas = Replicas(model, optimizer, compute, MICRO_BATCHES, clip=job["clip"], dcp=True, settings=job["settings"])
     if job["load"]:
         replicas.load(job["load"])
         if job["save"]:
             replicas.save(job["save"][1])
-    losses, evaluations, torn = [], {}, 0
+    losses, evaluations, torn, refused = [], {}, 0, ""
     while replicas.steps < job["steps"]:
         if replicas.steps + 1 == job["held"] and not replicas.behind:
             endings.wait_for(FOLDER / "go")
@@ -134,6 +150,8 @@ def main() -> None:
             replicas.settle()
             torn += not torch.equal(*(getattr(each, "_local_tensor", each) for each in (read, weights["0.weight"])))
         if job["save"] and replicas.steps == job["save"][0]:
+            if job["full"] is not None:
+                refused = save_without_room(replicas, job["save"][1])
             replicas.save(job["save"][1])
         if job["evaluate"] and replicas.steps % job["evaluate"] == 0 and not replicas.behind:
             evaluations[replicas.steps] = evaluation(model)
@@ -152,6 +170,7 @@ def main() -> None:
         "alone": theirs,
         "weights_differ": differ,
         "torn": torn,
+        "refused": refused,
         "mask": mask,
         "incarnation": INCARNATION,
     }

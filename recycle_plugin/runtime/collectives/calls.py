@@ -240,8 +240,8 @@ def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> 
 
 
 def _check_whole_values(stock: Stock, state: Any) -> None:
-    """Raise RecycleError where ``state`` has ZeRO's shards, tensors of other values on each rank by the same names, of which
-    one rank's would be written for all.
+    """Raise RecycleError where ``state`` has ZeRO's shards, which differ between ranks by the same names: one would
+    be written for all.
     """
     if not isinstance(state, Mapping):
         return
