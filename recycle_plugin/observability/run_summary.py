@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import isfinite
@@ -13,6 +14,7 @@ from recycle_plugin.observability.run_history import KILLED, NO_REASON, Failure,
 UNKNOWN = "not in the log"
 THROUGH = " and came to its planned end"
 PLANNED = "all workers have left"  # how the text of a "finished" event begins where no other cause is known
+MANY_HOSTS = 16  # are counted and not named
 LONGEST = 200  # characters of a cause in the sentence
 
 
@@ -160,6 +162,10 @@ def batch(history: RunHistory) -> str:
 def hosts(history: RunHistory) -> str:
     if not history.hosts:
         return ", ".join(history.of("start")[0].get("hosts", ())) or UNKNOWN
+    workers = Counter(history.hosts.values())
+    if len(workers) > MANY_HOSTS:
+        each = sorted({min(workers.values()), max(workers.values())})
+        return f"{len(workers)}, of {' to '.join(map(str, each))} workers each"
     return "; ".join(
         f"{host}: " + ", ".join(seat for seat, its in history.hosts.items() if its == host)
         for host in sorted(set(history.hosts.values()))

@@ -36,14 +36,15 @@ def plain(text: str) -> Line:
 
 
 def printed(line: Line, columns: int, coloured: bool = False) -> str:
-    """The line as it is written, no longer than ``columns``."""
-    text = ""
+    """The line as it is written, no longer than ``columns``; what is cut off ends in an ellipsis."""
+    cut = len("".join(piece for piece, _ in line).rstrip()) > columns
+    text, room = "", columns - cut
     for piece, mark in line:
-        piece = piece[:columns]
-        columns -= len(piece)
+        piece = piece[:room]
+        room -= len(piece)
         colour = COLOURS.get(mark, CYAN) if coloured else 0
         text += f"\x1b[{colour}m{piece}\x1b[0m" if colour and piece else piece
-    return text.rstrip()
+    return text.rstrip() + "…" * cut
 
 
 def screen(history: RunHistory, now: float, size: os.terminal_size) -> list[Line]:

@@ -20,6 +20,7 @@ from recycle_plugin.commands import top
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Note
 from recycle_plugin.observability.run_history import EventLog, RunHistory
+from recycle_plugin.observability.run_summary import facts
 from recycle_plugin.observability.screen import printed, screen
 from recycle_plugin.observability.seats import WORDS, Mark, seat_states
 from tests.support.run_folder import LOG
@@ -97,6 +98,9 @@ def test_thirty_two_by_forty_eight(wide):
     seats = [line.split()[0] for line in lines[40:]]
     assert seats == ["7.9", "0.1", "30.24", "31.47", "1.1"] and "345  node43" in lines[40]
     assert all(len(line) <= 80 for line in lines)
+    assert [line.split()[0] for line in lines if line.endswith("…")] == ["step", "7.9", "0.1"], "cut"
+    summary = dict(facts(RunHistory.read(wide.write())))
+    assert summary["hosts"] == "192, of 8 workers each"
 
 
 @pytest.mark.parametrize("height", range(8, 50))
