@@ -23,8 +23,8 @@ from statistics import median
 from typing import NamedTuple
 
 from recycle_plugin import planner
+from recycle_plugin.core.coordinator.facts.output import Whom
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import Whom
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Generation, Resume
 from recycle_plugin.core.messages.from_workers import (

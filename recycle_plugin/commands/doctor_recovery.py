@@ -15,7 +15,7 @@ from pathlib import Path
 from recycle_plugin.commands.config_job import ConfiguredJob
 from recycle_plugin.commands.doctor_section import Section, aligned
 from recycle_plugin.commands.losses import stages_text
-from recycle_plugin.core.coordinator.restarts import FIRST_S
+from recycle_plugin.core.coordinator.facts.restarts import FIRST_S
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
 from recycle_plugin.core.vocabulary.machine_constants import LOCAL, START_UP_S

@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.observability.run_history import place
 from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, LineFile, console
 

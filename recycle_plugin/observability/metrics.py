@@ -15,7 +15,7 @@ from math import inf, nan
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.observability.run_history import Failure, RunHistory, trained

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 
 from recycle_plugin import folders
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability.console import QUIET, STYLES, event_line

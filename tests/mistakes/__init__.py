@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from recycle_plugin.core.coordinator import commits, departures, generations, handlers, losses, lost_messages
-from recycle_plugin.core.coordinator.attendance import Attendance
-from recycle_plugin.core.coordinator.complaints import Complaints
-from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.facts.attendance import Attendance
+from recycle_plugin.core.coordinator.facts.complaints import Complaints
+from recycle_plugin.core.coordinator.facts.ending import Ending
+from recycle_plugin.core.coordinator.facts.regrouping import Regrouping
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.vacancies import Vacancies
 from recycle_plugin.core.coordinator.state_dump import load
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
-from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary import recovery_plan

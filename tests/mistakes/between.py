@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import commits, departures, ends, generations, losses
-from recycle_plugin.core.coordinator.barriers import Barriers
-from recycle_plugin.core.coordinator.places import Places
+from recycle_plugin.core.coordinator.facts.barriers import Barriers
+from recycle_plugin.core.coordinator.facts.places import Places
 from recycle_plugin.core.vocabulary import iterator_draws
 from recycle_plugin.core.vocabulary.evaluation_route import runner
 from recycle_plugin.core.vocabulary.instruction import Op

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import handlers, heartbeats, losses, starting, words
-from recycle_plugin.core.coordinator.joining import Joining, Phase
-from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
+from recycle_plugin.core.coordinator.facts.regrouping import Regrouping
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.contributions import Contributions

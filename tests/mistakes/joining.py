@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import generations, returns
-from recycle_plugin.core.coordinator.boards import Boards
-from recycle_plugin.core.coordinator.joining import Joining
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.coordinator.places import Places, Unfinished
+from recycle_plugin.core.coordinator.facts.boards import Boards
+from recycle_plugin.core.coordinator.facts.joining import Joining
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.places import Places, Unfinished
 from recycle_plugin.core.messages.from_workers import ALWAYS
 from recycle_plugin.core.vocabulary.state_stream import Unit
 from recycle_plugin.core.worker.catching_up import CatchingUp

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from recycle_plugin.core.coordinator.places import Places
+from recycle_plugin.core.coordinator.facts.places import Places
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.lockstep import Lockstep

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin.core.coordinator import replays
-from recycle_plugin.core.coordinator.attendance import Attendance
-from recycle_plugin.core.coordinator.log_places import LogPlaces
-from recycle_plugin.core.coordinator.logs import Logs
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.attendance import Attendance
+from recycle_plugin.core.coordinator.facts.log_places import LogPlaces
+from recycle_plugin.core.coordinator.facts.logs import Logs
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.topology import ClusterView

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator.attendance import Attendance
-from recycle_plugin.core.coordinator.joining import Joining
-from recycle_plugin.core.coordinator.places import Places
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.attendance import Attendance
+from recycle_plugin.core.coordinator.facts.joining import Joining
+from recycle_plugin.core.coordinator.facts.places import Places
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.roster import FailureDomain
 from recycle_plugin.core.vocabulary.step_batches import SUMMED, LiveShare, StepBatches
 from recycle_plugin.core.worker.filled_stage import FilledStage

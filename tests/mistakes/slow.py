@@ -5,7 +5,7 @@ As tests/mistakes; found in jobs in which a worker is slow and nothing else is w
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator import slow_replicas
+from recycle_plugin.core.coordinator.facts import slow_replicas
 from tests.mistakes import mistake
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from recycle_plugin.core.coordinator import stalls
-from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
+from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector, Suspicion
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.roster import Roster

@@ -5,8 +5,8 @@ As tests/mistakes; found in jobs whose seats have two shards.
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator import regrouping
-from recycle_plugin.core.coordinator.joining import Joining
+from recycle_plugin.core.coordinator.facts import regrouping
+from recycle_plugin.core.coordinator.facts.joining import Joining
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Roster
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine

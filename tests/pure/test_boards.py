@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from recycle_plugin.core.coordinator.boards import EACH, PIECE, SHARE, Boards
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.boards import EACH, PIECE, SHARE, Boards
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.encoding import LIMIT, encode
 from recycle_plugin.core.messages.from_coordinator import Generation, Posted
 from recycle_plugin.core.messages.from_workers import ALWAYS, Post, ReadBoard, WantResult

@@ -12,7 +12,7 @@ from recycle_plugin.lab.simulator import campaign
 CORE = Path(campaign.__file__).parents[2] / "core"
 CORE_ALONE = {  # told nothing by a failure, so that no schedule of failures reaches them; each has a test of its own
     "coordinator.operating",
-    "coordinator.wait_graph",
+    "coordinator.facts.wait_graph",
     "worker.checkpoint_interval",
     "worker.data_cursor",
     "worker.machine",  # protocols, in which nothing runs
@@ -41,7 +41,8 @@ def ran() -> set[str]:
 
 @pytest.mark.parametrize("part", ["coordinator", "worker"])
 def test_every_module_of_the_protocol_runs(ran: set[str], part: str) -> None:
-    there = {f"recycle_plugin.core.{part}.{path.stem}" for path in (CORE / part).glob("[!_]*.py")}
+    files = (path.relative_to(CORE).with_suffix("") for path in (CORE / part).rglob("[!_]*.py"))
+    there = {".".join(("recycle_plugin.core", *path.parts)) for path in files}
     assert there - ran == {f"recycle_plugin.core.{name}" for name in CORE_ALONE if name.startswith(part)}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.from_workers import (
     Crashed,

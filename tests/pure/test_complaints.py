@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
 from recycle_plugin.core.messages.from_workers import Exited, Missing
 from tests.support.membership import agree, said, started, step

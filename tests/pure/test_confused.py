@@ -20,8 +20,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.words import Speakers, objection
 from recycle_plugin.core.messages import from_workers

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.coordinator.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
 from recycle_plugin.core.messages.from_workers import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology

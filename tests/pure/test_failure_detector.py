@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from recycle_plugin.core.coordinator.output import SupervisorOf
+from recycle_plugin.core.coordinator.facts.output import SupervisorOf
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Lease

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, HashAfter, Resume, Serve
 from recycle_plugin.core.messages.from_workers import (

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SupervisorOf
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
 from recycle_plugin.core.messages.from_workers import (

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, WORKERS
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Collected, Committed, End, Generation, Over, Resume
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate, Unguarded

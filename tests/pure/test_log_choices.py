@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.coordinator.logs import Logs
+from recycle_plugin.core.coordinator.facts.logs import Logs
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.from_coordinator import Generation, LogOnly
 from recycle_plugin.core.messages.from_workers import Durable, Ready

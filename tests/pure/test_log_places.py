@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.messages.from_coordinator import LogsAt, Replay, ServeLogs
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (

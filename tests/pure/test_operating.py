@@ -7,8 +7,8 @@ import json
 import pytest
 
 from recycle_plugin.core.coordinator import losses
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Joiner
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Answer, Fence, Generation, Refused, Seated, Stay
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskDrain, AskLeave

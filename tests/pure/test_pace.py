@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, SupervisorOf
 from recycle_plugin.core.messages.from_coordinator import Pace
 from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.vocabulary.deadlines import HEARD_A_SECOND, SUPERVISOR_BEAT_S, Deadlines, paced_s

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.coordinator.places import Places
-from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.coordinator.facts.places import Places
+from recycle_plugin.core.coordinator.facts.regrouping import Reports
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.messages.from_workers import Stepped, SurvivorReport
 from recycle_plugin.core.vocabulary.dataflow import Datum

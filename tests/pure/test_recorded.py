@@ -8,7 +8,7 @@ from math import inf, isnan, nan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.coordinator.recorded import PIECE, Recorder
+from recycle_plugin.core.coordinator.facts.recorded import PIECE, Recorder
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Recorded

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin.core.coordinator import recovery_ways
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.recovery_ways import ASSUMED, START_UP_S, Group, Time, groups, step_of
 from recycle_plugin.core.messages.from_workers import Note, Ready
 from recycle_plugin.core.vocabulary.roster import WorkerId

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.coordinator.joining import Phase
-from recycle_plugin.core.coordinator.logs import Logs
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.joining import Phase
+from recycle_plugin.core.coordinator.facts.logs import Logs
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Beside, End, Generation, Replay, Resume
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Exited, Fingerprint, Stepped

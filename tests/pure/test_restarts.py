@@ -9,10 +9,10 @@ from math import inf
 import pytest
 
 from recycle_plugin.core.coordinator import losses
+from recycle_plugin.core.coordinator.facts.newcomer_watch import NewcomerWatch
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Joiner, SupervisorOf
+from recycle_plugin.core.coordinator.facts.restarts import Restarts
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
-from recycle_plugin.core.coordinator.restarts import Restarts
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Lease, Recorded, Refused, Restart, Seated

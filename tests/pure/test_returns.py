@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.coordinator.departures import UNEVEN_S
-from recycle_plugin.core.coordinator.joining import Joining, Phase
+from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, HashAfter, Recorded, Resume
 from recycle_plugin.core.messages.from_workers import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.ending import Ending
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import Crashed, Exited, Heartbeat, Leaving, Left

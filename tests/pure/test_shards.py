@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recycle_plugin.core.coordinator.facts.shards import drawn_by_all, held_by_all
+from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
+from recycle_plugin.core.coordinator.facts.straggler_detector import STEPS
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
-from recycle_plugin.core.coordinator.step_validation import StepValidation
-from recycle_plugin.core.coordinator.straggler_detector import STEPS
 from recycle_plugin.core.messages.contributions import LOSS, NORM, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (

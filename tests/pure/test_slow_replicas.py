@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.coordinator.slow_replicas import STEPS, SlowReplica, SlowReplicas
+from recycle_plugin.core.coordinator.facts.slow_replicas import STEPS, SlowReplica, SlowReplicas
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.coordinator import state_dump as module
-from recycle_plugin.core.coordinator.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.deadlines import Deadlines

@@ -8,8 +8,8 @@ from math import sqrt
 
 import pytest
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.messages.contributions import LOSS, NORM
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Resume

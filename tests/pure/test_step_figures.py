@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.step_figures import StepFigures
+from recycle_plugin.core.coordinator.facts.step_figures import StepFigures
 from recycle_plugin.core.messages.from_coordinator import Committed
 from recycle_plugin.core.messages.from_workers import ComputeTime, Stepped
 from tests.support.membership import said, started

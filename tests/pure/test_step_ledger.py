@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.messages.from_workers import Stepped
 from recycle_plugin.core.vocabulary.roster import Roster
 from tests.support.membership import member

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.coordinator.step_validation import StepValidation, over
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.step_validation import StepValidation, over
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume

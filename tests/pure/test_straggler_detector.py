@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.straggler_detector import WIDTH, StragglerDetector
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.straggler_detector import WIDTH, StragglerDetector
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation
 from recycle_plugin.core.messages.from_workers import ComputeTime, Exited, Leaving, Stepped

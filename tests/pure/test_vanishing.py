@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin.core.coordinator import departures, handlers, vanishing
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import Over

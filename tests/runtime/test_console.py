@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.observability import telemetry
 from recycle_plugin.observability.console import Announcer, event_line
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.observability.metrics import Metrics

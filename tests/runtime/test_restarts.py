@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from recycle_plugin.authentication.secret import SETTING
-from recycle_plugin.core.coordinator import losses, restarts
+from recycle_plugin.core.coordinator import losses
+from recycle_plugin.core.coordinator.facts import restarts
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.lines import Effects
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.runtime.processes.telling import LOG, SLICE, Telling
 from tests.support.membership import job
 from tests.support.secret import SECRET

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from recycle_plugin.authentication.handshake import Port
-from recycle_plugin.core.coordinator.boards import Boards
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.boards import Boards
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard, WantResult
 from recycle_plugin.core.vocabulary.ids import Seat

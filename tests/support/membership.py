@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.messages.from_coordinator import Restart, Resume
 from recycle_plugin.core.messages.from_workers import Ready, Stepped, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec

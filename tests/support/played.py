@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
 from recycle_plugin.core.messages.from_workers import Heartbeat, Stepped, SupervisorHeartbeat

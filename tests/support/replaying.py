@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,

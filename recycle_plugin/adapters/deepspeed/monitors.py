@@ -169,7 +169,7 @@ class Reporting:
 
 
 def figures(known: dict[str, Any], generation: int, batch: int, samples: int) -> list[Entry]:
-    """The monitor entries of a committed step, whose figures ``known`` are core.coordinator.step_figures's.
+    """The monitor entries of a committed step, whose figures ``known`` are core.coordinator.facts.step_figures's.
 
     ``batch``: samples of a step; ``samples``: of all steps so far.
     """

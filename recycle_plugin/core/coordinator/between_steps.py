@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recycle_plugin.core.coordinator import ends, generations
-from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
 from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Resized

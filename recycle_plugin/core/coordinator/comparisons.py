@@ -7,7 +7,7 @@ state alike, and stays.  Without a majority nobody knows which state to go on wi
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import ends, generations, losses, returns
-from recycle_plugin.core.coordinator.replica_check import Mismatch
+from recycle_plugin.core.coordinator.facts.replica_check import Mismatch
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_workers import StateHash
 from recycle_plugin.core.vocabulary.causes import Cause

@@ -2,13 +2,13 @@
 ends.
 
 What becomes of the gradients that the lost have contributed is in core/vocabulary/step_batches.py, and where plain
-iterators stand core/coordinator/places.py knows.
+iterators stand core/coordinator/facts/places.py knows.
 """
 
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import generations, losses
-from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.coordinator.facts.regrouping import Reports
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_workers import OutOfData
 from recycle_plugin.core.vocabulary.causes import Cause

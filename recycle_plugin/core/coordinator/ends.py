@@ -1,14 +1,14 @@
 """The ways in which a job comes to its end: after a step that all come to, at once, or when all have left.
 
-How it ends core/coordinator/ending.py keeps.  Those who were coming back are sent away here too: there is nothing left
-that they could take part in, or another state.
+How it ends core/coordinator/facts/ending.py keeps.  Those who were coming back are sent away here too: there is nothing
+left that they could take part in, or another state.
 """
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
+from recycle_plugin.core.coordinator.facts.joining import NewcomerRecord, Phase
+from recycle_plugin.core.coordinator.facts.vacancies import OVER
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.mirror import Known, Mirror, Port
-from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.switchboard import NEWS, WORKER, News, Switchboard
 from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello, Ready

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import ends
-from recycle_plugin.core.coordinator.joining import NewcomerRecord
+from recycle_plugin.core.coordinator.facts.joining import NewcomerRecord
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.core.vocabulary.commit_rule import unstarted

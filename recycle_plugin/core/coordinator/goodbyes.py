@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import generations
-from recycle_plugin.core.coordinator.joining import Phase
+from recycle_plugin.core.coordinator.facts.joining import Phase
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import MayGo
 from recycle_plugin.core.messages.from_workers import Through

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import Kept
 from recycle_plugin.core.vocabulary.roster import WorkerId

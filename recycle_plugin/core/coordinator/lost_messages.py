@@ -1,7 +1,7 @@
 """Complaints of workers that miss something from a live one: a connection between them has lost it.
 
 All regroup, over new connections, and it is sent once more.  Where that does not help, the one goes that is to be
-doubted (core/coordinator/complaints.py); the job ends where nobody knows which.
+doubted (core/coordinator/facts/complaints.py); the job ends where nobody knows which.
 """
 
 from __future__ import annotations

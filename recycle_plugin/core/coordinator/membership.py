@@ -4,7 +4,7 @@ Messages go in, addressed messages and events come out; ``runtime.control.coordi
 in core/coordinator/state.py, what is done with a message of each class in core/coordinator/handlers.py, and what else
 follows from whatever has come is done here, in the same order each time:
 
-* A job starts when all ranks are there, and want the same (core/coordinator/enrolment.py).
+* A job starts when all ranks are there, and want the same (core/coordinator/facts/enrolment.py).
 * What the members of a generation have in common when all have reported is committed, and what is left is finished
   from what is held (core/vocabulary/recovery_plan.py).
 * Barriers and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
@@ -38,7 +38,7 @@ from recycle_plugin.core.coordinator import (
     supervisors,
     vanishing,
 )
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Answer, End
 from recycle_plugin.core.messages.from_operators import Ask

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
-from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.succession import Electorate
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard

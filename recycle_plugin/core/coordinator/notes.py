@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import ends
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_workers import Crashed, Fatal, Note, StrangersAtLogs
 

@@ -1,4 +1,4 @@
-"""What workers post for each other (core/coordinator/boards.py), and ask each other for."""
+"""What workers post for each other (core/coordinator/facts/boards.py), and ask each other for."""
 
 from __future__ import annotations
 

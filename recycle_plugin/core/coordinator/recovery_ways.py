@@ -7,9 +7,9 @@ There are three ways.  The first of them that can be is taken, since each gives 
   wait with all that they have (core/coordinator/replays.py).
 * *end*: the job ends, and names the last checkpoint.
 
-Times are made of what was measured in this job (steps by core/coordinator/step_figures.py, starts and loads by
-core/coordinator/recovery_times.py), and as long as nothing was, of the planner's cost model and of what is usual: then
-they are said to be assumed.
+Times are made of what was measured in this job (steps by core/coordinator/facts/step_figures.py, starts and loads by
+core/coordinator/facts/recovery_times.py), and as long as nothing was, of the planner's cost model and of what is usual:
+then they are said to be assumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.restarts import FIRST_S
+from recycle_plugin.core.coordinator.facts.restarts import FIRST_S
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
-from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.facts.joining import NewcomerRecord, Phase
+from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.coordinator.recovery_ways import Time, groups, step_of, times_of
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Expected

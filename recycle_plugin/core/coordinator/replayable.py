@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_workers import Durable, LogBroken, Logged, LogsServed
 from recycle_plugin.core.vocabulary.commit_rule import unstarted

@@ -16,10 +16,10 @@ core/coordinator/recovery_ways.py.
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import ends, generations, goodbyes, replay_deadlines, replayable
-from recycle_plugin.core.coordinator.joining import NewcomerRecord, Phase
-from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.facts.joining import NewcomerRecord, Phase
+from recycle_plugin.core.coordinator.facts.output import WORKERS
+from recycle_plugin.core.coordinator.facts.replay_under_way import ReplayUnderWay
 from recycle_plugin.core.coordinator.recovery_ways import say_impossible, say_replayed
-from recycle_plugin.core.coordinator.replay_under_way import ReplayUnderWay
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
 from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Replaying, Unreplayable

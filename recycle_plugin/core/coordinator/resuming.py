@@ -1,7 +1,7 @@
 """A generation from its members' reports on: they go on together once all have reported who still can.
 
-What the reports say core/coordinator/regrouping.py keeps.  What all have in common is committed, and what is left of a
-step is finished from what is held (core/vocabulary/recovery_plan.py).
+What the reports say core/coordinator/facts/regrouping.py keeps.  What all have in common is committed, and what is left
+of a step is finished from what is held (core/vocabulary/recovery_plan.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from recycle_plugin.core.coordinator import (
     recovery_ways,
     returns,
 )
-from recycle_plugin.core.coordinator.output import WORKERS
-from recycle_plugin.core.coordinator.places import ended_iterators
-from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.coordinator.facts.output import WORKERS
+from recycle_plugin.core.coordinator.facts.places import ended_iterators
+from recycle_plugin.core.coordinator.facts.regrouping import Reports
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Resume
 from recycle_plugin.core.messages.from_workers import SurvivorReport

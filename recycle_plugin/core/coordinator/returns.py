@@ -1,8 +1,9 @@
 """Those who come back: what their messages, and their deaths, lead to for the job.
 
-How far each of them has come core/coordinator/joining.py knows, and whose seat is free core/coordinator/vacancies.py.
-Nobody waits for a newcomer before it has entered a generation; from then on it is a member, and lost as one.  Those
-that come as one go as one too: where one dies, the others are ended, and started again with it.
+How far each of them has come core/coordinator/facts/joining.py knows, and whose seat is free
+core/coordinator/facts/vacancies.py. Nobody waits for a newcomer before it has entered a generation; from then on it is
+a member, and lost as one.  Those that come as one go as one too: where one dies, the others are ended, and started
+again with it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import ends, generations, replays
-from recycle_plugin.core.coordinator.enrolment import unlike
-from recycle_plugin.core.coordinator.joining import COMING, NewcomerRecord, Phase
+from recycle_plugin.core.coordinator.facts.enrolment import unlike
+from recycle_plugin.core.coordinator.facts.joining import COMING, NewcomerRecord, Phase
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import End
 from recycle_plugin.core.messages.from_workers import (

@@ -1,15 +1,15 @@
 """Those who do nothing: one who is suspected for too long, and all of them where everybody waits.
 
-Who is suspected core/coordinator/failure_detector.py finds.  A stage's last worker has a longer deadline than others,
-and then the job ends, unless its stage can be replayed.
+Who is suspected core/coordinator/facts/failure_detector.py finds.  A stage's last worker has a longer deadline than
+others, and then the job ends, unless its stage can be replayed.
 """
 
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import ends, generations, losses, replays
-from recycle_plugin.core.coordinator.failure_detector import Suspicion
+from recycle_plugin.core.coordinator.facts.failure_detector import Suspicion
+from recycle_plugin.core.coordinator.facts.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 

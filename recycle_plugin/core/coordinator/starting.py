@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from recycle_plugin.core.coordinator import ends, generations, returns
-from recycle_plugin.core.coordinator.enrolment import weak_points
-from recycle_plugin.core.coordinator.joining import Joining
-from recycle_plugin.core.coordinator.logs import Logs
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS
-from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
+from recycle_plugin.core.coordinator.facts.joining import Joining
+from recycle_plugin.core.coordinator.facts.logs import Logs
+from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, WORKERS
+from recycle_plugin.core.coordinator.facts.slow_replicas import SlowReplicas
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
+from recycle_plugin.core.coordinator.facts.throughput import Throughput
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
-from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.supervisors import pace
-from recycle_plugin.core.coordinator.throughput import Throughput
+from recycle_plugin.core.coordinator.weak_points import weak_points
 from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.deadlines import shown

@@ -1,12 +1,12 @@
 """The state of a job: all that its coordinator knows, and nothing of what follows from that.
 
-Each part holds one subject's facts, has the rules on these alone, and knows of no other part:
+Each part (core/coordinator/facts/) holds one subject's facts, and has the rules on these alone:
 
-* who takes part (core/coordinator/attendance.py), whose seats are free (vacancies.py), how far those are who come back
-  (joining.py, newcomer_watch.py);
+* who takes part (attendance.py), whose seats are free (vacancies.py), how far those are who come back (joining.py,
+  newcomer_watch.py);
 * what the members of a new generation say (regrouping.py), what is known of steps (step_ledger.py), who waits at which
   barrier (barriers.py), what workers post for each other (boards.py), where plain iterators stand (places.py);
-* what logs have (logs.py), and where they are (log_places.py);
+* what logs have (logs.py), where they are (log_places.py), and which stages are replayed (replay_under_way.py);
 * how the job ends (ending.py).
 
 What a message changes, and what follows for other parts, is in a module for each subject, which takes the state first.
@@ -16,25 +16,25 @@ losses, comparisons, commits, and those that hear messages.  ``now`` and ``out``
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.attendance import Attendance
-from recycle_plugin.core.coordinator.barriers import Barriers
-from recycle_plugin.core.coordinator.boards import Boards
-from recycle_plugin.core.coordinator.complaints import Complaints
-from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.enrolment import Enrolment
-from recycle_plugin.core.coordinator.joining import Joining
-from recycle_plugin.core.coordinator.log_places import LogPlaces
-from recycle_plugin.core.coordinator.logs import Logs
-from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Whom
-from recycle_plugin.core.coordinator.places import Places
-from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
-from recycle_plugin.core.coordinator.regrouping import Regrouping
-from recycle_plugin.core.coordinator.replay_under_way import ReplayUnderWay
-from recycle_plugin.core.coordinator.step_ledger import StepLedger
-from recycle_plugin.core.coordinator.suspicions import Suspicions
-from recycle_plugin.core.coordinator.throughput import Throughput
-from recycle_plugin.core.coordinator.vacancies import Vacancies
+from recycle_plugin.core.coordinator.facts.attendance import Attendance
+from recycle_plugin.core.coordinator.facts.barriers import Barriers
+from recycle_plugin.core.coordinator.facts.boards import Boards
+from recycle_plugin.core.coordinator.facts.complaints import Complaints
+from recycle_plugin.core.coordinator.facts.ending import Ending
+from recycle_plugin.core.coordinator.facts.enrolment import Enrolment
+from recycle_plugin.core.coordinator.facts.joining import Joining
+from recycle_plugin.core.coordinator.facts.log_places import LogPlaces
+from recycle_plugin.core.coordinator.facts.logs import Logs
+from recycle_plugin.core.coordinator.facts.newcomer_watch import NewcomerWatch
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Whom
+from recycle_plugin.core.coordinator.facts.places import Places
+from recycle_plugin.core.coordinator.facts.recovery_times import RecoveryTimes
+from recycle_plugin.core.coordinator.facts.regrouping import Regrouping
+from recycle_plugin.core.coordinator.facts.replay_under_way import ReplayUnderWay
+from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.facts.suspicions import Suspicions
+from recycle_plugin.core.coordinator.facts.throughput import Throughput
+from recycle_plugin.core.coordinator.facts.vacancies import Vacancies
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.messages.from_workers import Exited
 from recycle_plugin.core.messages.job_spec import JobSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.output import SupervisorOf, Whom
+from recycle_plugin.core.coordinator.facts.output import SupervisorOf, Whom
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Pace
 from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S, paced_s

@@ -14,9 +14,7 @@ from dataclasses import replace
 from hmac import compare_digest
 from typing import Any, NamedTuple
 
-from recycle_plugin.core.coordinator.lines import Effects, Line
-from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import (
+from recycle_plugin.core.coordinator.facts.output import (
     SUPERVISORS,
     WORKERS,
     CoordinatorOutput,
@@ -25,6 +23,8 @@ from recycle_plugin.core.coordinator.output import (
     SupervisorOf,
     Whom,
 )
+from recycle_plugin.core.coordinator.lines import Effects, Line
+from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.succession import Succession
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.encoding import decode, encode

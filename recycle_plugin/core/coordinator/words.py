@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recycle_plugin.core.coordinator import boards
+from recycle_plugin.core.coordinator.facts import boards
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_workers import (

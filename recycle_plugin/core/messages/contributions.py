@@ -8,7 +8,7 @@ membership (one connection, in order), and keeps it (core/worker/control_view.py
 
 Nothing here belongs to a membership: a share, or a loss, is of the step's micro-batches, whoever computed it.  So what
 is incomplete stays good over failures too, and it does not matter when it was sent; only what is *discarded*
-(core/coordinator/step_validation.py) counts no more.
+(core/coordinator/facts/step_validation.py) counts no more.
 
 Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all that compute the
 same; of shards that have samples of their own it is the mean.  A norm's shares are added, since each shard has other

@@ -133,12 +133,11 @@ class Resume:
     ones.
 
     ``held``, ``held_draws``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
-    (core/coordinator/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after it
-    counts nowhere.  ``placed``: seats whose plain iterators stand at their replicas' places; ``places``: these, by
-    replica, as far as they are known; ``ended``: by replica, which of its script's iterators has ended.
-    ``unfilled``: the step that the iterators can't fill, since all have ended, and that is dropped; 0 for none.
-    ``batches``: whose micro-batches each step has from now on, and which step is void, where that is not all; None:
-    it is all.
+    (core/coordinator/facts/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after
+    it counts nowhere.  ``placed``: seats whose plain iterators stand at their replicas' places; ``places``: these, by
+    replica, as far as they are known; ``ended``: by replica, which of its script's iterators has ended. ``unfilled``:
+    the step that the iterators can't fill, since all have ended, and that is dropped; 0 for none. ``batches``: whose
+    micro-batches each step has from now on, and which step is void, where that is not all; None: it is all.
     """
 
     PACKS: ClassVar[bool] = True  # 0.5 KiB a member, and a twentieth of that once packed
@@ -268,7 +267,7 @@ class LogOnly:
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
-    ``figures``: those of core.coordinator.step_figures, for the user's monitors.
+    ``figures``: those of core.coordinator.facts.step_figures, for the user's monitors.
     """
 
     step: int

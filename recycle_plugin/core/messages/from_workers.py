@@ -308,8 +308,8 @@ class Contribution(OfWorker, running=True, ahead=2):
 
 @dataclass(frozen=True)
 class BarrierReached(OfWorker, running=True, most=1 << 22):
-    """A worker has reached the barrier named ``place``, outside a step (core/coordinator/barriers.py), with ``values``
-    for everybody.
+    """A worker has reached the barrier named ``place``, outside a step (core/coordinator/facts/barriers.py), with
+    ``values`` for everybody.
     """
 
     generation: int
@@ -338,7 +338,7 @@ class HostGoes(OfWorker, running=True):
 @dataclass(frozen=True)
 class Post(OfWorker, most=1 << 24):
     """A worker posts ``value`` on the board named ``board``, in membership ``generation``; ALWAYS: for newcomers of its
-    rank (core/coordinator/boards.py).
+    rank (core/coordinator/facts/boards.py).
     """
 
     generation: int
@@ -490,7 +490,7 @@ NOTED: dict[str, dict[str, type]] = {
 
 @dataclass(frozen=True)
 class Note(OfWorker):
-    """A worker has something to be said and logged: see :class:`core.coordinator.output.Event`."""
+    """A worker has something to be said and logged: see :class:`core.coordinator.facts.output.Event`."""
 
     kind: str
     text: str

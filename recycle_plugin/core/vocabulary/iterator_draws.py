@@ -25,7 +25,7 @@ stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica ha
   the step that can't be filled is dropped, as DeepSpeed does, and everybody's script hears so in that step.
 * Where an iterator stands is its *place*: the number of the iterator, where a script gives several in turn, and how
   many batches that has given.  Ends say it with each step, and the coordinator keeps it by replica for steps that stay
-  (core/coordinator/places.py), also of replicas that have lost both their ends.
+  (core/coordinator/facts/places.py), also of replicas that have lost both their ends.
 * Who comes back brings an iterator that begins anew.  It is read up to its replica's place, which nobody has moved
   meanwhile; one that the script has given since is at its beginning.  Once both ends are there the replica is a source
   again: it goes on with what nobody has had of it.

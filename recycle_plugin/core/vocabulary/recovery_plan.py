@@ -72,7 +72,7 @@ def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = Fa
     (core/vocabulary/commit_rule.py).
 
     Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
-    ``rejected``: the first was rejected (core/coordinator/step_validation.py) and not everybody knows, so who has
+    ``rejected``: the first was rejected (core/coordinator/facts/step_validation.py) and not everybody knows, so who has
     applied it astray takes it back, and nothing later counts, be it from somebody who has not stepped: a worker that
     has, and is lost, may have sent it.  Raises :class:`Torn`.
     """

@@ -1,8 +1,9 @@
 """Saving a checkpoint by all workers: it is there whole or not at all, and never half of one under its name.
 
-It is written under another name.  When the coordinator says that everybody has written (core/coordinator/barriers.py),
-the first live worker gives it its own.  Whoever dies before that is seen by all: they save once more, under yet another
-name.  A late writer, given up by the others and still alive, writes to a place that nobody uses any more.
+It is written under another name.  When the coordinator says that everybody has written
+(core/coordinator/facts/barriers.py), the first live worker gives it its own.  Whoever dies before that is seen by all:
+they save once more, under yet another name.  A late writer, given up by the others and still alive, writes to a place
+that nobody uses any more.
 
 Whoever can't write, since its disk is full, comes to the barrier all the same and says so, and so does who can't give
 it its name: the outcome is one for all, who go on without the checkpoint, and what was written of it goes.

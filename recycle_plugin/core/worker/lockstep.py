@@ -11,7 +11,7 @@ and all have to go on from the same one, with the same data.
 * Who stops says behind which instruction, and goes on to where the furthest has got.  Nothing joint lies between: who
   has finished that knows that all have begun it.  LOAD, W and SEND need nobody.  What waits for others may never come,
   where these are lost: RECV, VALIDATE.  It is left out then.  Nothing that the furthest has finished needs it, since
-  all that does is joint, and what one has left out the seat does not hold (core/coordinator/shards.py).
+  all that does is joint, and what one has left out the seat does not hold (core/coordinator/facts/shards.py).
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class StepRunner(Protocol):
         """Takes ``step``, the last applied one, back."""
 
     def record_norm(self, step: int, norm: float) -> None:
-        """Notes the ``norm`` that ``step`` was rejected for (core/coordinator/step_validation.py): it is to be applied
-        with regard to that.
+        """Notes the ``norm`` that ``step`` was rejected for (core/coordinator/facts/step_validation.py): it is to be
+        applied with regard to that.
         """
 
     def discard_after(self, after: int, valid_from: int) -> None:

@@ -6,9 +6,9 @@ tensors in a real worker and numbers in a simulated one.  A datum goes
 
 * when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
 * when its step is *committed*;
-* when it is *discarded*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry
-  the generation from which their maker's data is valid (``valid_from``), the one in which that worker last went on from
-  other weights, and what comes from an earlier one is not taken;
+* when it is *discarded*: computed with weights that were rejected (core/coordinator/facts/step_validation.py).  Data
+  carry the generation from which their maker's data is valid (``valid_from``), the one in which that worker last went
+  on from other weights, and what comes from an earlier one is not taken;
 * a stash, when the weights that it was made with are about to change;
 * for want of room: of the boundary tensors that this worker has made and sent, which stay because a peer may need them
   once more, the oldest go where they take more than a budget.  But what peers have been told of is *pinned*: they

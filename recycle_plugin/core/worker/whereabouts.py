@@ -1,7 +1,8 @@
 """Where a worker's script is, as it says in each membership that it adopts, and as it reads of others.
 
 What a script asks of its peers between steps is counted, and a change of the membership finds some further than others
-(runtime/collectives/outcomes.py).  Each says where it is on a board of that membership (core/coordinator/boards.py).
+(runtime/collectives/outcomes.py).  Each says where it is on a board of that membership
+(core/coordinator/facts/boards.py).
 
 * A worker that has passed a membership over was waiting to enter it, and has not moved: what it says in the next one
   it says for those that it has passed over too; a newcomer for those that it has reported for.

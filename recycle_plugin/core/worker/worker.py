@@ -46,7 +46,7 @@ AWAITS = RECEIVES | {Op.LOAD, Op.STEP}  # what comes from elsewhere
 @dataclass(frozen=True)
 class Judging:
     """The way in which a job uses the gradient norm.  ``waits``: VALIDATE waits for it, and the step is clipped by it;
-    ``validates``: it is judged after the step (core/coordinator/step_validation.py).
+    ``validates``: it is judged after the step (core/coordinator/facts/step_validation.py).
     """
 
     waits: bool = False

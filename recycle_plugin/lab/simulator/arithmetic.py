@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
-from recycle_plugin.core.coordinator.step_validation import over
+from recycle_plugin.core.coordinator.facts.step_validation import over
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers, provides
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

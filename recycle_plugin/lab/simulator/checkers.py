@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
-from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Leaving, Unreplayable

@@ -21,8 +21,8 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
 from recycle_plugin.core.messages.from_workers import (

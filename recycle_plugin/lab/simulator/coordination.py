@@ -11,8 +11,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, WORKERS, CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.from_coordinator import Fence, Restart

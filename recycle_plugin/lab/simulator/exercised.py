@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 
-from recycle_plugin.core.coordinator.joining import Phase
+from recycle_plugin.core.coordinator.facts.joining import Phase
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Generation, Replay, Resume
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,

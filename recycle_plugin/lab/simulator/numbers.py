@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from recycle_plugin.core.coordinator.step_validation import over
+from recycle_plugin.core.coordinator.facts.step_validation import over
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.coordinator.exchange import Exchange
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.mirror import STANDBY, Follower, Following, Known, Port
-from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.switchboard import News, Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.job_spec import JobSpec

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from recycle_plugin.core.coordinator.step_validation import over
+from recycle_plugin.core.coordinator.facts.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.from_workers import Missing, Post, ReadBoard, Ready, StateHash

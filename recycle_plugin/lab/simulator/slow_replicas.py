@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.lab.simulator.message_delays import FAIR
 

@@ -12,10 +12,10 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.mirror import Known
-from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.coordinator.switchboard import News, Switchboard
 from recycle_plugin.core.messages.from_coordinator import Fence, ForkStandby, Restart
 from recycle_plugin.core.messages.from_workers import Exited, Hello, Post, ReadBoard

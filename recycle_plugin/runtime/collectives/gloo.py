@@ -51,8 +51,8 @@ NOT_GLOOS = (
 
 
 class Rendezvous(dist.Store):
-    """Where the members of one link meet: a board at the coordinator (core/coordinator/boards.py), which knows who
-    speaks.  Who could change what stands here could stand between the members, and change their sums.
+    """Where the members of one link meet: a board at the coordinator (core/coordinator/facts/boards.py), which knows
+    who speaks.  Who could change what stands here could stand between the members, and change their sums.
 
     ``called`` is the link's name in the job, ``ranks`` are its members' in their order, of which the worker of
     ``session`` is one.  To Gloo it is a store, on which each member sets one key for each device, which ends with its

@@ -4,8 +4,8 @@ A loss may find some members through with a collective, and others in it, or bef
 come back: they go on to the next one, or to a training step.  If the others simply tried again, they would meet them
 there, and take one sum for another.  So collectives are counted, and with each membership everybody posts which of each
 group are behind it, and of which it has the result, which for most is the same for all members
-(core/coordinator/boards.py).  A worker that was cut off asks one of the others for that result.  All of it goes over
-the connections to the coordinator: a forged result would be a wrong number.
+(core/coordinator/facts/boards.py).  A worker that was cut off asks one of the others for that result.  All of it goes
+over the connections to the coordinator: a forged result would be a wrong number.
 
 A worker posts results of at most 4 MiB in one membership.  What it says of its sequences are some 30 bytes for each; of
 those with most recently something to say, if they are more than MOST_LINES.  Where a collective was under way among

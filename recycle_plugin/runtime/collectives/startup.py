@@ -2,8 +2,9 @@
 
 A worker that comes back has nobody to meet: the others train.  What its script asks for before its first step gives it
 what it gave its predecessor, the first worker of the same rank: everybody keeps that until training begins, and then
-posts it for newcomers of its rank (core/coordinator/boards.py).  It goes by the order of the calls in each group, and
-in each channel from one member to another.  What can't be had this way is refused by the name of the call and its line.
+posts it for newcomers of its rank (core/coordinator/facts/boards.py).  It goes by the order of the calls in each group,
+and in each channel from one member to another.  What can't be had this way is refused by the name of the call and its
+line.
 
 What is written to parameters that are trained is not kept: they are a part of the state that a newcomer gets from its
 peers later.  Of what is too large only a hash is kept; whoever has the same bytes already, as frozen weights that are

@@ -1,4 +1,4 @@
-"""A worker's side of the coordinator's boards (core/coordinator/boards.py): what it posts, and what it reads."""
+"""A worker's side of the coordinator's boards (core/coordinator/facts/boards.py): what it posts, and what it reads."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.coordinator.exchange import BACK_S, Exchange
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.mirror import STANDBY, Known
-from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.coordinator.switchboard import OPERATOR, Switchboard
 from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -37,7 +37,7 @@ from recycle_plugin.runtime.system import clock
 LOOK_S, GONE = 1.0, 2  # between two looks at the checkpoints; so many find none where one was removed
 CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
-# how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
+# how long nothing need be heard of one that is there: silence is core.coordinator.facts.failure_detector's business
 LISTEN_S = 60.0
 
 

@@ -1,9 +1,9 @@
 """A worker's heartbeats: they tell the coordinator what it is at, and keep its lease.
 
 They come from a thread, so that long code of the script's is not taken for a death
-(core/coordinator/failure_detector.py).  Each answer extends the lease: for so long the others don't go on without this
-worker.  A process that was stopped, or cut off, finds when it goes on that its lease has run out, and asks again before
-it does anything that others could see.
+(core/coordinator/facts/failure_detector.py).  Each answer extends the lease: for so long the others don't go on without
+this worker.  A process that was stopped, or cut off, finds when it goes on that its lease has run out, and asks again
+before it does anything that others could see.
 """
 
 from __future__ import annotations

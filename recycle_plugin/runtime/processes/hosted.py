@@ -21,8 +21,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.mirror import Known
-from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from recycle_plugin.authentication.secret import Secret
-from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.control.claims import Claims

@@ -1,4 +1,4 @@
-"""A hash of one tensor, to be compared with those of its other copies (core/coordinator/replica_check.py).
+"""A hash of one tensor, to be compared with those of its other copies (core/coordinator/facts/replica_check.py).
 
 A stage's whole state: runtime/state/stage_state.py.
 """

@@ -3,7 +3,7 @@
 The last stage multiplies its losses, every stage divides its gradients before they are applied, and where a norm is not
 finite the step is skipped and the scale goes down.  All stages come to the same scale, since each has applied or
 skipped the same steps; a step that is taken back takes its change of the scale with it, and what was computed with that
-scale is void (core/coordinator/step_validation.py).
+scale is void (core/coordinator/facts/step_validation.py).
 """
 
 from __future__ import annotations

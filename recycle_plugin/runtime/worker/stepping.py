@@ -1,9 +1,9 @@
 """The steps of a worker's optimizer: from a stage's contributions to one that is applied, skipped, or taken back.
 
 Gradients are summed (runtime/stage/gradients.py), those of tied weights over their stages too, judged by their norm
-(runtime/stage/clipping.py, core/coordinator/step_validation.py), unscaled (runtime/worker/scaling.py), clipped, and
-applied by stock code, which also counts. What takes the step back (runtime/state/undo) is recorded where the gradients
-are what the optimizer will apply: stock code clips after STEP has begun.
+(runtime/stage/clipping.py, core/coordinator/facts/step_validation.py), unscaled (runtime/worker/scaling.py), clipped,
+and applied by stock code, which also counts. What takes the step back (runtime/state/undo) is recorded where the
+gradients are what the optimizer will apply: stock code clips after STEP has begun.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.coordinator.facts.regrouping import Reports
 from recycle_plugin.core.messages.from_workers import Stepped
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Draw, Place

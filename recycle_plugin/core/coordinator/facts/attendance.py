@@ -1,10 +1,10 @@
 """Attendance: who takes part in a job, who has gone and how, and whether those left may go on.
 
 * A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is
-  another worker, which comes only where core/coordinator/vacancies.py has asked for it: any other hears so at once.  A
-  loss takes its failure domain with it.
-* Who is stopped or stuck (core/coordinator/failure_detector.py) is lost as whoever dies, and *fenced*: its supervisor
-  kills it, and it hears so itself, should it wake up.
+  another worker, which comes only where core/coordinator/facts/vacancies.py has asked for it: any other hears so at
+  once.  A loss takes its failure domain with it.
+* Who is stopped or stuck (core/coordinator/facts/failure_detector.py) is lost as whoever dies, and *fenced*: its
+  supervisor kills it, and it hears so itself, should it wake up.
 * Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
   else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
   broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from recycle_plugin.core.coordinator.failure_detector import FailureDetector
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import End
 from recycle_plugin.core.messages.from_workers import (
     Crashed,

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Posted
 from recycle_plugin.core.messages.from_workers import ALWAYS, Post, ReadBoard
 from recycle_plugin.core.vocabulary.roster import WorkerId

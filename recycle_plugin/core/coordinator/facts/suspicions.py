@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.attendance import Attendance
-from recycle_plugin.core.coordinator.failure_detector import Suspicion
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.attendance import Attendance
+from recycle_plugin.core.coordinator.facts.failure_detector import Suspicion
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 

@@ -34,9 +34,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.coordinator.recorded import Recorder
-from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.recorded import Recorder
+from recycle_plugin.core.coordinator.facts.replica_check import Mismatch, compared
 from recycle_plugin.core.messages.from_coordinator import HashAfter, Serve
 from recycle_plugin.core.messages.from_workers import StateHash
 from recycle_plugin.core.vocabulary.ids import Seat

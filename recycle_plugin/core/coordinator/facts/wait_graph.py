@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from recycle_plugin.core.coordinator.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
 from recycle_plugin.core.messages.activity import LONGEST, WAITS
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.messages.from_coordinator import LogsAt, ServeLogs
 from recycle_plugin.core.messages.from_workers import LogFolder, LogsServed, Ready
 from recycle_plugin.core.vocabulary.commit_rule import unstarted

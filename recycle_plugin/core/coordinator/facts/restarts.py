@@ -4,7 +4,7 @@ the next one waits longer, and at last it is given up.  Where several come as on
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 FIRST_S, LONGEST_S = 1.0, 60.0  # from a death to the next start: the first time, and at most

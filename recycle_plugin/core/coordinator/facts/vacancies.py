@@ -1,7 +1,7 @@
 """The seats of lost workers, and who is to hold them next: a *newcomer*, the next process of the same rank.
 
 * A seat is vacant once its worker is known to be dead: a supervisor has seen the process end.  A spare that waits takes
-  it, or else its own supervisor starts the next process, as core/coordinator/restarts.py decides.
+  it, or else its own supervisor starts the next process, as core/coordinator/facts/restarts.py decides.
 * Who comes from elsewhere (``--join``) gets a vacant seat, or one of a host that is gone; one that its own supervisor
   is about to fill only where no other is free.  Else it waits as a *spare*.
 * Who leaves as planned stays away, and its supervisor stays, until an operator admits the seat again
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
-from recycle_plugin.core.coordinator.restarts import Restarts
-from recycle_plugin.core.coordinator.seats import SeatRecord, Vacancy
+from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Joiner, SupervisorOf
+from recycle_plugin.core.coordinator.facts.restarts import Restarts
+from recycle_plugin.core.coordinator.facts.seats import SeatRecord, Vacancy
 from recycle_plugin.core.messages.from_coordinator import Fence, Refused, Restart, Seated, Stay
 from recycle_plugin.core.messages.from_workers import Exited
 from recycle_plugin.core.vocabulary.describe import how_ended

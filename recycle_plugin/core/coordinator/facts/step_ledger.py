@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
-from recycle_plugin.core.coordinator.recorded import Recorder
-from recycle_plugin.core.coordinator.replica_check import Fingerprints, Mismatch
-from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
-from recycle_plugin.core.coordinator.step_figures import StepFigures
-from recycle_plugin.core.coordinator.step_validation import StepValidation
-from recycle_plugin.core.coordinator.straggler_detector import StragglerDetector
+from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.recorded import Recorder
+from recycle_plugin.core.coordinator.facts.replica_check import Fingerprints, Mismatch
+from recycle_plugin.core.coordinator.facts.slow_replicas import SlowReplicas
+from recycle_plugin.core.coordinator.facts.step_figures import StepFigures
+from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
+from recycle_plugin.core.coordinator.facts.straggler_detector import StragglerDetector
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed
 from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped

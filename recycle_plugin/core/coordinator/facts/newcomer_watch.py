@@ -3,7 +3,7 @@
 A stopped process is given up after the deadline of any other; a script that has not got on, and waits for nobody, after
 ``idle_timeout_s``.  What a newcomer waits for has a deadline there, ``wait_timeout_s``, past which its process ends; a
 replay has its own (core/coordinator/replay_deadlines.py).  A process that ends, and a host that is gone,
-core/coordinator/vacancies.py sees.
+core/coordinator/facts/vacancies.py sees.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ have left.
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import End, Over
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
-from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
+from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.shards import drawn_by_all, held_by_all
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.ids import Seat

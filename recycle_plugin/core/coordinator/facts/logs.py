@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator.log_places import EndedLog
+from recycle_plugin.core.coordinator.facts.log_places import EndedLog
 from recycle_plugin.core.messages.from_coordinator import LogOnly
 from recycle_plugin.core.messages.from_workers import Durable, LogBroken, Logged
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
