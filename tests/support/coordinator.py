@@ -77,7 +77,7 @@ class FakeCoordinator:
         out = CoordinatorOutput()
         match message:
             case Post():
-                self._boards.post(message, set(), out)
+                self._boards.post(message, lambda worker: False, out)
             case ReadBoard():
                 self._boards.read(message, out)
             case WantResult():
