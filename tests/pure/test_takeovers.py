@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.lab.simulator import campaign
-from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.exercised import OF_TAKEOVERS
 from tests.mistakes.takeovers import TAKEOVERS
 
 SEEDS = 40
-RULES = (ProtocolRule.WENT_ON, ProtocolRule.MOVED, ProtocolRule.DEPOSED)
 
 
 @pytest.mark.timeout(600)
@@ -17,7 +16,7 @@ def test_whoever_takes_the_coordinators_place_knows_all_that_was_heard() -> None
     """More of them with ``recycle campaign --takeovers``."""
     report = campaign.takeovers(range(SEEDS))
     assert not report.violations, [(one.name, one.faults, one.violations) for one in report.violations]
-    assert all(report.exercised[rule] for rule in RULES)
+    assert all(report.exercised[rule] for rule in OF_TAKEOVERS)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,10 @@ class ProtocolRule(str, Enum):
     RELOADED = "the coordinator's state was written down and read again"
 
 
+OF_TAKEOVERS = (ProtocolRule.WENT_ON, ProtocolRule.MOVED, ProtocolRule.DEPOSED)
+"""Those that only jobs need whose coordinator dies."""
+
+
 class Exercised(Counter[ProtocolRule]):
     """The count of the rules that one run has needed."""
 
