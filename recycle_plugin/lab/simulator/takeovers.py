@@ -382,8 +382,10 @@ class Takeovers(Coordination):
             struck = leader if trouble.kind == HOSTS[0] else candidate
         if trouble.kind in ("coordinator", "standby", "candidate", *HOSTS) and (struck is None or not struck.alive):
             return
-        self._must_go_on = self._leaves_enough(trouble)
+        self._must_go_on = self._leaves_enough(trouble, struck)
         self.struck.append((self.cluster.now, trouble))
+        term = leader.board.succession.term  # who has not heard of it does not know where to turn
+        self._apart |= {rank for (role, rank), end in self.ends.items() if role == WORKER and end._term.term < term}
         if trouble.kind in HOSTS and struck is not None:
             self.cluster.lose_host(struck.host)
             self._host_dies(struck.host)
@@ -394,15 +396,15 @@ class Takeovers(Coordination):
             self.cluster.later(trouble.for_us, leader.go_on)
         elif trouble.kind == "hold":
             way = "from" if trouble.percent else "to"
-            self._apart.add(leader.host)
+            self._apart |= {leader.host} if trouble.for_us < 2 * SECOND else self.cluster.workers.keys()
             self.hosts.hold(way, leader.host, True)
             self.cluster.later(trouble.for_us, partial(self.hosts.hold, way, leader.host, False))
         elif trouble.kind == "partition":
             ranks = {self.cluster.rank_of[seat] for seat in trouble.seats} or {leader.host}
             self._cut(ranks - self.cluster.lost_hosts, trouble.for_us)
 
-    def _leaves_enough(self, trouble: Trouble) -> bool:
-        """Whether one side has enough to go on behind this, whoever else was lost."""
+    def _leaves_enough(self, trouble: Trouble, struck: Process | None) -> bool:
+        """Whether one side has enough to go on behind this, whoever else was lost; ``struck``: whom it strikes."""
         leader, told = self.leader, self.leader.board.succession.address
         if leader.membership.committed >= self.cluster.scenario.steps - 1:
             return False  # some may have gone, and are members still
@@ -410,6 +412,10 @@ class Takeovers(Coordination):
             return trouble.kind in ("standby", "candidate")
         members = {member.rank for member in leader.membership.roster}
         live = {rank for rank in members if self.cluster.workers[rank].alive}
+        if trouble.kind in HOSTS and struck is not None:
+            stages = {self.cluster.workers[rank].seat.stage for rank in live - {struck.host}}
+            if stages != set(range(self.cluster.scenario.shape.stages)):
+                return False  # it has a stage's last worker
         settled = told is not None and all(end._term.term for end in self.ends.values() if not end.dead)
         candidate = int(told[0].removeprefix("host")) if told is not None and settled else None
         if trouble.kind == "coordinator":
