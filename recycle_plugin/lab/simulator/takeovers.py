@@ -354,14 +354,18 @@ class Takeovers(Coordination):
         elif not self.may_end or self.membership.ended is None or not self.membership.ended.failed:
             self._nobody_healthy_is_lost()
 
+    @property
+    def _doomed(self) -> set[int]:
+        """The ranks to which something else happens, at any time."""
+        scenario = self.cluster.scenario
+        seats = {seat for each in scenario.troubles if each.kind not in TAKEOVERS for seat in each.seats}
+        return {self.cluster.rank_of[seat] for seat in seats | {each.seat for each in scenario.faults}}
+
     def _nobody_healthy_is_lost(self) -> None:
         """Checks that takeovers cost nobody but those on hosts that are gone, or were cut off."""
-        scenario = self.cluster.scenario
-        struck = {seat for each in scenario.troubles if each.kind not in TAKEOVERS for seat in each.seats}
-        struck |= {each.seat for each in scenario.faults}
-        apart = self._apart | self.cluster.lost_hosts
+        apart = self._apart | self.cluster.lost_hosts | self._doomed
         for worker in sorted(self.membership.lost):
-            if worker.rank not in apart and self.cluster.workers[worker.rank].seat not in struck:
+            if worker.rank not in apart:
                 self.cluster.watcher.say(f"rank {worker.rank} is lost, and nothing has happened to it")
 
     # --- troubles -------------------------------------------------------------------------------------------------
@@ -411,7 +415,7 @@ class Takeovers(Coordination):
         if not leader.membership.started:
             return trouble.kind in ("standby", "candidate")
         members = {member.rank for member in leader.membership.roster}
-        live = {rank for rank in members if self.cluster.workers[rank].alive}
+        live = {rank for rank in members if self.cluster.workers[rank].alive} - self._doomed
         if trouble.kind in HOSTS and struck is not None:
             stages = {self.cluster.workers[rank].seat.stage for rank in live - {struck.host}}
             if stages != set(range(self.cluster.scenario.shape.stages)):
