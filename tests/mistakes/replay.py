@@ -16,8 +16,9 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.replay import StageReplay, StepEnd
+from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
+from recycle_plugin.core.worker.stage_work import StepEnd
 from recycle_plugin.core.worker.step_log import CountsFrom, StepLog
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator.helped_stage import SimulatedHelpedStage

@@ -22,9 +22,10 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.helper import CantHelp, Helper
-from recycle_plugin.core.worker.replay import CantReplay, PartTimes, Replayed, StageReplay, StageWork
+from recycle_plugin.core.worker.replay import Replayed, StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
+from recycle_plugin.core.worker.stage_work import CantReplay, PartTimes, StageWork
 from recycle_plugin.core.worker.step_log import CommittedStep, StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import campaign

@@ -33,8 +33,9 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
+from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.step_log import CommittedStep, StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import campaign

@@ -19,7 +19,8 @@ from recycle_plugin.core.messages.from_coordinator import Replay
 from recycle_plugin.core.messages.from_workers import Accompanied, Unreplayable
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.step_store import StepStore
 
 

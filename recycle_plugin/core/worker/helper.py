@@ -16,8 +16,8 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.replay import CantReplay, StageWork, WorkingMachine
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
+from recycle_plugin.core.worker.stage_work import CantReplay, StageWork, WorkingMachine
 from recycle_plugin.core.worker.step_store import StepStore
 
 

@@ -20,7 +20,8 @@ from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inle
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.loop_ports import DataEnded, LoopPort
-from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 PROGRESS_S = 1.0  # between two words on how far it has come

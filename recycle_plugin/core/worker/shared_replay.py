@@ -31,8 +31,8 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.replay import PartTimes, ReplayingMachine, StageWork
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
+from recycle_plugin.core.worker.stage_work import PartTimes, ReplayingMachine, StageWork
 from recycle_plugin.core.worker.step_store import StepStore
 
 SPAWN_S = 20.0  # how long all wait for those who make the stage to help

@@ -14,9 +14,9 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.shares import Lot, Share
 from recycle_plugin.core.worker.shares import Word as ShareWord
+from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import simulated_spec
 from recycle_plugin.lab.simulator.exercised import ProtocolRule

@@ -22,8 +22,8 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.helper import CantHelp
-from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.shares import Call, Word
+from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import COPY_S

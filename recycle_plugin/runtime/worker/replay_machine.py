@@ -17,8 +17,8 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.shares import Word
+from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
