@@ -63,6 +63,7 @@ DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a 
 # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 DELAYING_US = 300 * MILLISECOND
 HEARTBEAT_US = 200 * MILLISECOND
+LAST_WORDS_US = 10_000 * MILLISECOND  # until the last word of a script has come, or its silence counts
 
 
 class Cluster:
@@ -78,6 +79,7 @@ class Cluster:
         coordination: Callable[[Cluster], Coordination] = Coordination,
     ) -> None:
         self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)
+        self._ran_until = 0  # that long a script ran
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
@@ -149,7 +151,9 @@ class Cluster:
     def _goes_on(self) -> bool:
         """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
         if self.scenario.takes_over:  # connections would be looked after for ever
-            return any(worker.alive and worker.runs for worker in self.workers.values())
+            if any(worker.alive and worker.runs for worker in self.workers.values()):
+                self._ran_until = self.now
+            return self.now <= self._ran_until + LAST_WORDS_US
         awaited = self.membership.state.replay.waits_since is not None
         return awaited or any(worker.runs for worker in self.workers.values())
 
