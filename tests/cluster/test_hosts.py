@@ -54,11 +54,11 @@ def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for
 @pytest.mark.parametrize(
     "master, wrong", [("localhost", "is 127.0.0.1 on its own host"), ("nowhere.invalid", "is unknown on its own host")]
 )
-def test_a_master_address_that_others_cant_use_is_refused(master, wrong):
+def test_a_master_address_that_others_cant_use_is_refused(master, wrong, tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [sys.executable, "-m", "recycle_plugin.launch", "train.py"],
-        env=environment(**place),
+        env=environment(**place, **{SETTING: str(tmp_path / "secret")}),  # without one there is another thing to say
         capture_output=True,
         text=True,
         timeout=60,

@@ -138,7 +138,6 @@ def test_what_a_section_implies(driver, implied):
     "more, newcomer, line",
     [
         ({"batch": "constant"}, False, 'recycle.batch "constant" with Accelerate, which draws a fixed number'),
-        ({"rejoin": 3}, False, "recycle.rejoin 3 with Accelerate, whose script begins at step 1"),
         ({"group_sums": "scale"}, False, 'recycle.group_sums "scale" with Accelerate, whose num_processes'),
         ({}, True, 'recycle.rejoin "never" with Accelerate: a lost replica stays away, and the job trains'),
     ],
