@@ -11,7 +11,7 @@ import torch
 
 from tests.jobs.hugging_face_model import Samples, model
 from tests.support.cluster import ForkServer, Result
-from tests.support.hugging_face import LOOP, RANKS, Start, starting
+from tests.support.hugging_face import LOOP, RANKS, RARER, Start, starting
 
 EPOCHS, IN_EPOCH, HELD = 8, 4, 5
 STEPS = EPOCHS * IN_EPOCH
@@ -26,7 +26,7 @@ def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def returned(result: Result, *ranks: int, warnings: int = 0) -> int:
+def returned(result: Result, *ranks: int, warnings: int = 0, alike: Sequence[str] = OF_ALL) -> int:
     """The step from which on ``ranks`` take part again; all know the same of all steps, and have the same weights, to
     the bit.
     """
@@ -37,19 +37,26 @@ def returned(result: Result, *ranks: int, warnings: int = 0) -> int:
     first, *others = result.records.values()
     assert len(others) == RANKS - 1
     for other in others:
-        for name in (*OF_ALL, "weights"):
+        for name in (*alike, "weights"):
             assert other[name] == first[name], name
     (step,) = {*rejoined.values()}
     return step
 
 
-def by_hand(records: dict[int, dict[str, Any]], live: Sequence[Sequence[int]], columns: bool = False) -> Any:
+def by_hand(
+    records: dict[int, dict[str, Any]],
+    live: Sequence[Sequence[int]],
+    columns: bool = False,
+    ends: int = IN_EPOCH,
+    counted: int = RANKS,
+) -> Any:
     """What one process makes of the batches that ``records`` name, of whose steps each is trained by the ranks in
-    ``live``: the loss of each one's last batch, by step, and the weights.
+    ``live``: the loss of each one's last batch, by step, and the weights.  ``ends``: each step that this divides has
+    one batch instead of two; ``counted``: steps of the schedule for one of the optimizer's.
     """
     gpt, data, losses, place = model(), Samples(ODD["samples"]), [], 0
     for step, ranks in enumerate(live):
-        batches = 1 if step % IN_EPOCH == IN_EPOCH - 1 else 2
+        batches = 1 if step % ends == ends - 1 else 2
         of_step = []
         for rank in ranks:
             for numbers in records[rank]["trained"][place : place + batches]:
@@ -61,7 +68,7 @@ def by_hand(records: dict[int, dict[str, Any]], live: Sequence[Sequence[int]], c
         place += batches
         losses.append(of_step)
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.5)
-        rate = 0.5 / (1 + step * RANKS / 8) * (len(ranks) / RANKS) ** 0.5
+        rate = 0.5 / (1 + step * counted / 8) * (len(ranks) / RANKS) ** 0.5
         with torch.no_grad():
             for each in gpt.parameters():
                 each -= rate * each.grad
@@ -126,6 +133,43 @@ def test_a_loop_that_has_resumed_is_come_back_to(start):
     result = start(stage=1, kills=[[0, "step", 3]], **RETURNS | more)
     returned(result, 0, 1)
     assert result.records[0]["losses"][0] < saved.records[0]["losses"][0]
+
+
+RARE = {"script": RARER, "samples": 48, "epochs": EPOCHS}  # 3 steps an epoch, but the first one has 2, the last 2
+OF_RARE = ("losses", "gathered", "norms", "rates", "objects", "sent", "words", "padded", "stops", "evaluated", "rest")
+
+
+@pytest.mark.parametrize("stage, kill", [(1, [0, "step", 3]), (2, [3, "step", 3])])
+def test_what_loops_use_less_often_is_gone_through_too(start, stage, kill):
+    """skip_first_batches, split_batches, even_batches=False, broadcasts, objects, padding, triggers."""
+    calm = start(stage=stage, **RARE)
+    result = start(kills=[kill], stage=stage, held=[HELD], **RARE | {"recycle": {"rejoin": "always"}})
+    lost, left = (range(2), range(2, 4)) if kill[0] < 2 else (range(2, 4), range(2))
+    step = returned(result, *lost, warnings=1, alike=OF_RARE)  # of sums: a trigger is one
+    steps = 3 * EPOCHS - 2
+    live = [range(RANKS)] * 2 + [left] * (step - 3) + [range(RANKS)] * (steps - step + 1)
+    losses, weights = by_hand(result.records, live, ends=steps + 1, counted=1)
+    for rank, record in result.records.items():
+        other = calm.records[rank]
+        assert record["steps"] == other["steps"] == steps
+        assert all(record[name] == other[name] for name in ("trained", "rates"))
+        assert record["stops"] == [
+            number in (4, steps) and (number != 4 or 3 in live[3]) for number in range(1, steps + 1)
+        ]
+        for number, ranks in enumerate(live):
+            found = {name: record[name][number] for name in OF_RARE[:-2]}
+            if number < 2:
+                assert found == {name: other[name][number] for name in found}
+            assert found["gathered"] == pytest.approx(losses[number], rel=1e-4)
+            assert found["objects"] == [f"of {each}" + "." * 50 * (3 - each) for each in ranks]
+            assert found["sent"] == [number + 1, ranks[0]]
+            assert found["words"] == [f"step {number + 1} of {ranks[0]}", ranks[0]]
+            assert found["padded"] == [[each] * (1 + each) + [-1] * (ranks[-1] - each) for each in ranks]
+        for name, first in ("evaluated", 20), ("rest", 32):
+            assert len(record[name]) == EPOCHS
+            assert all(sorted(each) == [*range(first, 49)] for each in record[name]), (name, record[name])
+        for name, values in weights.items():
+            assert record["weights"][name] == pytest.approx(values, abs=1e-4)
 
 
 REFUSED = [

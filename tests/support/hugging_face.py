@@ -14,7 +14,7 @@ from tests.jobs.hugging_face_model import FIRST_EVALUATED, Samples, model
 from tests.support.cluster import ForkServer, Result, Run
 from tests.support.launching import here
 
-SCRIPT, LOOP = "tests/jobs/hugging_face.py", "tests/jobs/accelerate_loop.py"
+SCRIPT, LOOP, RARER = (f"tests/jobs/{name}.py" for name in ("hugging_face", "accelerate_loop", "accelerate_rarer"))
 RANKS = 4
 JOB = {
     "replicas": 2,

@@ -25,6 +25,7 @@ def install(team: Team) -> None:
     replace(operations, "_gpu_gather", made.gather)
     replace(operations, "_gpu_gather_object", made.gather_object)
     wrap(operations, "reduce", made.reduce)
+    wrap(operations, "pad_across_processes", made.pad)
     wrap(operations, "_gpu_broadcast", made.broadcast)
     wrap(operations, "broadcast_object_list", made.broadcast_object_list)
     wrap(random, "synchronize_rng_state", made.synchronize)
@@ -82,6 +83,19 @@ class Operations:
             return operations.recursively_apply(lambda each: mean(each, None), tensor, error_on_other_type=True)
 
         return self._team.kept(f"reduce, {reduction}", PartialState().device, reduce)
+
+    def pad(self, stock: Callable[..., Any], tensor: Any, dim: int = 0, *arguments: Any, **named: Any) -> Any:
+        """Accelerate's padding to the largest size; in steps that are over what this rank has may be larger than what
+        the others had, and counts nowhere.
+        """
+
+        def emptied(each: torch.Tensor) -> torch.Tensor:
+            there = -each.ndim <= dim < each.ndim and not each.is_nested  # else stock leaves it as it is
+            return each.narrow(dim, 0, 0) if there else each
+
+        if self._team.replay is not None:
+            tensor = operations.recursively_apply(emptied, tensor, error_on_other_type=True)
+        return stock(tensor, dim, *arguments, **named)
 
     def broadcast(self, stock: Callable[..., Any], data: Any, src: int = 0) -> Any:
         """Accelerate's broadcast of tensors; processes are counted among the live ranks."""

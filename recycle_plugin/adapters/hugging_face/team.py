@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import operations
 
@@ -114,7 +114,7 @@ class Team:
         """What each live rank gives as ``given``, which can be pickled, by rank, in order."""
         text = text_of(given)
         sizes = {rank: int(size) for rank, size in self.rows(torch.tensor([text.numel()])).items()}
-        filled = text.new_zeros(max(sizes.values()))
+        filled = text.new_zeros(max([text.numel(), *sizes.values()]))  # the others' may all be shorter, of steps over
         filled[: text.numel()] = text
         rows = self.rows(filled).items()
         return {rank: object_of(row[: sizes[rank]]) for rank, row in rows}
@@ -131,7 +131,10 @@ class Team:
     def deal(self, dataloader: Any) -> None:
         """Deal the samples of an evaluation by ``dataloader``, which Accelerate has prepared, to the live ranks."""
         self.dealt = self.agree()
-        for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
+        sampler = getattr(dataloader, "batch_sampler", None)
+        if isinstance(sampler, SkipBatchSampler):  # skip_first_batches
+            sampler = sampler.batch_sampler
+        for part in (sampler, getattr(dataloader, "dataset", None)):
             if isinstance(part, SHARDS):
                 self._check_split(part)
                 # who was not there then has as many batches as anybody
