@@ -310,6 +310,8 @@ def connect_from_environment(
             control = connect(way, CONNECT_S if len(ways) == 1 else TRY_S)
             answer_s = RESUME_S if tries.goes_elsewhere else CONNECT_S  # who stands by may never lead
             made = Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation, answer_s=answer_s)
+            if not tries.goes_elsewhere:
+                made.store = None  # its supervisor knows of that one
             _made.append(made)
             return made
         except NotWelcomed:  # who was to answer may have died, and another one takes its place
