@@ -1,1 +1,1 @@
-"""Subcommands of ``recycle``: each module adds its arguments and runs; what is heavy is imported when it runs."""
+"""Subcommands of ``recycle``, a module each: it adds its arguments and runs. Heavy imports happen when it runs."""

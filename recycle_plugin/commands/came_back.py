@@ -1,4 +1,4 @@
-"""What the demo tells of the killed worker's next process: how it came back, from its peers or by a replay."""
+"""How the demo reports the return of the killed worker: by catching up from its peers, or by a replay."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from recycle_plugin.runs import RunFailed
 
 
 class NotBack(RunFailed):
-    """The run had ended before the worker was back for long enough."""
+    """The run ended too soon after the worker's return, or before it."""
 
 
 def rejoined(history: RunHistory, killed: Sequence[Failure]) -> dict:
-    """The entry ``rejoined`` of report.json: seconds and bytes of the return of the first of the killed workers.
-
-    Raises NotBack, or RunFailed where the log does not tell how it came.
+    """Return the entry ``rejoined`` of report.json: seconds and bytes of the first killed worker's return. Raises
+    NotBack, or RunFailed if the log does not say how it came.
     """
     back = killed[0].absence
     if not back.is_over:
@@ -36,10 +35,10 @@ def rejoined(history: RunHistory, killed: Sequence[Failure]) -> dict:
 
 
 def replayed(history: RunHistory, killed: Sequence[Failure]) -> dict:
-    """What report.json has of the replay, beside the stall: seconds of its parts, steps, and by how many helpers.
+    """Return the entries of report.json on the replay, beside the stall: seconds of its parts, steps, helpers.
 
-    ``restart_s``: until the next process was ordered, ``start_up_s``: until its script had come to its first step;
-    ``load_s``: of the checkpoint; ``replay_s``: of the steps behind it.  Raises RunFailed where there was none.
+    ``restart_s``: until the next process was ordered; ``start_up_s``: until its script reached its first step;
+    ``load_s``: of the checkpoint; ``replay_s``: of the steps after it. Raises RunFailed if nothing was replayed.
     """
     back = killed[0].absence
     if not back.is_over or not back.replayed_at:
@@ -60,7 +59,7 @@ def replayed(history: RunHistory, killed: Sequence[Failure]) -> dict:
 
 
 def told(found: Mapping) -> tuple[str, str] | None:
-    """Name and text of the line on a report's return or replay; None where it has none."""
+    """Return name and text of the report's line on a return or a replay, or None if it has neither."""
     if back := found.get("rejoined"):
         return "back", (
             f"seat {back['seat']} has work from step {back['step']} on, {back['away_s']:.1f} s after its loss: "

@@ -1,4 +1,4 @@
-"""``recycle clean``: what jobs that are over have left, and nobody will read."""
+"""``recycle clean``: remove what finished jobs have left behind and nothing will read."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ recycle clean runs/train --yes
 
 Exit code: 0; 1 where something was kept since its job may run, or could not be removed; 2 for bad input.
 """
-LOGS = re.compile(r"\d+\.\d+-\d+\.log|\d+\.mirror")  # as runtime/log/ calls what is in a folder of logs
+LOGS = re.compile(r"\d+\.\d+-\d+\.log|\d+\.mirror")  # names of files in a folder of logs, as runtime/log/ makes them
 
 
 class Leftover(NamedTuple):
-    """Something that may go: what it is, its files and folders, and their bytes."""
+    """Files and folders that may be removed, with a name for them."""
 
     what: str
     paths: tuple[Path, ...]
@@ -47,11 +47,11 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Show what may go, or remove it; returns the exit code.  Raises ValueError where a folder is no run's."""
-    histories = {folder: RunHistory.read(folder) for folder in found.folders}  # all of them, before anything goes
+    """Show what may be removed, or remove it, and return the exit code. Raises ValueError for other folders."""
+    histories = {folder: RunHistory.read(folder) for folder in found.folders}  # read all before removing anything
     kept, total, unlocked = False, 0, list[str]()
     for folder, history in histories.items():
-        claims = Claims(unlocked.append, "recycle clean")  # no job begins in it meanwhile
+        claims = Claims(unlocked.append, "recycle clean")  # no job may start in the folder meanwhile
         try:
             if why := _runs(folder, history, claims, unlocked):
                 print(f"{folder}: kept: {why}")
@@ -70,8 +70,8 @@ def run(found: argparse.Namespace) -> int:
 
 
 def _runs(folder: Path, history: RunHistory, claims: Claims, unlocked: list[str]) -> str:
-    """The reason why the job in ``folder`` runs, or may run; else "", and its folders are claimed.  ``unlocked`` gets
-    those that can't be.
+    """Return why the job in ``folder`` runs or may run, or "" after claiming its folders. Reasons why a folder could
+    not be claimed are appended to ``unlocked``.
     """
     for setting, place in {"run_dir": folder, **_told(folder, history)}.items():
         if place.is_dir() and (why := claims.claim(setting, place)):
@@ -83,8 +83,8 @@ def _runs(folder: Path, history: RunHistory, claims: Claims, unlocked: list[str]
 
 
 def _told(folder: Path, history: RunHistory) -> dict[str, Path]:
-    """The folders that the job's settings name, as far as that can be told from here: a relative path counts only
-    where the job's own leads to ``folder``.
+    """Return the folders that the job's settings name: {setting: folder}. A relative path is included only if the job's
+    own relative run folder leads to ``folder`` from here.
     """
     run_dir = Path(history.job["run_dir"])
     here = not run_dir.is_absolute() and run_dir.resolve() == folder.resolve()
@@ -93,7 +93,7 @@ def _told(folder: Path, history: RunHistory) -> dict[str, Path]:
 
 
 def leftovers(folder: Path, history: RunHistory) -> Iterator[Leftover]:
-    """What may go of the job of ``history``, which is over."""
+    """Yield what may be removed of the finished job of ``history``."""
     told = _told(folder, history)
     logs = told.get("log.folder", folder / "log")
     kept = tuple(path for path in sorted(logs.glob("*")) if LOGS.fullmatch(path.name))
@@ -104,12 +104,12 @@ def leftovers(folder: Path, history: RunHistory) -> Iterator[Leftover]:
     found |= {path.resolve() for path in folder.rglob(f"*{folders.UNFINISHED}*")}
     for path in sorted(found):
         own = path.is_relative_to(folder.resolve())
-        if own or time.time() - folders.written_last(path) > folders.STALE_S:  # another job may write elsewhere
+        if own or time.time() - folders.written_last(path) > folders.STALE_S:  # elsewhere another job may be writing
             yield Leftover(f"an unfinished checkpoint, {path}", (path,))
 
 
 def _removed(left: Leftover) -> bool:
-    """Whether it could be removed, which is said where not."""
+    """Remove ``left`` and return whether all of it is gone; print a path that remains."""
     for path in left.paths:
         with suppress(OSError):
             folders.remove(path)

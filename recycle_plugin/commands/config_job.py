@@ -1,6 +1,6 @@
-"""The job that a DeepSpeed config, a shape and a hostfile describe, without torch and DeepSpeed.
+"""The job that a DeepSpeed config, a shape and a hostfile describe, read without importing torch or DeepSpeed.
 
-Functions raise ValueError, with one line, for what is wrong in them.
+Functions raise ValueError with one line if any of them is wrong.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from recycle_plugin.settings.wording import SECTION, refuse_misspelt, shown
 
 TOTAL, SAMPLES, COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING, DEFAULT_CLIPPING = "gradient_clipping", 1.0  # DeepSpeed's default
-ONE_HOST = "this host"  # without a hostfile
+ONE_HOST = "this host"  # the only host if there is no hostfile
 _SLOTS = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 @dataclass(frozen=True)
 class ConfiguredJob:
-    """A job as it is configured.
+    """A job as configured.
 
-    ``hosts``: the seats of each, rank 0's first.  ``origin``: where ``costs`` are from.  ``samples``: of a micro-batch.
-    ``mismatch``: how the batch sizes contradict each other, one line or "".  ``measured``: what a run of this model has
-    held on each stage, if the costs are a run's.
+    ``hosts``: the seats of each host, rank 0's host first. ``origin``: the source of ``costs``. ``samples``: of a
+    micro-batch. ``mismatch``: how the batch sizes contradict each other, one line or "". ``measured``: bytes that a run
+    of this model held on each stage, if the costs are from a run.
     """
 
     config: dict[str, Any]
@@ -58,7 +58,6 @@ class ConfiguredJob:
 
     @property
     def knows_bytes(self) -> bool:
-        """Whether it is known what a micro-batch holds."""
         return self.profile is not None or bool(self.measured)
 
     @property
@@ -71,52 +70,52 @@ class ConfiguredJob:
 
     @property
     def survives(self) -> bool:
-        """Whether it survives any loss at all, once the plugin is enabled."""
+        """Whether the job, with the plugin enabled, survives any loss by rerouting."""
         return self.settings.reroute and self.replicas > 1
 
     @property
     def survives_first_host(self) -> bool:
-        """Whether somebody on another host takes the coordinator's place where rank 0's dies."""
+        """Whether a standby on another host can take the coordinator's place if rank 0's host dies."""
         first = next(iter(self.hosts.values()))
         return len(self.hosts) >= LEAST and 2 * len(first) < sum(map(len, self.hosts.values()))
 
     @property
     def busiest_blocks(self) -> int:
-        """How many of exact mode's blocks the busiest worker has after one loss."""
+        """The number of exact mode's blocks at the busiest worker after one loss."""
         return -(-len(self.policy.blocks(self.shape).members()) // max(1, self.replicas - 1))
 
     @property
     def busiest(self) -> int:
-        """Micro-batches of the busiest worker after one loss, at most."""
+        """The most micro-batches of a worker after one loss."""
         return min(len(self.shape.batch), self.busiest_blocks * self.policy.blocks(self.shape).size)
 
     @property
     def ordinary(self) -> int:
-        """Micro-batches of each worker while all of them are there."""
+        """Micro-batches of each worker without a loss."""
         return self.shape.micro_batches
 
     def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
-        """The planned period and its lower bound in microseconds, without the ``lost`` seats and what goes with them.
-
-        ``changed``: fields of the policy.  Raises PlanError.
+        """Return (period, lower bound) in microseconds of the plan without the ``lost`` seats and those that go with
+        them. ``changed``: fields of the policy. Raises PlanError.
         """
         return _planned(self.shape.full().without(*self.gone(lost)), self.costs, replace(self.policy, **changed))
 
     def gone(self, lost: Iterable[Seat]) -> tuple[Seat, ...]:
-        """The seats that go where those of ``lost`` do: these, or their whole replicas, where such are the unit."""
+        """Return the seats that go when those in ``lost`` do: the same, or their whole replicas if the unit is a
+        replica.
+        """
         if self.settings.unit == "worker":
             return tuple(lost)
         replicas = {seat.replica for seat in lost}
         return tuple(seat for seat in self.shape.seats if seat.replica in replicas)
 
     def ends(self, lost: Iterable[Seat]) -> bool:
-        """Whether the loss of these seats leaves some stage with nobody."""
+        """Return whether the loss of these seats empties a stage."""
         return bool(self.shape.full().without(*self.gone(lost)).empty_stages())
 
     def one_lost(self, **changed: Any) -> int:
-        """The period in microseconds after the one loss that costs most; without a loss where none is survived.
-
-        Makes one plan for each stage.  Raises PlanError.
+        """Return the period in microseconds after the costliest single loss, or without a loss if no loss is survived.
+        Makes one plan for each stage. Raises PlanError.
         """
         if not self.survives:
             return self.planned(**changed)[0]
@@ -132,12 +131,12 @@ def _planned(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[int, 
 
 
 def made() -> int:
-    """How many plans have been made in this process."""
+    """Return how many plans this process has made."""
     return _planned.cache_info().misses
 
 
 def job_of(found: argparse.Namespace) -> ConfiguredJob:
-    """The job that the command line's arguments describe.  Raises ValueError with one line."""
+    """Return the job that the command line describes. Raises ValueError with one line."""
     for name in ("pp", "dp", "micro_batches"):
         value = getattr(found, name)
         if value is not None and value < 1:
@@ -167,7 +166,7 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
 
 
 def config_of(path: str) -> dict[str, Any]:
-    """Read a DeepSpeed config; raises ValueError where ``path`` has none."""
+    """Read a DeepSpeed config. Raises ValueError if ``path`` has none."""
     advice = f'give the path of DeepSpeed\'s JSON with a "{SECTION}" section'
     try:
         config = json.loads(Path(path).read_text())
@@ -181,9 +180,10 @@ def config_of(path: str) -> dict[str, Any]:
 
 
 def batch(config: dict[str, Any], given: int | None, replicas: int, path: str) -> tuple[int, int, str]:
-    """Micro-batches of a replica, samples of a micro-batch, and what does not fit together, as DeepSpeed takes them.
+    """Return micro-batches of a replica, samples of a micro-batch, and how they contradict ``train_batch_size`` or "".
 
-    ``given``: micro-batches by the command line.  Raises ValueError where the config does not say.
+    The sizes follow from each other as in DeepSpeed. ``given``: micro-batches by the command line. Raises ValueError if
+    the config is missing a size.
     """
     total, samples, count = (_whole(config, key, path) for key in (TOTAL, SAMPLES, COUNT))
     count = given or count
@@ -212,7 +212,7 @@ def _whole(config: dict[str, Any], key: str, path: str) -> int | None:
 
 
 def clipping(config: dict[str, Any], path: str) -> float:
-    """The config's gradient clipping, DeepSpeed's default where it says nothing.  Raises ValueError."""
+    """Return the config's gradient clipping, or DeepSpeed's default if it has none. Raises ValueError."""
     value = config.get(CLIPPING, DEFAULT_CLIPPING)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ValueError(f"{path}: {CLIPPING} is {shown(value)}; write a number, 0 for none")
@@ -222,10 +222,8 @@ def clipping(config: dict[str, Any], path: str) -> float:
 def costs_of(
     found: argparse.Namespace, settings: Settings, shape: Topology, samples: int
 ) -> tuple[CostModel, str, Profile | None, tuple[StageBytes, ...]]:
-    """The cost model, where it comes from, and the profile, or the bytes that a run has measured, behind it; the
-    command line goes before the config.
-
-    Raises ValueError for a profile that does not fit the job.
+    """Return the cost model, its source in words, the profile behind it or None, and the bytes measured by a run. The
+    command line overrides the config. Raises ValueError for a profile that does not fit the job.
     """
     if found.profile is None:
         costs, taken, measured = settings.cost_model(shape, samples), settings.profile(), settings.measured()
@@ -254,8 +252,8 @@ def costs_of(
 
 
 def profile_of(path: str) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
-    """Read a profile, or the costs of each stage, with the bytes that a run has measured; raises ValueError where
-    ``path`` has none.
+    """Read a profile, or the costs of each stage with the bytes that a run measured. Raises ValueError if ``path`` has
+    neither.
     """
     try:
         return read_measured(path)
@@ -268,9 +266,8 @@ def profile_of(path: str) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
 
 
 def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tuple[Seat, ...]], int]:
-    """The seats of each host that has any, and the number of slots left over.
-
-    ``path``: the hostfile, None for one host; ``way``: the setting recycle.placement.  Raises ValueError.
+    """Return the seats of each host that has any, and the number of unused slots. ``path``: the hostfile, None for one
+    host; ``way``: the setting recycle.placement. Raises ValueError.
     """
     ranks = [Seat(rank % shape.replicas, rank // shape.replicas) for rank in range(len(shape.seats))]
     if path is None:
@@ -290,7 +287,7 @@ def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tu
 
 
 def slots_of(path: str) -> dict[str, int]:
-    """The slots of each host in DeepSpeed's hostfile, in its order.  Raises ValueError."""
+    """Return the slots of each host in DeepSpeed's hostfile, in its order. Raises ValueError."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -313,5 +310,5 @@ def slots_of(path: str) -> dict[str, int]:
 
 
 def at_risk(hosts: dict[str, tuple[Seat, ...]]) -> dict[str, tuple[int, ...]]:
-    """By host, the stages of which it has every worker."""
+    """Return {host: the stages that have all their workers on it}."""
     return stages_at_risk(Member(0, seat, "", host) for host, seats in hosts.items() for seat in seats)

@@ -1,7 +1,6 @@
-"""``recycle demo``: the main job twice under the ``deepspeed`` launcher, without and with a failure, and what that
-cost.
+"""``recycle demo``: run the main job twice under the ``deepspeed`` launcher, without and with a failure, and compare.
 
-Everything that is reported is read from what the two runs left behind: event logs, losses and traces.
+All figures are read from what the two runs left behind: event logs, losses and traces.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from recycle_plugin.render import curves, gantt
 from recycle_plugin.runs import RunFailed, RunOutcome, TrainingRun, terminable
 
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
-FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of
-FEWEST_STEPS_BACK = 36  # those before the kill, those until the next process is there, and some after that
+FEWEST_STEPS = 10  # the failure comes half-way: fewer steps leave none for a median
+FEWEST_STEPS_BACK = 36  # enough before the kill, until the next process has come, and after that
 DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
-LONGER, TRIES = 3, 2  # so many times the steps, so many times, if a worker is not back in time
-QUIET_S = 10.0  # as long as there is no step, a line comes so often
+LONGER, TRIES = 3, 2  # if a worker is not back in time, run with 3 times the steps, up to twice
+QUIET_S = 10.0  # interval of progress lines until training begins
 POLL_S = 0.05
 FAULT_FREE, FAILED = "fault_free", "with_failure"
 PACKAGES = ("recycle_plugin", "torch", "deepspeed", "megatron-core")
@@ -43,11 +42,11 @@ EVENT_LINE = re.compile(r"\[recycle +[\d.]+\] (\w+): .*")
 
 
 class DemoScenario(NamedTuple):
-    """What fails in the demo, and what is trained on what, with how many ``steps`` by default.
+    """A failure that the demo injects, with the job that it strikes and the default number of ``steps``.
 
-    ``overrides``: those of the run with the failure, beside those that both runs have; "{early}" stands for a step at a
-    fifth of them, "{middle}" for one at a half. ``returns``: whether the worker comes back, ``replays``: to a stage
-    that nobody was left in.
+    ``both``: overrides of both runs. ``overrides``: those that the run with the failure has in addition; "{early}"
+    stands for a step at a fifth of the steps, "{middle}" for one at a half. ``returns``: the worker comes back.
+    ``replays``: it replays a stage that was left empty.
     """
 
     what: str
@@ -61,7 +60,7 @@ class DemoScenario(NamedTuple):
     replays: bool = False
 
     def with_failure(self, steps: int) -> tuple[str, ...]:
-        """The overrides of the run with the failure, of that many steps."""
+        """Return the additional overrides of the run with the failure, for a run of ``steps``."""
         return tuple(override.format(early=steps // 5, middle=steps // 2) for override in self.overrides)
 
 
@@ -148,7 +147,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def failures(outcome: RunOutcome) -> list[Failure]:
-    """The kills of a run, in their order.  Raises RunFailed where one struck and the job did not go on."""
+    """Return the kills of a run in their order. Raises RunFailed if no step was committed after one of them."""
     lost = {str(failure.seat): failure for failure in outcome.failures}
     for event in outcome.of("fault"):
         if event["seat"] not in lost or lost[event["seat"]].committed_at is None:
@@ -157,7 +156,7 @@ def failures(outcome: RunOutcome) -> list[Failure]:
 
 
 def as_report(failure: Failure) -> dict:
-    """The entry of a failure that the demo has injected, and that is over, in report.json; times in seconds."""
+    """Return the entry in report.json of an injected failure that the job recovered from. Times in seconds."""
     assert failure.fault is not None and failure.resumed_at is not None and failure.committed_at is not None
     return {
         "seat": str(failure.seat),
@@ -173,14 +172,13 @@ def as_report(failure: Failure) -> dict:
 
 
 def gone_along(history: RunHistory) -> list[str]:
-    """The seats whose workers were given up with a killed one, of whose replica they are, and started again with it."""
+    """Return the seats that were given up, and restarted, together with a killed worker of their replica."""
     return sorted({event["seat"] for event in history.of("lost") if event.get("cause") == Cause.TOGETHER.value})
 
 
 def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
-    """The workers that should have got to the end, with their processes at the start and at the end.
-
-    The latter is None where there is no record.
+    """Return the workers that should have reached the end, with their processes at the start and at the end.
+    ``pid_at_end`` is None for a worker that left no record.
     """
     dead = {str(failure.seat) for failure in killed} | set(gone_along(outcome))
     return [
@@ -191,7 +189,7 @@ def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
 
 
 def report(fault_free: RunOutcome, failed: RunOutcome, steps: int) -> dict:
-    """The contents of report.json.  Seconds, rounded to 0.1 ms."""
+    """Return the contents of report.json. Seconds, rounded to 0.1 ms."""
     killed, job = failures(failed), failed.job
     if not killed:
         raise RunFailed("no fault struck in the run that was to have one")
@@ -224,7 +222,7 @@ def report(fault_free: RunOutcome, failed: RunOutcome, steps: int) -> dict:
 
 
 def what_is_wrong(found: Mapping, failed: RunOutcome) -> list[str]:
-    """Why the demo has not shown what it is to show; empty when it has."""
+    """Return why the demo did not show what it should, an empty list if it did."""
     wrong = []
     if not found["max_loss_difference"] <= TOLERANCE:  # a nan is no agreement
         wrong.append(f"the losses differ by {found['max_loss_difference']:.1e}, more than {TOLERANCE:g}")
@@ -251,8 +249,8 @@ def _curve(outcome: RunOutcome) -> dict[int, float]:
 
 
 def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
-    """Write report.json and gantt.png to ``out``; no gantt.png where a stage was replayed, for which all wait so long
-    that nothing else could be seen.
+    """Write report.json and gantt.png to ``out``. There is no gantt.png of a replay: all workers wait so long for it
+    that nothing else would be visible.
     """
     (out / "report.json").write_text(json.dumps(found, indent=1))
     if "recovered_by" not in found:
@@ -263,9 +261,8 @@ def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failur
 
 
 def run(out: str | None, scenario: str, steps: int | None) -> int:
-    """Run the demo; returns the exit code: 0 when the losses agree and nobody was restarted, 130 when interrupted.
-
-    ``steps``: of each run; None: as the scenario has them. Raises ValueError for an unknown scenario or too few steps.
+    """Run the demo and return the exit code: 0 if the losses agree and no survivor was restarted, 130 if interrupted.
+    ``steps``: of each run, None for the scenario's default. Raises ValueError for an unknown scenario or too few steps.
     """
     if scenario not in SCENARIOS:
         raise ValueError(f"--scenario {scenario}: no such scenario; there is {', '.join(SCENARIOS)}")
@@ -334,7 +331,7 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
 
 
 def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> RunOutcome:
-    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again."""
+    """Run the job once and print its events as they come, except warnings and notes already in ``said``."""
     began, printed, quiet = time.monotonic(), 0, 0
     with TrainingRun(folder, workers, overrides) as job:
         ended = False
@@ -348,14 +345,14 @@ def _train(folder: Path, workers: int, overrides: Sequence[str], console: Consol
                 quiet += 1
                 console.print(f"{took:.0f} s: the processes import torch, build the model and find each other")
             if took > DEADLINE_S:
-                job.end()  # at a commit, with its report
+                job.end()  # ends at a commit, with its report
                 raise job.failed(f"did not end within {DEADLINE_S:.0f} s, at step {job.committed()}")
             time.sleep(POLL_S)
         return job.finish()
 
 
 def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
-    """Print the job's own lines, and not what DeepSpeed and its libraries say."""
+    """Print the job's own lines, without those of DeepSpeed and its libraries."""
     for match in filter(None, map(EVENT_LINE.search, lines)):
         kind, text = match[1], match[0].partition("] ")[2]
         if kind not in ("warning", "note") or text not in said:
@@ -364,7 +361,7 @@ def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
 
 
 def summary(found: Mapping, out: Path) -> str:
-    """What is printed at the end: both loss curves, what the failure cost, who survived, and where the files are."""
+    """Return the text printed at the end: loss curves, the cost of the failure, survivors, and the files' paths."""
     killed, live = found["killed"], found["survivors"]
     usual, failed = (dict(enumerate(losses, start=1)) for losses in found["losses"].values())
     table = curves.table(usual, failed, tuple(one["step"] for one in killed))

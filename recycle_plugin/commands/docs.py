@@ -1,4 +1,4 @@
-"""``recycle docs``: the documents that the package ships, printed as they are."""
+"""``recycle docs``: print the documents that the package ships."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Print the list of documents, or one of them; returns the exit code.  Raises ValueError where there is none."""
+    """Print the list of documents, or one of them, and return the exit code. Raises ValueError for an unknown name."""
     print(listing() if found.name is None else document(found.name).rstrip())
     return 0
 
 
 def documents() -> dict[str, str]:
-    """What each document answers, by its name, in the order of the index."""
+    """Return {document's name: the questions that it answers}, in the order of the index."""
     return dict(_ROW.findall(_text("index")))
 
 
 def listing() -> str:
-    """A line for each document."""
+    """Return a line for each document."""
     known = documents()
     width = max(map(len, known))
     return "\n".join(f"{name:<{width}}  {answers}" for name, answers in known.items())
 
 
 def document(name: str) -> str:
-    """The text of the document ``name``.  Raises ValueError, in one line, where there is none."""
+    """Return the text of the document ``name``. Raises ValueError, in one line, if there is none."""
     known = documents()
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)

@@ -1,4 +1,4 @@
-"""``recycle doctor``: what a job survives, what each loss costs, and what to change, before anything is started."""
+"""``recycle doctor``: what a job survives, what each loss costs, and what to change, before the job is started."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Examine the job and print what was found; returns 1 where something has to change.  Raises ValueError for bad
-    input.
-    """
+    """Examine the job, print the result, and return 1 if something has to change. Raises ValueError for bad input."""
     from recycle_plugin.planner import PlanError
 
     if found.megatron is not None:
@@ -103,7 +101,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def head(job: ConfiguredJob) -> Iterator[str]:
-    """The report's first lines: the job's shape and where its costs come from."""
+    """Yield the report's first lines: the job's shape and the source of its costs."""
     yield (
         f"--pp {job.stages} --dp {job.replicas}: {len(job.shape.seats)} workers, "
         f"{job.shape.micro_batches} micro-batches of each replica in a step"
@@ -121,5 +119,5 @@ def described(job: ConfiguredJob) -> dict:
 
 
 def verdict(wrong: int) -> str:
-    """The report's last line: how many things have to change."""
+    """Return the report's last line: how many things have to change."""
     return f"{wrong} thing{'s' * (wrong > 1)} to change, marked with !" if wrong else "Nothing has to change."

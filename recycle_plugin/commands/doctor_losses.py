@@ -1,4 +1,4 @@
-"""What a job survives, and what each kind of loss costs it: two sections of ``recycle doctor``."""
+"""Two sections of ``recycle doctor``: which losses a job survives, and what each kind of loss costs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import remedy
 from recycle_plugin.settings.wording import SECTION
 
-ROWS = 8  # hosts in a table: --json has all
+ROWS = 8  # most hosts in a table: --json has all
 
 
 def survival(job: ConfiguredJob) -> Section:
-    """The section on what the job survives: which workers, and which hosts."""
+    """Return the section on the losses that the job survives: workers and hosts."""
     risky = at_risk(job.hosts)
     rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
@@ -42,7 +42,7 @@ def survival(job: ConfiguredJob) -> Section:
 
 
 def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
-    """A row of the table of hosts; ``ends``: why the host's loss ends the job, "" where it does not."""
+    """Return a row of the table of hosts; ``ends``: why the host's loss ends the job, "" if it does not."""
     seats = job.hosts[host]
     ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
     reasons = ["coordinator"] * (ranks[0] == 0 and not job.survives_first_host) + [
@@ -100,12 +100,12 @@ def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str
 
 
 def _mend(job: ConfiguredJob) -> str:
-    """What gives the replicas of each stage to different hosts."""
+    """Return advice on how to put the replicas of each stage on different hosts."""
     return remedy(Counter({clipped(host): len(seats) for host, seats in job.hosts.items()}), job.shape)
 
 
 def slowdown(job: ConfiguredJob) -> Section:
-    """The section on what each kind of loss costs; one plan for each.  Raises PlanError."""
+    """Return the section on the cost of each kind of loss, with one plan for each. Raises PlanError."""
     free, _ = job.planned()
     nobody = _row(job, "nobody", (), free)
     rows, hosts, each = [nobody], [], []

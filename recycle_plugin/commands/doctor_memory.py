@@ -1,4 +1,4 @@
-"""What a worker holds in memory, for each parameter and on each stage: a section of ``recycle doctor``."""
+"""Section of ``recycle doctor`` on a worker's memory: bytes of a parameter, and of each stage."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NO_PROFILE = (
 
 
 def memory(job: ConfiguredJob) -> Section:
-    """The section on the memory of a worker: how many micro-batches make a loss cheap, bytes of a parameter, and of
-    each stage, which only a profile or a run of the model knows.  Raises PlanError.
+    """Return the section on the memory of a worker: how much makes a loss cheap, bytes of a parameter and of each
+    stage. The bytes of a stage are known only from a profile or a run of the model. Raises PlanError.
     """
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
@@ -68,9 +68,8 @@ def memory(job: ConfiguredJob) -> Section:
 
 
 class Room(NamedTuple):
-    """Bytes that a worker's device has, and that a host has for all its workers; None where that is not known.
-
-    ``apart``: the device's memory is not the host's.
+    """Memory in bytes of a worker's device, and of a host for all its workers. None if not known. ``apart``: the
+    device's memory is separate from the host's.
     """
 
     device: int | None
@@ -88,7 +87,7 @@ def _room(job: ConfiguredJob) -> Room:
 
 
 def _origin(job: ConfiguredJob, room: Room) -> Iterator[str]:
-    """Whose bytes these are, and what they have to fit into."""
+    """Yield lines on the source of these bytes, and on the memory that they have to fit into."""
     device = "the profile does not say how much the device has" if room.device is None else _has("device", room.device)
     if not job.measured:
         yield device
@@ -111,7 +110,7 @@ def _has(what: str, size: int) -> str:
 
 
 def _enough(job: ConfiguredJob) -> tuple[dict, str]:
-    """The least memory at which one loss, whichever, costs as little as it can, as data and in words.  Raises
+    """Return the fewest micro-batches in memory at which any one loss costs the least, as data and in words. Raises
     PlanError.
     """
     free, now, most = job.planned()[0], job.one_lost(), job.busiest
@@ -135,8 +134,8 @@ def _enough(job: ConfiguredJob) -> tuple[dict, str]:
 
 
 def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
-    """Bytes of one parameter between steps and at each moment of a step, by part; without what does not grow with the
-    model.
+    """Return bytes of one parameter between steps and at each moment of a step: {moment: {part: bytes}}. Only memory
+    that grows with the model is counted.
     """
     one = WorkerBytes(1, _dtype(job), job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
     moments = {
@@ -174,7 +173,7 @@ def _scales(job: ConfiguredJob) -> bool:
 
 
 def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
-    """One line for all stages that don't fit, with the cap that would do, where one does."""
+    """Return one line on all stages that do not fit, with a cap at which they would if there is one."""
     over = [stage for stage, row in enumerate(rows) if row["peak"] > device]
     if not over:
         return ()
@@ -184,7 +183,7 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
 
 
 def _too_full(job: ConfiguredJob, rows: list[dict], room: Room) -> Iterator[str]:
-    """A line for each host whose workers take more than it has, together."""
+    """Yield a line for each host whose workers together need more memory than it has."""
     if room.host is None:
         return
     for host, seats in job.hosts.items():
@@ -197,14 +196,14 @@ def _too_full(job: ConfiguredJob, rows: list[dict], room: Room) -> Iterator[str]
 
 
 def _cap(row: dict, device: int) -> int:
-    """The micro-batches for which there is room; 0 where the device is too small without any."""
+    """Return the number of micro-batches that fit; 0 if the device is too small without any."""
     if max(row["summing"], row["stepping"]) > device:
         return 0
     return max(0, (device - row["computing"] + row["activations"]) // max(1, row["each"]))
 
 
 class _Stage(NamedTuple):
-    """What is known of a stage: of its parameters, of a running instruction, and of what it sends to the next one."""
+    """Bytes of a stage: of its parameters, of a running instruction, and of the boundary tensor that it sends."""
 
     worker: WorkerBytes
     working: int
@@ -215,7 +214,7 @@ def _stages(job: ConfiguredJob) -> Iterator[_Stage]:
     settings = job.settings.undo, _blocks(job), _scales(job)
     if job.measured:
         for stage, each in enumerate(job.measured):
-            # while an I runs, what it was made of and what it leaves are both there; of each weight a new gradient
+            # While an I runs, its input and its output both exist. Each weight gets a new gradient.
             both = min(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage])
             yield _Stage(WorkerBytes.of_run(each, *settings), both + each.largest + 2 * each.boundary, each.boundary)
         return
@@ -227,10 +226,10 @@ def _stages(job: ConfiguredJob) -> Iterator[_Stage]:
 
 
 def held_bytes(job: ConfiguredJob) -> list[dict]:
-    """Bytes that a worker of each stage holds, by what for; ``each``: of one micro-batch; ``today``, with all workers,
-    and ``peak``, after one loss: of all at most.
+    """Return for each stage the bytes that a worker holds, by purpose.
 
-    ``kept``: boundary tensors stay until their step is committed, and two steps may be under way.
+    ``each``: of one micro-batch. ``today``: the most with all workers; ``peak``: the most after one loss. ``kept``:
+    boundary tensors stay until their step is committed, and two steps may be in progress.
     """
     stages, before = list(_stages(job)), 0
     rows = []
@@ -260,8 +259,8 @@ def held_bytes(job: ConfiguredJob) -> list[dict]:
 
 
 def _of_batches(job: ConfiguredJob, stage: int, each: int, made: int, most: int) -> tuple[int, int]:
-    """Bytes that a worker of ``stage`` keeps of what it has made for others, ``made`` a micro-batch, and holds for its
-    own backwards, ``each`` a micro-batch, with ``most`` of these at most.
+    """Return bytes that a worker of ``stage`` keeps for others, and holds for its own backwards. ``made``: bytes of
+    boundary tensors of a micro-batch; ``each``: of activations; ``most``: micro-batches at most.
     """
     policy = job.policy
     room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes

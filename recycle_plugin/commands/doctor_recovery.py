@@ -1,8 +1,7 @@
-"""Which way each kind of loss goes where a job logs, and what it is predicted to take: a section of ``recycle doctor``.
+"""Section of ``recycle doctor`` on recovery in a job that logs: the way and the predicted time of each kind of loss.
 
-The way is the one that a job goes, core/coordinator/recovery_ways.py; the time of a replayed step is from the model of
-planner/log_selection.py, which counts what is read of logs too.  What nobody has measured for this job is assumed, and
-said so.
+The way is chosen by the rules of core/coordinator/recovery_ways.py. The time of a replayed step is from the model of
+planner/log_selection.py, which includes reading the logs. Values not measured for this job are assumed, and marked so.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ INTERVAL = (
 
 
 def recovery(job: ConfiguredJob) -> Section:
-    """The section on the ways of recovery; its ``data`` has all predicted seconds."""
+    """Return the section on recovery; its ``data`` has all predicted seconds."""
     found = Choices.of(job)
     helped, help_text = _help(job, any(len(each) < job.stages - 1 for each in found.logged))
     ways = _ways(job, found)
@@ -66,11 +65,11 @@ def recovery(job: ConfiguredJob) -> Section:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a job logs at each of ``EVERY``, by the ``setting``: ``chosen``.  Where nobody knows bytes that is empty,
-    and ``logged`` is what it logs at first.
+    """The boundaries that a job logs under ``setting`` at each interval in ``EVERY``.
 
-    ``budget``: the bytes that its logs may take, None for no limit; ``free``: those on its disk, None where that is not
-    known, and ``disk`` says so.
+    ``chosen`` is empty if bytes are not known; ``logged`` is then what the job logs at first. ``budget``: the bytes
+    that logs may take, None for no limit. ``free``: bytes free on their disk, None if not known; ``disk``: the same in
+    words.
     """
 
     setting: str | tuple[int, ...]
@@ -82,7 +81,7 @@ class Choices:
 
     @classmethod
     def of(cls, job: ConfiguredJob) -> Choices:
-        """Those of ``job``.  Raises ValueError for a boundary that it does not have."""
+        """Return the choices for ``job``. Raises ValueError for a boundary that the job does not have."""
         log = job.settings.log or LogSettings()
         setting, (free, disk) = log.of_stages(job.stages), _disk(log)
         room = min((each for each in (log.budget_bytes, free) if each is not None), default=None)
@@ -92,7 +91,7 @@ class Choices:
         return cls(setting, log.budget_bytes, free, disk, logged, chosen)
 
     def wrong(self) -> list[str]:
-        """What has to change: a log for which there is no room."""
+        """Return a line if there is no room for the log."""
         full = next((each for each in self.chosen if not each.fits), None)
         if full is None:
             return []
@@ -105,8 +104,8 @@ class Choices:
 
 
 def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
-    """The blocks of a step that a replay's helpers share, and how many help, as data and in words; ``together``: stages
-    may have to replay together.
+    """Return the blocks of a step and the helpers that share them in a replay, as data and in words. ``together``:
+    neighbouring stages may have to replay together.
     """
     blocks = job.settings.policy(False, job.stages).blocks(job.shape)
     sizes = [len(each) for each in blocks.members().values()]
@@ -131,8 +130,8 @@ def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
 
 
 def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
-    """How many help to replay ``blocks`` where so many workers are ``live``, and no more than ``limit`` of them help
-    (None: as many as there are); and the share of the micro-batches that the busiest one makes.
+    """Return how many workers help to replay ``blocks``, and the busiest worker's share of the micro-batches. ``live``:
+    workers that are left; ``limit``: the most that may help, None for all of them.
     """
     sizes = [len(each) for each in blocks.members().values()]
     helpers = min(live, len(sizes) - 1, live if limit is None else limit)
@@ -140,8 +139,8 @@ def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
 
 
 def _row(lost: str, way: str, how: str, seconds: Sequence[float]) -> dict:
-    """A kind of loss, which ``way`` it goes and ``how``, and the ``seconds`` in which the job does not get on, at each
-    of ``EVERY``; of an end, those until whoever starts it again is where it was.
+    """Return a row on a kind of loss: ``way``, ``how``, and seconds without progress at each interval in ``EVERY``. For
+    ``way`` "end" the seconds count until a job that is started again is back where it was.
     """
     return {"lost": lost, "way": way, "how": how, "seconds": [round(each, 3) for each in seconds]}
 
@@ -170,16 +169,16 @@ def _ways(job: ConfiguredJob, found: Choices) -> list[dict]:
 
 
 def _from_checkpoint(job: ConfiguredJob, steps_s: Sequence[float]) -> tuple[float, ...]:
-    """Seconds from a loss in the middle between two checkpoints until all steps up to it are done again, each of which
-    takes ``steps_s``, at each of ``EVERY``.
+    """Return seconds from a loss midway between two checkpoints until its steps are done again, at each of ``EVERY``.
+    ``steps_s``: seconds of a repeated step, at each of ``EVERY``.
     """
     loads = [0.0 if job.profile is None else _line(job, every).load_s for every in EVERY]
     return tuple(BEFORE_S + load + every / 2 * step for every, load, step in zip(EVERY, loads, steps_s))
 
 
 def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
-    """A replayed step of two stages, which may be one, with those that replay along, in seconds, at each of
-    ``EVERY``.
+    """Return seconds of a replayed step of the stages ``first`` and ``last`` (may be equal), at each of ``EVERY``.
+    Includes the stages that have to replay with them.
     """
     taken = []
     for every, logged in zip(EVERY, found.logged):
@@ -189,13 +188,13 @@ def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) 
 
 
 def _line(job: ConfiguredJob, every: int) -> Line:
-    """The job's stages as the planner's model of logs has them."""
+    """Return the job's stages as the planner's model of logs takes them."""
     batch, split = len(job.shape.batch), job.settings.split_backward
     return expected(job.costs, job.profile, split, batch, _hosts(job), every)
 
 
 def _hosts(job: ConfiguredJob) -> tuple[str, ...]:
-    """Where each stage is, as core.vocabulary.log_boundaries.stage_hosts has it."""
+    """Return the hosts of each stage, as core.vocabulary.log_boundaries.stage_hosts does."""
     hosts = {seat: host for host, seats in job.hosts.items() for seat in seats}
     return tuple(
         ", ".join(host for seat, host in sorted(hosts.items()) if seat.stage == stage) for stage in range(job.stages)
@@ -203,7 +202,7 @@ def _hosts(job: ConfiguredJob) -> tuple[str, ...]:
 
 
 def _disk(log: LogSettings) -> tuple[int | None, str]:
-    """The bytes that are free where the log goes, None where that can't be seen from here; and that in words."""
+    """Return the bytes free where the log goes, None if not visible from here, and a text on them."""
     folder = log.folder
     if folder is None:
         return None, f"its disk is not known: {SECTION}.log.folder names none"

@@ -1,4 +1,4 @@
-"""The form of what ``recycle doctor`` says: a section's lines, marks and tables, and figures in words."""
+"""The form of ``recycle doctor``'s report: a section's lines, marks and tables, and figures in words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report.
-
-    ``wrong``: lines on what has to change.  ``table``: lines that are aligned already, behind ``lines``.
+    """A section of the report. ``wrong``: lines on what has to change. ``table``: aligned lines, printed after
+    ``lines``.
     """
 
     key: str
@@ -25,7 +24,7 @@ class Section:
     table: tuple[str, ...] = ()
 
     def text(self) -> Iterator[str]:
-        """The section's lines, wrapped, with marks."""
+        """Yield the section's lines, wrapped and marked."""
         yield from ("", self.title)
         for mark, lines in ("! ", self.wrong), ("  ", self.lines):
             for line in lines:
@@ -36,7 +35,7 @@ class Section:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Lines with columns of equal width from rows of cells; ``right``: columns that are aligned at their right end."""
+    """Return lines with columns of equal width from rows of cells; ``right``: columns aligned at their right end."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
@@ -49,16 +48,16 @@ def ms(microseconds: int) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio in words, as "1.25x"."""
+    """Return a ratio in words, as "1.25x"."""
     return f"{ratio:.2f}x"
 
 
 def unit(size: int) -> tuple[int, str]:
-    """The bytes and the name of the unit in which ``size`` is written."""
+    """Return the size in bytes and the name of the unit in which ``size`` is written."""
     return (1 << 30, "GiB") if size >= (1 << 30) / 10 else (1 << 20, "MiB")
 
 
 def gib(size: int) -> str:
-    """Bytes in words, as "1.25 GiB"; below a tenth of that in MiB."""
+    """Return bytes in words, as "1.25 GiB", or in MiB below a tenth of a GiB."""
     each, name = unit(size)
     return f"{size / each:.2f} {name}"

@@ -1,4 +1,4 @@
-"""What of a config is refused, what NCCL carries, and which releases are here: sections of ``recycle doctor``."""
+"""Sections of ``recycle doctor``: refused settings, what NCCL carries, and installed releases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recycle_plugin.versions import releases
 
 
 def refused(job: ConfiguredJob) -> Section:
-    """The section on what the plugin refuses of the config."""
+    """Return the section on what the plugin refuses in the config."""
     from recycle_plugin.adapters.deepspeed.refusals import FP16, half, refusals
 
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
@@ -24,7 +24,7 @@ def refused(job: ConfiguredJob) -> Section:
 
 
 def device_link(job: ConfiguredJob) -> Section:
-    """The section on what NCCL carries, with what of this environment would hang or end a survivor."""
+    """Return the section on what NCCL carries, and on environment variables that would hang or end a survivor."""
     wrong = tuple(objections(os.environ))
     sums = "NCCL: sums of gradients and tied weights, and the script's collectives, in groups made anew after each loss"
     given = sets(os.environ) | at_start(os.environ)
@@ -48,7 +48,7 @@ def device_link(job: ConfiguredJob) -> Section:
 
 
 def _ends(job: ConfiguredJob) -> tuple[int, int]:
-    """The most ends of links at a worker, with all of them there, and with one of any stage out."""
+    """Return the most ends of links at a worker, with all workers and with one worker of any stage lost."""
     everybody = [Member(rank, seat, "", "") for rank, seat in enumerate(job.shape.seats)]
     firsts = [member for member in everybody if member.seat.replica == 0]
     without = (
@@ -62,7 +62,7 @@ def _memory(count: int) -> str:
 
 
 def versions() -> Section:
-    """The section on the releases installed here against those that the plugin is written for."""
+    """Return the section on the installed releases compared with those that the plugin needs."""
     known = releases()
     table = aligned([(one.name, one.installed or "not installed", f"needs {one.needs}") for one in known])
     rows = [{**one._asdict(), "fits": one.fits} for one in known]

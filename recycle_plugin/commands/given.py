@@ -1,4 +1,4 @@
-"""Arguments that several subcommands share, from text to what the planner and the simulator take.
+"""Arguments that several subcommands share, from text to the types of the planner and the simulator.
 
 Functions raise ValueError, with one line, for bad input.
 """
@@ -27,7 +27,7 @@ SHAPE = (
     ("--dp", "D", "replicas of the pipeline (data parallelism)"),
     ("--micro-batches", "M", "micro-batches of each replica in a step"),
 )
-FINEST = 1000  # parts of a tick that costs may be given in
+FINEST = 1000  # a tick's smallest part in which costs may be given
 _NAMES = {
     "F": "forward",
     "I": "input",
@@ -45,9 +45,8 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 
 @dataclass(frozen=True)
 class JobArguments:
-    """A job as the arguments describe it: shape, who is alive, costs and their unit.
-
-    ``scale``: integers of ``costs`` in one ``unit``.  ``profile``: what costs are from, if they are.
+    """A job as the arguments describe it: shape, live seats, costs and their unit. ``scale``: integers of ``costs`` in
+    one ``unit``. ``profile``: the source of the costs, if they are from a profile.
     """
 
     view: ClusterView
@@ -59,11 +58,11 @@ class JobArguments:
     profile: Profile | None = None
 
     def shown(self, value: int) -> int | float:
-        """A value of the cost model as a number of ``unit``."""
+        """Return a value of the cost model as a number of ``unit``."""
         return value // self.scale if value % self.scale == 0 else value / self.scale
 
     def plan(self) -> Plan:
-        """Plan a step.  Raises ValueError where there is no plan."""
+        """Plan a step. Raises ValueError if there is no plan."""
         from recycle_plugin import planner
 
         try:
@@ -73,8 +72,8 @@ class JobArguments:
 
 
 def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse._MutuallyExclusiveGroup:
-    """Add the arguments that describe a job: shape, which is ``required``, techniques, memory and costs; returns the
-    group of the last.
+    """Add the arguments that describe a job: shape (``required`` or not), techniques, memory and costs. Returns the
+    argument group of the costs.
     """
     for name, letter, text in SHAPE:
         parser.add_argument(name, type=int, required=required, metavar=letter, help=text)
@@ -107,10 +106,8 @@ def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse.
 
 
 def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | None = None) -> JobArguments:
-    """The job that :func:`add_job`'s arguments describe.
-
-    ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length.  ``taken``: the profile, where the
-    arguments name none.
+    """Return the job that :func:`add_job`'s arguments describe. ``milliseconds``: a tick of ``--costs`` is 1 ms;
+    otherwise it has no length. ``taken``: the profile to use if the arguments name none.
     """
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
@@ -126,7 +123,7 @@ def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | 
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of stages that share weights, from the text of ``--tied``."""
+    """Return the groups of stages that share weights, from the text of ``--tied``."""
     groups = [group.split("+") for group in text.split(",") if group.strip()]
     if not all(len(group) > 1 and all(stage.strip().isdecimal() for stage in group) for group in groups):
         raise ValueError(f"--tied {text}: write the numbers of stages that share weights, for instance 0+3 or 0+3,1+2")
@@ -134,15 +131,13 @@ def ties(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
-    """The policy that :func:`add_job`'s arguments leave the planner; ``taken``: the profile that bytes are known
-    from.
-    """
+    """Return the planner's policy by :func:`add_job`'s arguments; ``taken``: the profile that has sizes in bytes."""
     held, room = cap(found.cap, found.pp, taken)
     return Policy(not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room)
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
-    """The seats of a job of ``shape`` that a text such as ``1.2,0.3`` names."""
+    """Return the seats that a text such as ``1.2,0.3`` names in a job of ``shape``."""
     found = tuple(Seat.parse(part.strip()) for part in text.split(",") if part.strip())
     for seat in found:
         if seat not in shape.seats:
@@ -156,9 +151,8 @@ def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
 
 
 def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str | None, int | tuple[int, ...] | None]:
-    """The activation cap of ``--cap`` as ``Policy``'s activation_cap and memory_bytes, one of them None.
-
-    A number is a multiple of ``stages`` in micro-batches, rounded down; bytes need the profile ``taken``.
+    """Return the activation cap of ``--cap`` as ``Policy``'s (activation_cap, memory_bytes); one of the two is None. A
+    number is a multiple of ``stages`` in micro-batches, rounded down. A cap in bytes needs the profile ``taken``.
     """
     word = caps.normal(text)
     if word == ONE_F_ONE_B:
@@ -178,9 +172,8 @@ def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str
 
 
 def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:
-    """The cost model of ``F=1,I=1,...``, and how many integers are a tick.
-
-    They are as few as make every cost whole, at least ``scale``.
+    """Return the cost model of ``F=1,I=1,...``, and the number of integers in a tick. That number is the smallest power
+    of ten times ``scale`` that makes every cost whole.
     """
     values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
     missing = [name for name in ("F", "I", "W") if name not in values]

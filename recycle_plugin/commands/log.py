@@ -1,4 +1,4 @@
-"""``recycle log``: what is in the logs of a folder, and whether all of it can be read."""
+"""``recycle log``: show the logs in a folder, and check that all of them can be read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _reader(found: argparse.Namespace) -> LogReader:
-    """Raises ValueError where it isn't clear which logs are meant."""
+    """Return a reader of the logs. Raises ValueError if it is not clear which logs are meant."""
     if not found.folder.is_dir():
         raise ValueError(f"there is no folder {found.folder}")
     known = runs(found.folder)
@@ -55,7 +55,7 @@ def _reader(found: argparse.Namespace) -> LogReader:
 
 
 def inspect(found: argparse.Namespace) -> int:
-    """Print what is there; returns the exit code.  Raises ValueError where there is no such folder."""
+    """Print the segments, gaps and whole steps, and return the exit code. Raises ValueError without such a folder."""
     reader = _reader(found)
     print(f"run {reader.run_id}, {_size(sum(each.size for each in _segments(reader)))}")
     for worker, segments in reader.segments.items():
@@ -72,7 +72,7 @@ def inspect(found: argparse.Namespace) -> int:
 
 
 def verify(found: argparse.Namespace) -> int:
-    """Print a line for each fault; returns the exit code.  Raises ValueError where there is no such folder."""
+    """Print a line for each fault, and return the exit code. Raises ValueError without such a folder."""
     reader = _reader(found)
     faults = reader.verify()
     segments = list(_segments(reader))

@@ -1,4 +1,4 @@
-"""The losses of a job that are worth looking at: each kind once, with its name."""
+"""The losses of a job that are worth examining: each kind once, with its name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from recycle_plugin.commands.config_job import ConfiguredJob, at_risk
 from recycle_plugin.core.vocabulary.ids import Seat
 
-NAMED, NAME_WIDTH = 4, 16  # stages in a name, a host's name
+NAMED, NAME_WIDTH = 4, 16  # most stages listed in a name, most characters of a host's name
 
 
 def worker_cases(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]:
-    """The losses of workers that are survived, by name.
-
-    Replicas that lost the same stages are interchangeable, so each kind comes once.  Makes one plan for each stage.
+    """Yield (name, lost seats) for the losses of workers that are survived. Replicas that lost the same stages are
+    interchangeable, so each kind comes once. Makes one plan for each stage.
     """
     seen = set()
     for name, lost in _worker_losses(job):
@@ -44,7 +43,7 @@ def _worker_losses(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]
 
 
 def host_cases(job: ConfiguredJob) -> Iterator[tuple[str, list[str]]]:
-    """Hosts whose loss is survived, those together that are alike."""
+    """Yield (name, hosts) for hosts whose loss is survived; hosts with the same stages are one case."""
     risky = at_risk(job.hosts)
     groups: dict[tuple, list[str]] = {}
     for host, seats in list(job.hosts.items())[0 if job.survives_first_host else 1 :]:
@@ -55,7 +54,7 @@ def host_cases(job: ConfiguredJob) -> Iterator[tuple[str, list[str]]]:
 
 
 def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
-    """The stages that each replica lost, whatever the replicas' names."""
+    """Return the stages that each replica lost, without the replicas' numbers."""
     by_replica: dict[int, list[int]] = {}
     for replica, stage in sorted(lost):
         by_replica.setdefault(replica, []).append(stage)
@@ -63,7 +62,7 @@ def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def stages_text(stages: Sequence[int], what: str = "stage") -> str:
-    """Stages, or ``what`` else is numbered, given in order, in words: ``stage 2``, ``stages 0-3, 7``."""
+    """Return ordered stages, or numbers of ``what``, in words: ``stage 2``, ``stages 0-3, 7``."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:
@@ -76,5 +75,5 @@ def stages_text(stages: Sequence[int], what: str = "stage") -> str:
 
 
 def clipped(host: str) -> str:
-    """A host's name, shortened to 16 characters."""
+    """Return a host's name, shortened to 16 characters."""
     return host if len(host) <= NAME_WIDTH else f"{host[: NAME_WIDTH - 3]}..."

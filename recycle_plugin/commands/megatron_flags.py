@@ -1,8 +1,8 @@
-"""What a Megatron-LM command line says of a job: ``recycle doctor --megatron FLAGS…`` and ``recycle plan --megatron
-FLAGS…``.
+"""The job that a Megatron-LM command line describes, for ``--megatron FLAGS…`` of ``recycle doctor`` and ``recycle
+plan``.
 
-Megatron-LM need not be installed here: only the flags that the plugin refuses, or that a plan is made from, are known,
-and what Megatron takes where a command line says nothing.
+Megatron-LM need not be installed here: only the flags that the plugin refuses, or that a plan needs, are known, with
+Megatron's defaults.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SWITCHES = {
 
 
 def megatron(flags: Sequence[str]) -> int:
-    """Print a line for each flag that is refused, or that none is; returns 1 where one is."""
+    """Print a line for each refused flag, or that there is none, and return 1 if one is refused."""
     lines = [f"! {line}" for line in refusals(parsed(flags))]
     print("\n".join(lines or ["Nothing has to change: the plugin takes these flags."]))
     return int(bool(lines))
 
 
 def shape(flags: Sequence[str], replicas: int | None) -> tuple[int, int, int, str]:
-    """Stages, replicas, micro-batches of a replica, and tied stages (as for ``--tied``) of the job that is started by
-    ``flags``; ``replicas`` None: by the number of workers among them.
+    """Return stages, replicas, micro-batches of a replica, and tied stages (as for ``--tied``) of the job of ``flags``.
 
-    Raises ValueError for flags that the plugin refuses, and for numbers that fit no job.
+    ``replicas`` None: they follow from the number of workers in ``flags``. Raises ValueError for flags that the plugin
+    refuses, and for numbers that fit no job.
     """
     args = parsed(flags)
     if refused := next(refusals(args), None):
@@ -72,7 +72,7 @@ def _divided(number: int, by: int, what: str, of: str) -> int:
 
 
 def parsed(flags: Sequence[str]) -> Namespace:
-    """What Megatron's parser would make of those of ``flags`` that matter here."""
+    """Return what Megatron's parser would make of the flags that matter here."""
     found: dict[str, object] = dict(DEFAULTS)
     names = {row.flag: row.name for row in ROWS} | OTHERS | COUNTS
     for flag, value in _words(flags):
@@ -85,7 +85,7 @@ def parsed(flags: Sequence[str]) -> Namespace:
 
 
 def _words(flags: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Each flag with its value: a number where it is one, True where there is none."""
+    """Yield each flag with its value: an int for digits, True if there is none."""
     for place, word in enumerate(flags):
         if word.startswith("--"):
             flag, given, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""``recycle leave``, ``drain`` and ``admit``: who takes part in a running job, said from another terminal."""
+"""``recycle leave``, ``drain`` and ``admit``: change the membership of a running job from another terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Ask the job, and print what it says; returns the exit code."""
+    """Send the request to the job, print its answer, and return the exit code."""
     make: type[Ask] = found.make
     said = ask(folder_of(found.job), make, found.what)
     print(said.text)

@@ -1,4 +1,4 @@
-"""How the commands are made known to the command line."""
+"""How commands are added to the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 def command(
     commands: argparse._SubParsersAction, name: str, about: str, description: str, run: Callable
 ) -> argparse.ArgumentParser:
-    """The parser of a new command, whose help shows the ``description`` as it is; ``about``: its line in the list."""
+    """Return the parser of a new command; its help shows ``description`` as it is. ``about``: its line in the list."""
     made: argparse.ArgumentParser = commands.add_parser(
         name, help=about, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

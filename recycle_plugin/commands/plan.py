@@ -1,4 +1,4 @@
-"""``recycle plan``: one plan, drawn and measured."""
+"""``recycle plan``: draw and measure one plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ recycle plan --pp 4 --dp 3 --micro-batches 6 --lost 1.2 --cap 2.0 --costs F=1,I=
 recycle plan --dp 3 --megatron --pipeline-model-parallel-size 4 --micro-batch-size 2 --no-gradient-accumulation-fusion
 """
 DRAWN_SEATS, DRAWN_COLUMNS = 64, 160  # larger grids are not printed
-COARSE = 60  # columns of a grid whose costs are no ticks
+COARSE = 60  # columns of a grid if costs are no ticks
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -46,7 +46,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Plan, write what is asked for, and print the rest; returns the exit code.  Raises ValueError for bad input."""
+    """Plan, write the picture if asked, print the rest, and return the exit code. Raises ValueError for bad input."""
     if found.megatron is not None:
         if twice := [name for name in ("pp", "micro_batches", "tied") if getattr(found, name)]:
             raise ValueError(f"--{twice[0].replace('_', '-')} follows from Megatron-LM's flags: leave it out")
@@ -66,7 +66,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def timed(given: JobArguments) -> tuple[Plan, float]:
-    """The plan, and the milliseconds from membership to verified and hashed plan in a warm process."""
+    """Return the plan, and the milliseconds from membership to verified and hashed plan in a warm process."""
     from recycle_plugin import planner
 
     planner.warm()
@@ -77,10 +77,10 @@ def timed(given: JobArguments) -> tuple[Plan, float]:
 
 
 def summary(given: JobArguments, planned: Plan, plan_ms: float) -> dict:
-    """The plan's figures as data, times in ``unit``.
+    """Return the plan's figures as data, times in ``unit``.
 
-    ``span``: with a staggered optimizer the longest of the stages' own windows, first forward to last weight gradient;
-    else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound.
+    ``span``: with a staggered optimizer the longest window of a stage, first forward to last weight gradient; else the
+    whole plan's. ``gap``: how far the period is above the bound, as a fraction of the bound.
     """
     span = planned.span_us if planned.policy.together else max(windows(planned, given.costs))
     return {
@@ -100,7 +100,7 @@ def summary(given: JobArguments, planned: Plan, plan_ms: float) -> dict:
 
 
 def cap_text(policy: Policy) -> str:
-    """The activation cap in words: micro-batches, or bytes for each stage."""
+    """Return the activation cap in words: micro-batches, or bytes for each stage."""
     room = policy.memory_bytes
     if room is None:
         return (
@@ -112,7 +112,7 @@ def cap_text(policy: Policy) -> str:
 
 
 def windows(planned: Plan, costs: CostModel) -> list[int]:
-    """Per stage, the microseconds from its first computation's start to its last one's end."""
+    """Return for each stage the microseconds from the start of its first computation to the end of its last one."""
     import numpy as np
 
     first, last = [1 << 62] * planned.stages, [0] * planned.stages
@@ -127,7 +127,7 @@ def windows(planned: Plan, costs: CostModel) -> list[int]:
 
 
 def peaks(planned: Plan) -> list[int]:
-    """Per stage, the most micro-batches whose activation or pending weight gradient one worker holds at once."""
+    """Return for each stage the most micro-batches of which one worker holds activation or pending weight gradient."""
     import numpy as np
 
     change = np.array([{Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0) for op in OPS])
@@ -139,7 +139,7 @@ def peaks(planned: Plan) -> list[int]:
 
 
 def report(given: JobArguments, planned: Plan, figures: dict) -> str:
-    """What is printed: the grid, where it is not too large, and the plan's figures."""
+    """Return the text to print: the grid, unless it is too large, and the plan's figures."""
     from recycle_plugin.planner.assemble import timeline
     from recycle_plugin.render import grid
 

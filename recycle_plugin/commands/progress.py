@@ -1,4 +1,4 @@
-"""Lines on stderr while a command takes long, for whoever sits before it."""
+"""Progress lines on stderr while a command takes long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVERY_S = 4.0
 
 @contextmanager
 def told(what: Callable[[], str]) -> Iterator[None]:
-    """Inside of this context stderr gets a line every few seconds, if it is a terminal: what goes on, for how long."""
+    """Print ``what`` and the elapsed time on stderr every few seconds inside this context, if stderr is a terminal."""
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:

@@ -1,4 +1,4 @@
-"""``recycle report``: writes the report of a run, as the job itself does at its end."""
+"""``recycle report``: write the report of a run, as the job itself does at its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Write the report and print its path; returns the exit code.  Raises ValueError where the folder is no run's."""
+    """Write the report, print its path, and return the exit code. Raises ValueError if the folder is no run folder."""
     from recycle_plugin.observability import report
 
     if found.follow:

@@ -1,4 +1,4 @@
-"""The job that a command is about, by its run folder, or by its coordinator's address."""
+"""Find a command's job by its run folder, or by its coordinator's address."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def folder_of(job: str) -> Path:
-    """The run folder of ``job``, which is that, or the address of the coordinator, as in node1:29500.  Raises
-    ValueError where there is neither.
+    """Return the run folder of ``job``: a path, or the coordinator's address, as in node1:29500. Raises ValueError if
+    the coordinator can't be reached or its folder can't be read here.
     """
     host, _, port = job.rpartition(":")
     if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
         return Path(job)
-    from recycle_plugin.commands.running_job import folder_at  # a look at a folder takes a tenth of that
+    from recycle_plugin.commands.running_job import folder_at  # slow to import: only an address needs it
 
     return folder_at(host, int(port))

@@ -1,4 +1,4 @@
-"""What a command asks the coordinator of a running job."""
+"""Requests of a command to the coordinator of a running job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from recycle_plugin.observability.run_summary import end
 from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 
-CONNECT_S = 5.0  # how long the coordinator may take to be reached
-ANSWER_S = 30.0  # how long it may take to answer
+CONNECT_S = 5.0  # to reach the coordinator
+ANSWER_S = 30.0  # for its answer
 
 
 def folder_at(host: str, port: int) -> Path:
-    """The run folder of the job whose coordinator is there.  Raises ValueError where there is none, or it is not seen
-    from here.
+    """Return the run folder of the job whose coordinator is at this address. Raises ValueError if there is none, or if
+    the folder can't be read here.
     """
     job = f"{host}:{port}"
     try:
@@ -39,8 +39,8 @@ def folder_at(host: str, port: int) -> Path:
 
 
 def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
-    """The answer to a request of kind ``make`` about ``what``, of the job whose run folder it is.  Raises ValueError
-    and OSError where there is no such job.
+    """Send the request ``make(what)`` to the job of this run folder, and return the answer. Raises ValueError and
+    OSError if there is no such job.
     """
     access = OperatorAccess.read(folder)
     why = end(RunHistory.read(folder))
@@ -61,7 +61,7 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
 
 
 def _connected(way: ControlWay) -> tuple[SocketControl, str]:
-    """A connection to the coordinator at the end of the ``way``, and the run folder that it names.  Raises
+    """Return a connection to the coordinator at the end of ``way``, and the run folder that it names. Raises
     ConnectionError, NoCredentials.
     """
     control = connect(way, CONNECT_S)

@@ -1,4 +1,4 @@
-"""``recycle settings``: the settings, as the documents have them."""
+"""``recycle settings``: print the settings as the documents have them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table and return the exit code."""
     from recycle_plugin.settings.schema import reference
 
     print(reference())

@@ -1,4 +1,4 @@
-"""``recycle status``: where a running job is, from another terminal, by its event log."""
+"""``recycle status``: the state of a running job, read from its event log in another terminal."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Print where the job that ``found.job`` names is, as text or as JSON; return the exit code: 1 where it has ended
-    before its planned end.
-    """
+    """Print the state of the job ``found.job``, as text or JSON; return 1 if it ended before its planned end."""
     folder = folder_of(found.job)
     if early := ended_early(folder):
         print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
@@ -57,15 +55,14 @@ def run(found: argparse.Namespace) -> int:
 
 
 def ended_early(folder: Path) -> str:
-    """Why the last job in this folder ended before there was training to tell of; empty if there was."""
+    """Return why the last job in this folder ended before training began, "" if training began."""
     last = last_event(folder / EVENTS)
     return last["text"] if "killed" in last else ""
 
 
 def status(history: RunHistory, now: float) -> dict:
-    """Where the job of ``history`` is, as data: seconds and samples a second, None where they are not known yet.
-
-    ``now``: seconds since the epoch. ``sentence`` and ``facts`` are text, as the report has them.
+    """Return the state of the job of ``history`` as data: seconds and samples a second, None if not known yet. ``now``:
+    seconds since the epoch. ``sentence`` and ``facts`` are text, as in the report.
     """
     commits, lost_at = (
         history.commits,
@@ -111,7 +108,7 @@ def status(history: RunHistory, now: float) -> dict:
 
 
 def lines(known: dict) -> Iterator[tuple[str, str]]:
-    """Name and text of each line that follows the sentence; ``known``: what :func:`status` gives."""
+    """Yield name and text of each line after the sentence; ``known``: the result of :func:`status`."""
     workers, speed, rate = known["workers"], known["step_s"], known["samples_per_s"]
     yield "state", known["end"] or f"running; last event {known['silent_s']:.1f} s ago"
     yield (
@@ -164,7 +161,7 @@ def _predicted(throughput: float | None, unmanned: list[int]) -> str:
 
 
 def _number(value: float, digits: int = 4) -> float | None:
-    """As JSON can have it: None for what is no finite number."""
+    """Return the value rounded for JSON, or None if it is not finite."""
     return round(value, digits) if isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""``recycle top``: a running job on one screen, by its event log."""
+"""``recycle top``: a running job on one screen, read from its event log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Exit code: 0 where the job came to its planned end, or with --once runs; 1 where
 input; 130 after Ctrl-C.
 """
 EVERY_S = 2.0
-PIPED = os.terminal_size((120, 200))  # where there is no terminal
+PIPED = os.terminal_size((120, 200))  # size if the output is no terminal
 BEGIN, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen without a cursor, and back
 HOME, END_OF_LINE, END_OF_SCREEN = "\x1b[H", "\x1b[K\r\n", "\x1b[J"
 
@@ -39,7 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Draw the job until it ends; returns the exit code."""
+    """Draw the job until it ends, and return the exit code."""
     folder = folder_of(found.job)
     if early := ended_early(folder):
         print(early)
@@ -55,7 +55,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def _drawn(log: EventLog) -> RunHistory:
-    """The history of the job once it has ended, drawn until then; the terminal is as it was before."""
+    """Draw the job until it ends and return its history; the terminal is restored."""
     history = log.history()
     sys.stdout.write(BEGIN)
     try:
