@@ -1,3 +1,1 @@
-"""What people see of a job: lines on the console, event logs, traces, metrics while it runs; its history and its report
-afterwards.
-"""
+"""What people see of a job: console lines, event logs, traces and metrics during the run; its history and report."""

@@ -1,4 +1,4 @@
-"""When workers were away from their seats, and how they came back, as an event log tells it."""
+"""Absences of workers from their seats, and how they ended, as the event log records them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from recycle_plugin.core.vocabulary.ids import Seat
 
 @dataclass(frozen=True)
 class Absence:
-    """A worker was lost or has left, as ``planned``, and perhaps another process has taken its seat since.
+    """A seat without a worker after a loss or a ``planned`` leave, up to its next worker's return if there was one.
 
-    ``how``: as it was first said; ``confirmed``: what its supervisor has seen.  Times are seconds since the epoch, None
-    where it did not come to that: ``restarted_at``, its next process was ordered; ``came_at``, that one's script had
-    come to its first step; ``caught_up_at``, it had the state of its stage, ``bytes`` of it; ``back_at``, it was given
-    work, from step ``back_step`` on.  Where nobody had its stage: ``restored_at``, it had the state of a checkpoint;
-    ``replayed_at``, it had replayed ``replayed_steps`` behind that, with so many ``helpers``.
+    ``how``: the cause as first reported; ``confirmed``: what the supervisor saw. Times are seconds since the epoch,
+    None if that did not happen. ``restarted_at``: the next process was ordered; ``came_at``: its script reached its
+    first step; ``caught_up_at``: it had its stage's state, ``bytes`` in all; ``back_at``: it got work, from step
+    ``back_step`` on. After a replay: ``restored_at``: it had a checkpoint's state; ``replayed_at``: it had replayed the
+    ``replayed_steps`` after the checkpoint, with ``helpers`` other workers.
     """
 
     seat: Seat
@@ -41,7 +41,7 @@ class Absence:
 
     @property
     def why(self) -> str:
-        """Why it is gone; a broken connection says less than what the supervisor has seen."""
+        """Why the worker is gone; a broken connection is left out if the supervisor has said more."""
         if not self.confirmed:
             return self.how
         confirmed = f"{self.confirmed}, says its supervisor"
@@ -53,17 +53,17 @@ class Absence:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds until the seat had a worker again; NaN where it has none."""
+        """Seconds until the seat had a worker again, NaN if it has none."""
         return (self.back_at or nan) - self.gone_at
 
     @property
     def replayed(self) -> str:
-        """What was done to have its stage's state again, in words; empty where peers had it."""
+        """The replay that restored the stage's state, in words; "" if peers had the state."""
         steps = self.replayed_steps
         return f"{steps} step{'s' * (steps != 1)} of its stage replayed" if self.replayed_at is not None else ""
 
     def heard(self, event: Mapping[str, Any]) -> Self:
-        """The same, with what ``event`` says of its rank; of several newcomers the last one counts."""
+        """Return this absence updated by an event of its rank; the last of several newcomers counts."""
         match event["event"]:
             case "confirmed":
                 return replace(self, confirmed=event["how"])
@@ -85,10 +85,10 @@ class Absence:
 
 
 def absences(events: Sequence[Mapping[str, Any]]) -> dict[int, Absence]:
-    """All absences before the end, by the place in ``events`` of the loss, or of the planned leave."""
+    """Return the absences of a run, keyed by the position in ``events`` of the loss or the planned leave."""
     found: dict[int, Absence] = {}
-    under_way: dict[int, int] = {}  # by rank: the place of its absence
-    leaving: dict[int, Mapping[str, Any]] = {}  # by rank: that it said so
+    under_way: dict[int, int] = {}  # {rank: position of its absence}
+    leaving: dict[int, Mapping[str, Any]] = {}  # {rank: its event}
     for place, event in enumerate(events):
         rank = event.get("rank", -1)
         if event["event"] == "lost":

@@ -1,4 +1,4 @@
-"""Who is coming back to a run, and how far each has come, as the event log tells it."""
+"""Newcomers on their way back to a run, as the event log records them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ STARTED, RUNS, CATCHES_UP, FOLLOWS, REPLAYS, REPLAYED = (
     "it replays its stage, which nobody else has, and all others wait",
     "it has replayed its stage",
 )
-OVER = ("rejoined", "not_restarted", "held_back", "lost")  # kinds of events after which nobody is coming
+OVER = ("rejoined", "not_restarted", "held_back", "lost")  # kinds of events after which no newcomer is on its way
 
 
 @dataclass(frozen=True)
 class Coming:
-    """The way back to the seat of ``rank``: the last process of that rank, its ``phase`` in words, and since when, in
-    seconds since the epoch.  ``share`` of its stage's state is there, ``bytes`` have come, lately ``bytes_per_s``; None
-    before it catches up.  ``step``: where its script is, ``left`` steps behind the others; None if it has not said so.
+    """Progress of the latest newcomer of ``rank``: its ``phase`` in words, since ``since`` (seconds since the epoch).
+
+    ``share`` of its stage's state and ``bytes`` have arrived, lately at ``bytes_per_s``; None before it catches up.
+    ``step``: the position of its script, ``left`` steps behind the others; None if not reported.
     """
 
     rank: int
@@ -33,7 +34,7 @@ class Coming:
     left: int | None = None
 
     def told(self, now: float) -> str:
-        """How far it is and since when, in words."""
+        """Return the phase, how long it has lasted, and the progress, in words."""
         text = f"{self.phase}, for {now - self.since:.0f} s"
         if self.phase == RUNS and self.step is not None:
             text += f", at step {self.step}, {self.left} behind the others"
@@ -44,7 +45,7 @@ class Coming:
 
 
 def comings(events: Iterable[dict]) -> list[Coming]:
-    """Who is coming back after ``events``, in the order of the ranks."""
+    """Return the newcomers on their way after ``events``, in the order of their ranks."""
     found: dict[int, Coming] = {}
     for event in events:
         rank, kind = event.get("rank"), event["event"]

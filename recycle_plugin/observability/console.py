@@ -1,7 +1,7 @@
-"""Shows what the job does: a line per event for people, and the same as JSON lines in the run's folder.
+"""Show the events of a job: lines on the console for people, and JSON lines in the run's folder.
 
-No job ends because one of them can't be written (observability/telemetry.py).  Of what workers can't write, on disks
-that they may share, the first is shown, and when all is written again.
+A job does not end because one of them can't be written (observability/telemetry.py). If workers can't write files,
+perhaps on a disk that they share, only the first failure is shown, and then when all files are written again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STYLES = {
     "rejoined": "bold green",
     "finished": "green",
 }
-STEPS = {"committed", "loss", "recovery_plan"}  # what the log may lack and still tell how the job went
+STEPS = {"committed", "loss", "recovery_plan"}  # the log still tells how the job went if these are missing
 QUIET = {
     "catching_up",
     "committed",
@@ -47,7 +47,7 @@ QUIET = {
     "stage",
     "standby",
     "worker",
-}  # in the log, but no line of their own
+}  # in the log, without a line on the console
 
 LOUD = {
     *STYLES,
@@ -63,27 +63,27 @@ LOUD = {
     "terminate",
     "turned_down",
 }
-"""What is shown on a quiet console."""
-QUIET_STEP_S = 60.0  # between two steps that a quiet console shows
+"""The kinds of events that a quiet console shows."""
+QUIET_STEP_S = 60.0  # at least so long between two steps on a quiet console
 
 
 def event_line(event: Event, now: float) -> str:
-    """The event as a line of the log, without its newline; ``now`` in seconds since the epoch."""
+    """Return the event as a line of the log, without its newline; ``now``: seconds since the epoch."""
     head = {"time": round(now, 6), "event": event.kind, "text": event.text}
-    return json.dumps(head | event.details | head, default=str)  # no detail stands for what happened, or when
+    return json.dumps(head | event.details | head, default=str)  # details don't replace kind, text, time
 
 
 def _printable(text: str) -> str:
-    """The text without surrogates, which a file's name may have, and no stream takes."""
+    """Escape surrogates in ``text``: a file's name may have them, and no stream accepts them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class Announcer:
     """Shows events on the console and logs them in the run's folder.
 
-    Steps get a line each, on a terminal one live line instead, with the events above it.  It logs once the run's folder
-    is known: ``folder``, None before; ``wants_report``: there is to be a report in it.  ``stop``: the process that ends
-    the job where it gets SIGTERM; ``began``: when the job did, in seconds since the epoch, if that was not now.
+    Steps get a line each, or on a terminal one live line below the events. Logging begins once the run's folder is
+    known (``folder``, None before). ``wants_report``: the settings ask for a report in it. ``stop``: the process that
+    ends the job if it gets SIGTERM. ``began``: start of the job in seconds since the epoch, default now.
     """
 
     def __init__(self, stop: int, began: float | None = None) -> None:
@@ -100,7 +100,7 @@ class Announcer:
         self._began = time.time() if began is None else began
         self._log: LineFile | None = None
         self._printing = Droppable(console(), "lines", self._say_of)
-        self._unwritten: dict[str, int | None] = {}  # by path: the rank of the worker that can't write it
+        self._unwritten: dict[str, int | None] = {}  # {path: rank of the worker that can't write it}
         self.folder: Path | None = None
         self.wants_report = False
         self._early: list[str] = []
@@ -109,9 +109,8 @@ class Announcer:
         self._last_commit = 0.0
 
     def say(self, event: Event, now: float, run_dir: str = "") -> None:
-        """Show and log an event that happened at ``now``, in seconds since the epoch.
-
-        ``run_dir``: the run's folder where there was no start, and this is to be found in one.
+        """Show and log an event that happened at ``now``, in seconds since the epoch. ``run_dir``: the run's folder,
+        used if the job ended before a start event named it.
         """
         if self._log is None and event.kind == "end" and "killed" in event.details:
             event = Event(event.kind, f"{event.text}. Run folder: {run_dir}", event.details)
@@ -133,27 +132,26 @@ class Announcer:
             }
 
     def go_on(self, start: Event) -> None:
-        """Log in the folder of the job that ``start`` tells of, as its settings say."""
+        """Log to the folder that the job's ``start`` event names, with its console and report settings."""
         job = start.details["job"]
         self.wants_report = job["report"]
         self._quiet = job.get("console") == "quiet"
         self._open(Path(job["run_dir"]))
 
     def close(self) -> None:
-        """Write what waits, and close the log and the live line."""
+        """Write the remaining lines, and close the log and the live line."""
         if self._live is not None:
             self._live.stop()
         if self._log is not None:
             self._log.close()
         try:
             sys.stdout.flush()
-        except OSError:  # at its end the process would try once more, and fail
+        except OSError:  # else the process tries again at its end, and fails
             self._go_on_unread()
 
     def _go_on_unread(self) -> None:
-        """Print to nowhere from now on, since who has read the lines is gone, pdsh for instance.
-
-        That is no reason to end a job, which rich would do.
+        """Discard all further lines, since their reader (pdsh, for instance) is gone. By default rich would end the
+        process, which is no reason to end a job.
         """
         with open(os.devnull, "w") as nobody:
             os.dup2(nobody.fileno(), self._console.file.fileno())

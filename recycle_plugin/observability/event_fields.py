@@ -1,4 +1,4 @@
-"""The fields of events that a run's history is told from, and what they may be; checked once, where a log is read."""
+"""Fields of the events that a run's history needs, and their valid values; checked once, when a log is read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from recycle_plugin.core.vocabulary.ids import Seat
 
-LARGEST = 2**53  # a count, of steps for instance: beyond that, floats skip some
-LATEST = 1e11  # seconds since the epoch; dates have four digits until then
+LARGEST = 2**53  # largest count, of steps for instance: above it floats skip integers
+LATEST = 1e11  # seconds since the epoch; years have four digits until then
 OTHER = "it was written by another release"
 ABSENT = object()
 
@@ -19,16 +19,16 @@ Check = Callable[[Any], bool]
 count: Check = lambda value: type(value) is int and 0 <= value <= LARGEST
 positive: Check = lambda value: count(value) and value != 0
 number: Check = lambda value: isfinite(value) if type(value) is float else type(value) is int and abs(value) <= LARGEST
-moment: Check = lambda value: number(value) and 0 <= value < LATEST  # in seconds since the epoch
-loss: Check = lambda value: value is None or type(value) is float or number(value)  # also an infinite one, or NaN
+moment: Check = lambda value: number(value) and 0 <= value < LATEST  # seconds since the epoch
+loss: Check = lambda value: value is None or type(value) is float or number(value)  # may be infinite or NaN
 text: Check = lambda value: isinstance(value, str)
 texts: Check = lambda value: isinstance(value, list) and all(map(text, value))
-rank: Check = lambda value: value is None or count(value)  # None: nobody's
+rank: Check = lambda value: value is None or count(value)  # None: no worker's
 yes_or_no: Check = lambda value: isinstance(value, bool)
 
 
 def seats(value: object) -> bool:
-    """Whether it is the rank of each seat, by the seat's name."""
+    """Return whether ``value`` is {seat's name: rank}."""
     try:
         return isinstance(value, dict) and all(Seat.parse(name) and count(rank) for name, rank in value.items())
     except ValueError:
@@ -36,7 +36,7 @@ def seats(value: object) -> bool:
 
 
 def others(value: object) -> bool:
-    """Whether it is the ranks that hold each seat with its first one, by the seat's name."""
+    """Return whether ``value`` is {seat's name: its ranks besides the first one}."""
     return isinstance(value, dict) and all(
         isinstance(ranks, list) and all(map(count, ranks)) for ranks in value.values()
     )
@@ -77,20 +77,20 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "end": {"text": text},
     "finished": {"text": text},
 }
-"""Of each kind of events the fields that have to be there, one within another after a dot."""
+"""Required fields by kind of event; dots lead to nested fields."""
 SHRUNK: Mapping[str, Check] = {"contributed": lambda value: isinstance(value, list), "replicas": positive}
-"""Of the commit of a step to which some replicas have not contributed."""
+"""Further fields of the commit of a step to which some replicas have not contributed."""
 COORDINATOR: Mapping[str, Check] = {
     "coordinator.host": text,
     "coordinator.pid": positive,
     "coordinator.stop": positive,
     "coordinator.place": text,
 }
-"""Of a start event that has a coordinator."""
+"""Further fields of a start event that has a coordinator."""
 
 
 def check(events: Iterable[Mapping[str, Any]], start: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first field which is missing or can't be; ``start``: the job's start event."""
+    """Raise ValueError naming the first missing or invalid field; ``start``: the job's start event."""
     _check(start, {**FIELDS["start"], **(COORDINATOR if start.get("coordinator") else {})})
     if "others" in start:
         _check(start, {"others": others})
@@ -113,7 +113,7 @@ def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
 
 
 def _check_member(event: Mapping[str, Any], seats: Collection[str], ranks: Collection[int]) -> None:
-    """Raise ValueError where someone is lost, leaves or comes back, who is not among the job's workers."""
+    """Raise ValueError if a worker that is lost, leaves or returns is not one of the job's."""
     if event["event"] in ("lost", "leaving", "restored", "replayed", "rejoined") and event["seat"] not in seats:
         raise ValueError(f"its {event['event']} event names seat {event['seat']}, which its start event has not")
     if event["event"] == "left" and event["rank"] not in ranks:

@@ -1,6 +1,6 @@
-"""Serves a job's metrics from the coordinator's process, where its settings ask for that.
+"""Serve a job's metrics from the coordinator's process, if the settings ask for it.
 
-No job ends for it: where the port can't be had, a warning says so, and the job goes on without.
+If the port can't be opened, a warning says so and the job goes on without metrics.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
 
 
 class Exporter:
-    """Takes a job's events, and serves metrics from its start on if the settings ask for that.
-
-    ``say`` gets the events that it has of its own.
+    """Receives a job's events, and serves metrics from the start event on if the settings ask for it. ``say`` gets the
+    exporter's own events.
     """
 
     def __init__(self, say: Callable[[Event], None]) -> None:
         self._say = say
-        self._early: list[tuple[Event, float]] | None = []  # before the start, which says whether anybody wants them
+        self._early: list[tuple[Event, float]] | None = []  # until the start event, which has the setting
         self._metrics: Metrics | None = None
         self._server: MetricsServer | None = None
 
     def take(self, event: Event, now: float) -> None:
-        """Count an event that happened at ``now``, in seconds since the epoch."""
+        """Handle an event that happened at ``now``, in seconds since the epoch."""
         if self._early is not None:
             self._early.append((event, now))
             if event.kind == "start":
@@ -43,7 +42,7 @@ class Exporter:
             self._server.close()
 
     def _serve(self, early: list[tuple[Event, float]], where: str) -> None:
-        # whoever serves none, as most supervisors, need not have what does
+        # imported here: most processes serve no metrics
         from recycle_plugin.observability.metrics import Metrics
         from recycle_plugin.observability.metrics_server import MetricsServer
 

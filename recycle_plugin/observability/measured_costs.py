@@ -1,4 +1,4 @@
-"""What instructions cost in a run that was traced: for the setting ``costs`` of later runs of the same model, and for
+"""Costs of instructions measured in a traced run: for the setting ``costs`` of later runs of the same model, and for
 ``recycle doctor``.
 """
 
@@ -16,16 +16,16 @@ from recycle_plugin.core.vocabulary.profile import MEMORY
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 
-Took = Mapping[tuple[Op, int], Sequence[int]]  # by operation and stage, microseconds of each time that it was run
+Took = Mapping[tuple[Op, int], Sequence[int]]  # {(operation, stage): microseconds of each execution}
 
 
 def measured_costs(spans: Iterable[Span], stages: int, steps: range) -> CostModel | None:
-    """The costs of each of ``stages``, in microseconds, from what was executed in ``steps``, which nothing should have
-    disturbed.  None if some stage has run no forward or no backward there.
+    """Return the costs of each of ``stages`` in microseconds, measured in ``steps``, which should be undisturbed.
 
-    Medians over workers and micro-batches.  A sum of gradients is counted from when the last replica has come to it, so
-    in each step as what took the least.  A backward that was not split counts half as input and half as weight.  What
-    sends and receives take is not known, and 0.  Costs the number of spans.
+    Returns None if a stage ran no forward or no backward there. The costs are medians over workers and micro-batches.
+    Of a gradient sum each step counts the shortest time, which begins when the last replica arrives. A backward that
+    was not split counts half as input and half as weight. Communication is not known, and counts 0. Takes time linear
+    in the spans.
     """
     of_steps = [span for span in spans if span.instruction.step in steps]
     took: dict[tuple[Op, int], list[int]] = defaultdict(list)
@@ -50,12 +50,12 @@ def measured_costs(spans: Iterable[Span], stages: int, steps: range) -> CostMode
 
 
 def as_written(costs: CostModel) -> dict[str, object]:
-    """The costs as the setting reads them; those that are nothing are left out."""
+    """Return the costs as the setting reads them, without those that are zero or empty."""
     return {field.name: value for field in fields(costs) if (value := getattr(costs, field.name))}
 
 
 def measured_bytes(events: Iterable[Mapping[str, Any]], stages: int) -> dict[str, object]:
-    """What the ``memory`` ``events`` of a run say of each of ``stages``, for the same file; empty if one is missing."""
+    """Return bytes of all ``stages`` from the ``memory`` events of a run, for the same file; {} if one is missing."""
     said = {event["stage"]: event for event in events}
     if said.keys() != {*range(stages)}:
         return {}
@@ -69,12 +69,12 @@ def measured_bytes(events: Iterable[Mapping[str, Any]], stages: int) -> dict[str
 
 
 def _of(took: Took, op: Op, stage: int) -> int:
-    """Microseconds; 0 where it was not run."""
+    """Return the median in microseconds, 0 if it was not run."""
     return round(median(times)) if (times := took.get((op, stage))) else 0
 
 
 def _least(spans: Iterable[Span], op: Op) -> dict[tuple[Op, int], list[int]]:
-    """Of each stage the least time that ``op`` took in each step."""
+    """Return for each stage the least time of ``op`` in each step."""
     found: dict[tuple[int, int], int] = {}
     for span in spans:
         if span.instruction.op is op:

@@ -1,9 +1,8 @@
-"""The metrics of a job for Prometheus, made of its events.
+"""The metrics of a job for Prometheus, computed from its events.
 
-Everything comes from the events that the log gets, so that a board and ``events.jsonl`` can't tell two stories; what a
-failure is, and when it began and was over, is said by recycle_plugin.observability.run_history, which reads the same
-events.  There are as many series as the job has stages, and a fixed number more: nothing that an event's text holds
-becomes a label.
+The log gets the same events, so a dashboard and ``events.jsonl`` can't disagree.
+recycle_plugin.observability.run_history defines what a failure is, and when it began and ended. The number of series is
+fixed, apart from a few for each stage: no text of an event becomes a label.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ LIVE, LOST, LEFT = "live", "lost", "left"
 NOTICE, REGROUP, FINISH = "notice", "regroup", "finish"
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
-prometheus_client.disable_created_metrics()  # a series for each counter that says when this process began it
+prometheus_client.disable_created_metrics()  # they would add a series with the creation time of each counter
 
 
 class Metrics:
-    """The metrics of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``.
-
-    ``clock``: seconds since the epoch, as events have them.
+    """The metrics of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``. ``clock``:
+    returns seconds since the epoch, as events have them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
-        self._stages: dict[int, int] = {}  # by rank, of live workers
-        self._away: dict[int, tuple[int, str]] = {}  # by rank, stage and state of those that were lost or have left
+        self._stages: dict[int, int] = {}  # {rank of a live worker: stage}
+        self._away: dict[int, tuple[int, str]] = {}  # {rank: (stage, state)} of workers that are lost or have left
         self._recoveries = Recoveries()
         self._training = TrainingTime(clock)
         self._batch = 0
@@ -130,7 +128,7 @@ class Metrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _begin_counts(self) -> None:
-        """Begin all series now: one that begins with its first event hides that one from ``rate``."""
+        """Create all series now: Prometheus' ``rate`` misses the first event of a series that begins with it."""
         for cause in Cause:
             self._failures.labels(cause.value)
             self._suspicions.labels(cause.value)
@@ -189,7 +187,7 @@ class Metrics:
             self._bound.set(details["period_us"] / details["bound_us"])
 
     def _recovered(self, failure: Failure, began_at: float) -> None:
-        """Observe the three parts of a recovery; hosts' clocks may differ, so no part is less than nothing."""
+        """Observe the three parts of a recovery. Hosts' clocks may differ, so negative times count as 0."""
         assert failure.resumed_at is not None and failure.committed_at is not None, "it is over"
         moments = began_at, failure.seen_at, failure.resumed_at, failure.committed_at
         for phase, begins, ends in zip((NOTICE, REGROUP, FINISH), moments, moments[1:]):
@@ -197,31 +195,30 @@ class Metrics:
 
 
 class Recoveries:
-    """Finds failures that are over, each once, with the next commit after it, and times three parts of each.
+    """Yields each failure once, at the commit that ends it, with the start of its three parts.
 
-    * *notice*: until the coordinator knows that the worker is lost.  It begins when an injected fault struck, or when a
-      worker that was given up was last heard of or began what it did not get on with; where a death or a broken
-      connection is the first that anybody can know, it takes nothing.
-    * *regroup*: until the survivors have agreed where to go on, and with which plan.
-    * *finish*: until the interrupted step is committed, most of which it would have taken anyway.
+    * *notice*: until the coordinator knows of the loss. It begins when an injected fault struck, or when a worker that
+      was given up was last heard or began the work on which it got stuck. It is 0 if the death or the broken connection
+      is the first sign.
+    * *regroup*: until the survivors have agreed on the step to go on from and on the plan.
+    * *finish*: until the interrupted step is committed; most of this time the step would have taken anyway.
     """
 
     def __init__(self) -> None:
-        # as the log has them: workers and faults, and all from the first loss on that is not over
+        # as in the log: workers, faults, and everything since the first loss that is not over
         self._known: list[dict] = []
-        self._owing: dict[str, float] = {}  # by seat: since when a suspected worker has been what it is suspected for
-        self._given_up: dict[str, float] = {}  # the same of lost ones
+        self._owing: dict[str, float] = {}  # {seat of a suspected worker: when the suspicious behaviour began}
+        self._given_up: dict[str, float] = {}  # the same for lost workers
 
     def take(self, event: Event, now: float) -> Iterator[tuple[Failure, float]]:
-        """The failures that are over with this event, and when each began, in seconds since the epoch.
-
-        The cost grows with the events since the first failure that is not over.
+        """Yield the failures that end with this event, and when each began, in seconds since the epoch. The cost grows
+        with the events since the first failure that is not over.
         """
         if event.kind == "suspected":
             self._owing[event.details["seat"]] = now - event.details["for_s"]
         elif event.kind == "cleared":
             self._owing.pop(event.details["seat"], None)
-        elif event.kind == "loaded":  # the step that is waited for may be far away now
+        elif event.kind == "loaded":  # the awaited step may be far away now
             self._forget(lambda event: False)
         elif event.kind in ("worker", "fault", "lost", "resume", "committed"):
             self._known.append({"time": now, "event": event.kind, **event.details})
@@ -239,5 +236,5 @@ class Recoveries:
         self._forget(lambda event: bool(waiting) and event.get("seat", "") in {"", *waiting})
 
     def _forget(self, wanted: Callable[[dict], bool]) -> None:
-        """Forget all but workers, faults, and what is ``wanted``."""
+        """Drop all events but workers, faults and those for which ``wanted`` returns True."""
         self._known = [event for event in self._known if event["event"] in ("worker", "fault") or wanted(event)]

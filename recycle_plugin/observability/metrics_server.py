@@ -1,4 +1,4 @@
-"""The server that answers scrapes over HTTP, in a thread each; whoever connects and then says nothing is dropped."""
+"""HTTP server for scrapes, with a thread for each; a client that sends no request is dropped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-ASK_S = 10.0  # how long a request may take to come
-STOP_S = 0.1  # how often it is looked whether the server is to stop
+ASK_S = 10.0  # most time for a request to arrive
+STOP_S = 0.1  # interval of checks whether the server is to stop
 ANYWHERE = ("0.0.0.0", "::")
 
 
 class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A server for metrics that listens on ``address`` from now on, with port 0 on one that is free.
-
-    Raises OSError where that is not possible.
+    """A server for metrics that listens on ``address`` from now on, for port 0 on a free port. Raises OSError if that
+    is not possible.
     """
 
     daemon_threads = True
@@ -31,30 +30,28 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     @property
     def url(self) -> str:
-        """The address at which others find the metrics."""
+        """The address at which other hosts find the metrics."""
         host = socket.gethostname() if self.server_name in ANYWHERE else self.server_name
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/metrics"
 
     def close(self) -> None:
-        """Stop answering; takes 0.1 s, at most."""
+        """Stop answering, within 0.1 s."""
         self.shutdown()
         self.server_close()
 
     def server_bind(self) -> None:
-        """Bind as the standard library does, but without asking the name server for a name, which may take long."""
+        """Bind as the standard library does, but without the name server's reverse look-up, which may take long."""
         socketserver.TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """The standard library's call after an error in a request: nothing, whoever asked is gone, or has said
-        nothing.
-        """
+        """Ignore an error in a request: its client is gone, or has sent nothing."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = ASK_S
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """No line for each scrape."""
+        """Print no line for each scrape."""

@@ -1,4 +1,4 @@
-"""``report.html`` of a run: what happened, what it cost, throughput and loss, the schedule before and after, events."""
+"""``report.html`` of a run: what happened, its cost, throughput and loss, the schedule before and after, events."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Content, Screen, Table, page
 
 NAME, COSTS = "report.html", "costs.json"
-LONGEST_S = 600  # that a process which nobody waits for may take
-DRAWN_SEATS = 64  # a picture of more would not be read
+LONGEST_S = 600  # most time for a process that nothing waits for
+DRAWN_SEATS = 64  # a larger picture would be unreadable
 DRAWN_FAILURES = 3
-SCREEN = os.terminal_size((140, 60))  # columns and lines of what each seat does
-LISTED = 2000  # events, half of them the first and half the last ones
+SCREEN = os.terminal_size((140, 60))  # columns and lines of the table of seats
+LISTED = 2000  # most events in the report: half of them the first, half the last
 
 
 def write(folder: Path, again_s: int | None = None) -> Path:
-    """Write the report of the last job in the run folder ``folder``, and return its path.  ``again_s``: a browser loads
-    it anew every so many seconds.
-
-    Raises ValueError, in one line, where there is no job.
+    """Write the report of the last job in the run folder ``folder``, and return the report's path. ``again_s``:
+    browsers reload it at this interval, in seconds. Raises ValueError, in one line, if there is no job.
     """
     history = RunHistory.read(folder)
     began = _us(history.began)
-    # traces of an earlier job in the folder stay there
+    # an earlier job's traces stay in the folder
     spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]
     path = folder / NAME
     text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans), again_s)
@@ -55,8 +53,8 @@ def write(folder: Path, again_s: int | None = None) -> Path:
 
 
 def costs_of(history: RunHistory, spans: Sequence[Span]) -> str | None:
-    """What instructions took before the first failure, behind the first steps, and what stages hold, as JSON for the
-    setting ``costs`` and for ``recycle doctor``; None where that was not traced.
+    """Return JSON for the setting ``costs`` and ``recycle doctor``: costs of instructions and bytes of stages. The
+    costs are measured after the first steps and before the first failure. Returns None if these were not traced.
     """
     steps = range(min(history.commits, default=0) + WARM_UP, history.last_before + 1)
     costs = measured_costs(spans, history.shape.stages, steps)
@@ -67,7 +65,7 @@ def costs_of(history: RunHistory, spans: Sequence[Span]) -> str | None:
 
 
 def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list[Content]]]:
-    """Heading and contents of each part of the report on ``history``, whose traces are ``spans``."""
+    """Yield heading and contents of each section of the report on ``history``, with ``spans`` as its traces."""
     if end(history) is None:
         lines = screen(history, time.time(), SCREEN)
         yield "Now", [Screen("\n".join(printed(line, SCREEN.columns) for line in lines))]
@@ -80,7 +78,7 @@ def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, 
 
 
 def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
-    """Name and text of each fact about the run as a whole; why it ended comes first."""
+    """Yield name and text of each fact about the whole run, beginning with why it ended."""
     commits = history.commits
     yield "end", end(history) or "none yet, as far as the log tells"
     yield (
@@ -99,12 +97,12 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
 
 
 def gone(history: RunHistory) -> list[tuple[str, str]]:
-    """Who is gone from the run, named as in the events, and why."""
+    """Return (worker, why) for each worker that is gone, named as in the events."""
     return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
 
 
 def back(history: RunHistory) -> list[tuple[str, str]]:
-    """Who has come back to the run, named as in the events, and after how long."""
+    """Return (worker, how long it was away) for each worker that has come back, named as in the events."""
     return [
         (
             named(absence.rank, str(absence.seat)),
@@ -115,7 +113,7 @@ def back(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def throughput(history: RunHistory) -> str:
-    """Before the first failure and now, beside what the planner predicted."""
+    """Return the throughput before the first failure and now, beside the planner's prediction."""
     before, now = history.before_s, history.now_s
     rates = history.rate(before, history.last_before), history.rate(now, history.last)
     text = (
@@ -131,7 +129,7 @@ def throughput(history: RunHistory) -> str:
 
 
 def charts(history: RunHistory) -> Iterator[Chart]:
-    """Throughput, loss and waiting over the committed steps, with the losses and returns of workers marked."""
+    """Yield charts of throughput, loss and waiting over the committed steps, with losses and returns marked."""
     rates = {step: history.rate(spent, step) for step, spent in history.took.items()}
     shares = {step: 100 * share for step, share in history.shares("bubble_share").items()}
     lost = sorted({failure.step for failure in history.failures})
@@ -146,7 +144,7 @@ def charts(history: RunHistory) -> Iterator[Chart]:
 
 
 def failures(history: RunHistory) -> Table:
-    """A row for each lost worker: why, and how long until it was known, all had regrouped, a step was committed."""
+    """Return a row for each lost worker: why, and the times until notice, regrouping and the next commit."""
     redone = {event["time"]: event.get("redone_share", 0.0) for event in history.of("committed")}
     rows = []
     for failure in history.failures:
@@ -176,7 +174,7 @@ def failures(history: RunHistory) -> Table:
 
 
 def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str]:
-    """What the workers did when, as far as it was traced."""
+    """Yield pictures of the traces around the failures, or of the last steps, or a text if there are none."""
     if len(history.shape.seats) > DRAWN_SEATS:
         yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
         return
@@ -198,9 +196,8 @@ def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str
 
 
 def events(history: RunHistory) -> Table:
-    """What the console said, but for the steps, with seconds since the start; bad news red and good news green.
-
-    Of very many the first and the last ones, with the number of those between them.
+    """Return the console's events except steps, with seconds since the start; bad news is red, good news green. If
+    there are too many, the middle ones are replaced by their number.
     """
     began = history.began
     told = _listed([event for event in history.events if event["event"] not in QUIET])
@@ -229,9 +226,8 @@ def _listed(told: list[dict]) -> list[dict]:
 
 
 def panels(spans: Sequence[Span], first: Failure, *others: Failure) -> list[gantt.Panel]:
-    """Three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after.
-
-    ``others``: further failures in the step that ``first`` interrupted; 0 of the time axis is when the first struck.
+    """Return three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after.
+    ``others``: further failures in the step that ``first`` interrupted. The time axis is 0 when the first one struck.
     """
     lost, step = (first, *others), first.step
     struck = _us(min(failure.struck_at for failure in lost))
@@ -248,7 +244,7 @@ def panels(spans: Sequence[Span], first: Failure, *others: Failure) -> list[gant
 
 
 def pauses(lost: Sequence[Failure]) -> tuple[gantt.Pause, ...]:
-    """From when a worker was struck until the others went on, once for those who were lost together."""
+    """Return the pauses from failures until the survivors went on; failures with the same regroup share one."""
     struck: dict[float, float] = {}
     for failure in lost:
         if failure.resumed_at is not None:
@@ -259,7 +255,7 @@ def pauses(lost: Sequence[Failure]) -> tuple[gantt.Pause, ...]:
 
 
 def last_steps(spans: Sequence[Span]) -> gantt.Panel | None:
-    """The last two consecutive steps that were traced; None where there are none."""
+    """Return the last two consecutive steps that were traced, or None."""
     begins, ends = _extents(spans)
     steps = [(one, two) for one, two in pairwise(sorted(begins)) if one > 0 and two == one + 1]
     if not steps:
@@ -269,7 +265,7 @@ def last_steps(spans: Sequence[Span]) -> gantt.Panel | None:
 
 
 def _around(spans: Sequence[Span], failure: Failure) -> bool:
-    """Whether there are traces of the steps that a picture of ``failure`` shows."""
+    """Return whether the steps that a picture of ``failure`` shows were traced."""
     begins, _ = _extents(spans)
     return {failure.step - 2, failure.step - 1, failure.step, failure.step + 1} <= begins.keys()
 
@@ -285,7 +281,7 @@ def _extents(spans: Sequence[Span]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _window(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """What was run between two times; spans over the edge are cut there."""
+    """Return the spans between two times, cut off at the edges."""
     inside = (span for span in spans if span.end_us > start and span.start_us < end)
     return [span._replace(start_us=max(start, span.start_us), end_us=min(end, span.end_us)) for span in inside]
 
@@ -301,9 +297,8 @@ def _us(seconds: float) -> int:
 
 
 def main(folder: Path) -> int:
-    """Write the report of the run in ``folder``, in the process that a job leaves behind; return its exit code.
-
-    What goes wrong is put into the job's log, since nobody reads what is printed here.
+    """Write the report of the run in ``folder``, in the process that a job leaves behind, and return its exit code. An
+    error goes to the job's log, since nobody reads this process's output.
     """
     signal.alarm(LONGEST_S)
     try:

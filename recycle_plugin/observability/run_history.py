@@ -1,6 +1,6 @@
-"""The history of a run as its event log tells it: steps, throughput, who was lost and why.
+"""The history of a run read from its event log: steps, throughput, lost workers and why.
 
-For status, report, demo and benchmarks.
+Used by status, report, demo and benchmarks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from recycle_plugin.observability.absences import Absence, absences
 from recycle_plugin.observability.event_fields import check, number
 
 EVENTS = "events.jsonl"
-WARM_UP = 3  # steps at the start of a run that no median counts
-CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
+WARM_UP = 3  # steps at the start of a run that medians leave out
+CLOCKS_S = 60.0  # most difference between the clocks of events and of processes
 KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
-RECENT = 10  # steps that "now" is over
+RECENT = 10  # steps over which "now" is the median
 NO_REASON = "ended, and the log does not say why"
 KILLS = ("kill", "stop")  # kinds of faults that lose their worker
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One lost worker, the step that its loss interrupted, and when what happened.
+    """A lost worker, the step that the loss interrupted, and when each part of the recovery happened.
 
-    Times are seconds since the epoch, as the events have them, None where it did not come to that.  ``pid``: None where
-    the log does not have it.  ``absence``: how long the seat had nobody.  ``fault``: what was injected, if that was it.
-    ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the
-    survivors had agreed where to go on; ``committed_at``: the step that they went on with was committed.
+    Times are seconds since the epoch as in the events, None if that did not happen. ``pid``: None if not in the log.
+    ``absence``: how long the seat had no worker. ``fault``: the injected fault, if it was the cause. ``struck_at``:
+    when the fault struck, else ``seen_at``. ``seen_at``: when the coordinator knew. ``resumed_at``: the survivors had
+    agreed where to go on. ``committed_at``: the step with which they went on was committed.
     """
 
     seat: Seat
@@ -56,16 +56,15 @@ class Failure:
 
     @property
     def stall_s(self) -> float:
-        """Seconds from the failure to the commit of the interrupted step; NaN where it was not committed."""
+        """Seconds from the failure to the commit of the interrupted step, NaN if it was not committed."""
         return (self.committed_at or nan) - self.struck_at
 
 
 class Commits(NamedTuple):
-    """The commits of the steps that stand, by their number.
+    """The commits of steps that have not been taken back, keyed by step.
 
-    ``at``: when each was committed, in seconds since the epoch; ``took``: how many seconds it was from the one before.
-
-    A step has no ``took`` where it follows a load, or one whose commit is not in the log, or a clock that was set back.
+    ``at``: when each was committed, in seconds since the epoch. ``took``: seconds since the commit before it; missing
+    for a step after a load, after a commit that is not in the log, or after the clock was set back.
     """
 
     at: dict[int, float]
@@ -73,7 +72,7 @@ class Commits(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[dict]) -> Commits:
-        """Those that stand after ``events``; steps that a load of an earlier checkpoint took back do not."""
+        """Return the commits after ``events``, without steps taken back by the load of an earlier checkpoint."""
         at: dict[int, float] = {}
         took: dict[int, float] = {}
         previous: tuple[int, float] | None = None
@@ -90,7 +89,7 @@ class Commits(NamedTuple):
         return cls(at, took)
 
     def median_s(self, first: int, last: int) -> float:
-        """Median seconds of the steps ``first`` to ``last``; nan where none of them is known."""
+        """Return the median seconds of the steps ``first`` to ``last``, NaN if none is known."""
         taken = [took for step, took in self.took.items() if first <= step <= last]
         return median(taken) if taken else nan
 
@@ -103,9 +102,7 @@ class RunHistory:
 
     @classmethod
     def read(cls, folder: Path) -> RunHistory:
-        """Read the history of the last job that was started in the run folder ``folder``; raises as
-        :meth:`EventLog.history` does.
-        """
+        """Read the history of the last job started in the run folder; raises as :meth:`EventLog.history` does."""
         return EventLog(folder).history()
 
     @cached_property
@@ -125,33 +122,33 @@ class RunHistory:
 
     @property
     def seats(self) -> dict[str, int]:
-        """The rank that started at each seat."""
+        """{seat: the first rank that holds it at the start}"""
         return self.of("start")[0]["seats"]
 
     @cached_property
     def seat_of(self) -> dict[int, str]:
-        """The seat of each rank, also of those that hold one with its first rank."""
+        """{rank: seat}, also of the further ranks of a seat."""
         others = self.of("start")[0].get("others", {})
         return {rank: seat for seat, first in self.seats.items() for rank in (first, *others.get(seat, ()))}
 
     @property
     def ranks_a_seat(self) -> int:
-        """How many processes hold each seat."""
+        """The number of processes that hold each seat."""
         return len(self.seat_of) // len(self.seats)
 
     @property
     def began(self) -> float:
-        """When all workers were there, in seconds since the epoch."""
+        """When all workers were present, in seconds since the epoch."""
         return self.of("start")[0]["time"]
 
     @property
     def hosts(self) -> dict[str, str]:
-        """The host of each seat; empty in logs that don't have it."""
+        """{seat: host}, empty in logs without hosts."""
         return self.of("start")[0].get("seat_hosts", {})
 
     @property
     def shape(self) -> Topology:
-        """The job's shape at the end, where the number of micro-batches has changed."""
+        """The job's shape, with the last number of micro-batches if it has changed."""
         micro_batches = next(
             (event["micro_batches"] for event in reversed(self.of("batch"))), self.job["micro_batches"]
         )
@@ -161,15 +158,12 @@ class RunHistory:
 
     @cached_property
     def commits(self) -> dict[int, float]:
-        """When each step was committed, in seconds since the epoch.
-
-        Steps that a later load of an earlier checkpoint took back are no longer among them.
-        """
+        """{step: when it was committed, in seconds since the epoch}, without steps taken back by a later load."""
         return self._committed.at
 
     @cached_property
     def took(self) -> dict[int, float]:
-        """How many seconds each of these steps took, where the log has that."""
+        """{step: the seconds that it took} for steps in ``commits``, as far as known."""
         return self._committed.took
 
     @cached_property
@@ -178,13 +172,13 @@ class RunHistory:
 
     @cached_property
     def _before(self) -> Commits:
-        """What was committed when the survivors of the first failure went on, or all where nobody did."""
+        """The commits up to when the first failure's survivors went on, or all if none did."""
         lost = next((place for place, event in enumerate(self.events) if event["event"] == "lost"), 0)
         later = (place for place, event in enumerate(self.events) if event["event"] == "resume" and place > lost)
         return Commits.of(self.events[: next(later, None)]) if self.failures else self._committed
 
     def shares(self, name: str) -> dict[int, float]:
-        """A figure of each step, where the log has it as a number."""
+        """Return {step: a figure of its commit event}, if the log has it as a number."""
         return {
             event["step"]: event[name]
             for event in self.of("committed")
@@ -193,7 +187,7 @@ class RunHistory:
 
     @cached_property
     def curve(self) -> dict[int, float]:
-        """The loss of each committed step, as it was announced last."""
+        """{committed step: its loss as last announced}"""
         return {
             event["step"]: event["loss"]
             for event in self.of("loss")
@@ -202,7 +196,7 @@ class RunHistory:
 
     @cached_property
     def pids(self) -> dict[int, int]:
-        """The first process of each rank."""
+        """{rank: its first process}"""
         return {event["rank"]: event["pid"] for event in reversed(self.of("worker"))}
 
     @cached_property
@@ -211,12 +205,12 @@ class RunHistory:
 
     @property
     def absences(self) -> tuple[Absence, ...]:
-        """When seats had nobody before the end, in the order of the losses and planned leaves."""
+        """Times of seats without a worker, in the order of the losses and planned leaves."""
         return tuple(self._absences.values())
 
     @cached_property
     def gone(self) -> dict[str, str]:
-        """Seats that are lost or have left before the end, and have nobody since, and why."""
+        """{seat whose worker was lost or has left and was not replaced: why}"""
         return {str(absence.seat): absence.why for absence in self.absences if not absence.is_over}
 
     @property
@@ -254,19 +248,18 @@ class RunHistory:
         )
 
     def _process(self, rank: int, place: int) -> int | None:
-        """The last process of ``rank`` before an event, as far as the log has it."""
+        """Return the last process of ``rank`` before the event at position ``place``, or None if the log has none."""
         known = (event["pid"] for at, event in reversed(self._workers) if at < place and event["rank"] == rank)
         return next(known, None)
 
     @cached_property
     def _workers(self) -> list[tuple[int, dict]]:
-        """The processes that the log has, each with its place there."""
+        """The worker events of the log, each with its position."""
         return [(place, event) for place, event in enumerate(self.events) if event["event"] == "worker"]
 
     def _fault(self, lost: dict) -> tuple[Fault | None, float]:
-        """What was injected that explains this loss, if that was it, and when it struck; else when the loss was seen.
-
-        A stopped process is found by its silence: where a connection broke, something else was the cause.
+        """Return the injected fault that explains this loss and when it struck, or None and when the loss was seen. A
+        stopped process is found by its silence: if its connection broke, the stop was not the cause.
         """
         for event in reversed(self.of("fault")):
             kind = event["fault"].partition(" ")[0]
@@ -275,13 +268,13 @@ class RunHistory:
             if event["seat"] == lost["seat"] and near and fits:
                 try:
                     return Fault.parse(event["fault"]), event["struck_at"]
-                except ValueError:  # a form of another release's
+                except ValueError:  # written by another release
                     continue
         return None, lost["seen_at"]
 
     @property
     def went_on(self) -> bool:
-        """Whether a step was committed after the last loss, be it that its own line is not in the log."""
+        """Whether a step was committed after the last loss, even if the commit's own line is missing in the log."""
         kinds = [event["event"] for event in self.events]
         after = kinds[max((place for place, kind in enumerate(kinds) if kind == "lost"), default=0) :]
         regrouped = "resume" in after and "committed" in after[after.index("resume") :]
@@ -289,7 +282,7 @@ class RunHistory:
 
     @property
     def reached(self) -> int:
-        """The last step that any event says was committed, its own line or not."""
+        """The last step that any event shows to be committed, even without the commit's own line."""
         ends = (event["step"] for event in self.of("finished") if number(event.get("step")))
         resumed = (event["committed"] for event in self.of("resume"))
         return max([self.last, *ends, *resumed])
@@ -304,20 +297,18 @@ class RunHistory:
 
     @property
     def before_s(self) -> float:
-        """Median seconds of a step before the first failure; nan where that came too soon."""
+        """Median seconds of a step before the first failure, NaN if that came too soon."""
         last = self.last_before
         first = max(min(self._before.at, default=1), self.batch_from(last)[0])
         return self._before.median_s(first + (WARM_UP if last >= first + WARM_UP else 1), last)
 
     def median_s(self, first: int, last: int) -> float:
-        """Median seconds of the steps ``first`` to ``last``; nan where none of them is known."""
+        """Return the median seconds of the steps ``first`` to ``last``, NaN if none is known."""
         return self._committed.median_s(first, last)
 
     @property
     def now_s(self) -> float:
-        """Median seconds of the last steps, none of which was interrupted; nan where there are none since the last
-        failure, or since somebody came back.
-        """
+        """Median seconds of the last steps since the last failure and the last return, NaN if there are none."""
         begins = [
             self.last - RECENT + 1,
             self.batch_from(self.last)[0],
@@ -328,8 +319,8 @@ class RunHistory:
 
     @property
     def meanwhile(self) -> tuple[float, int]:
-        """Median seconds of the steps without workers who have come back since, nan where there are none, and the last
-        of them.  The interrupted ones don't count.
+        """Median seconds of the steps without workers that have come back since, and the last of these steps.
+        Interrupted steps don't count; the median is NaN if there are no others.
         """
         without: set[int] = set()
         for absence in self.returns:
@@ -343,7 +334,7 @@ class RunHistory:
 
     @property
     def predicted(self) -> float | None:
-        """The planner's throughput with those that are left, where 1 is everybody's; None before they have a plan."""
+        """The planner's throughput with the live workers as a share of all workers', None before they have a plan."""
         if self.unmanned:
             return 0.0
         planned = max((number for number, event in enumerate(self.events) if event["event"] == "resume"), default=-1)
@@ -357,8 +348,8 @@ class RunHistory:
 
     @cached_property
     def end(self) -> dict | None:
-        """The event of the job's end, None before.  A coordinator that ends since the others may go on without it has
-        ended the job if nobody has.
+        """The event of the job's end, or None. A coordinator that ends because a standby may lead in its place counts
+        as the end if no other event does.
         """
         ends = [event for event in self.events if event["event"] in ("end", "finished")]
         last = self.coordinator.get("host")
@@ -367,34 +358,31 @@ class RunHistory:
 
     @property
     def coordinator(self) -> dict[str, Any]:
-        """The coordinator's process: its ``host`` and ``pid``, the process to ``stop`` it by, and the ``place`` of
-        these numbers.
-
-        Empty in logs that don't have it.
+        """The coordinator's ``host`` and ``pid``, the process to ``stop`` it by, and the ``place`` where these pids are
+        valid. Empty in logs without it.
         """
         last = next((event for event in reversed(self.of("coordinator"))), self.of("start")[0])
         return last.get("coordinator", {})
 
     @property
     def was_killed(self) -> bool:
-        """Whether the job was killed, as far as can be seen from here.
-
-        The log has no end, its coordinator ran on this boot and in this pid namespace, and that process is gone.
+        """Whether the job was killed, as far as can be seen from this host. True if the log has no end, its coordinator
+        ran on this boot and in this pid namespace, and that process is gone.
         """
         if self.end is not None or self.coordinator.get("place") != place():
             return False
         try:
-            # another process has its number
+            # the pid has been reused
             return psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S
         except psutil.NoSuchProcess:
             return True
 
     def rate(self, step_s: float, step: int) -> float:
-        """Samples a second, from seconds a step, for steps that trained as many samples as ``step``."""
+        """Return samples a second at ``step_s`` seconds a step, for steps with as many samples as ``step``."""
         return self.samples(step) / step_s if step_s else nan
 
     def samples(self, step: int) -> int:
-        """The samples that ``step`` trained, which are fewer than a batch where replicas were missing."""
+        """Return the samples trained in ``step``: less than a batch if replicas were missing."""
         return trained(self.batch_from(step)[1], self._commit_of.get(step, {}))
 
     @cached_property
@@ -402,37 +390,35 @@ class RunHistory:
         return {event["step"]: event for event in self.of("committed")}
 
     def batch_from(self, step: int) -> tuple[int, int]:
-        """The first step of those as large as ``step``, and their number of samples."""
+        """Return the first step since which the batch is as large as in ``step``, and its number of samples."""
         sizes = [(0, self.job["batch"]), *((event["step"], event["batch"]) for event in self.of("batch"))]
         return next(size for size in reversed(sizes) if size[0] <= step)
 
 
 def trained(batch: int, committed: Mapping[str, Any]) -> int:
-    """The samples of a step, of ``batch``, by its commit's event, which names the replicas that have contributed if
-    some have not.
+    """Return the samples of a step of ``batch`` by its commit event, which names the contributing replicas if not all
+    have contributed.
     """
     return batch * len(committed["contributed"]) // committed["replicas"] if "contributed" in committed else batch
 
 
 def place() -> str:
-    """The name of where processes have the numbers that this one sees: this boot and namespace."""
+    """Return a name for this boot and pid namespace: pids are valid within it only."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class EventLog:
-    """The event log of the run folder ``folder``, which is read on as it grows."""
+    """The event log of a run folder, read further as it grows."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bytes = self._lines = 0  # read so far
-        self._events: list[dict] = []  # of the last job; of all that the log has, before any has started
+        self._events: list[dict] = []  # of the last job, or of the whole log if none has started
         self._start: dict | None = None
 
     def history(self) -> RunHistory:
-        """The history until now of the last job that was started there.
-
-        Raises ValueError, in one line that names the log, where there is none, and where one of the events that are
-        told of lacks a field.
+        """Return the history so far of the last job started in the folder. Raises ValueError, in one line that names
+        the log, if there is none or a needed event lacks a field.
         """
         path = self._folder / EVENTS
         if not path.is_file():
@@ -447,7 +433,7 @@ class EventLog:
         if self._events[starts[-1]] is not self._start:
             self._start = self._events[starts[-1]]
             first = starts[-1]
-            while first and self._events[first - 1]["event"] == "worker":  # they are there before the start
+            while first and self._events[first - 1]["event"] == "worker":  # workers report before the start
                 first -= 1
             new = self._events = self._events[first:]
         try:
@@ -457,7 +443,7 @@ class EventLog:
         return RunHistory(tuple(self._events))
 
     def _read(self, path: Path) -> list[dict]:
-        """The events that have come since the last look."""
+        """Return the events since the last call."""
         with path.open("rb") as file:
             file.seek(self._bytes)
             *lines, rest = file.read().split(b"\n")
@@ -469,22 +455,21 @@ class EventLog:
 
 
 def last_event(path: Path) -> dict:
-    """The last whole event of a log; an empty dict where there is none.  Raises ValueError for what is no event."""
+    """Return the last whole event of a log, {} if there is none. Raises ValueError for a line that is no event."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     return next(iter(_parsed(lines[-1:], path, len(lines) - 1)), {})
 
 
 def read_events(path: Path) -> list[dict]:
-    """All whole lines of an event log so far; none where there is none.
-
-    Raises ValueError for what is no event.
+    """Return the events of all whole lines of a log, [] if there is none. Raises ValueError for a line that is no
+    event.
     """
     *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     return _parsed(lines, path)
 
 
 def _parsed(lines: list[bytes], path: Path, before: int = 0) -> list[dict]:
-    """The events of the lines behind the first ``before`` of a log.  Raises ValueError for what is no event."""
+    """Return the events of ``lines``, the first of which is line ``before + 1``. Raises ValueError for other lines."""
     events = []
     for place, line in enumerate(lines, before + 1):
         try:
@@ -498,7 +483,7 @@ def _parsed(lines: list[bytes], path: Path, before: int = 0) -> list[dict]:
 
 
 def _first_commit(events: Iterable[dict], step: int) -> float | None:
-    """When ``step`` was committed first, unless a checkpoint was loaded before that."""
+    """Return when ``step`` was first committed, None if a checkpoint was loaded before that."""
     for event in events:
         if event["event"] == "loaded":
             return None

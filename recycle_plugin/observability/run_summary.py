@@ -1,4 +1,4 @@
-"""What is told of a run at first sight: one sentence, why it ended, what ran where and when; for status and report."""
+"""Summary of a run, for status and report: one sentence, why it ended, what ran where and when."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from recycle_plugin.observability.run_history import KILLED, NO_REASON, Failure,
 
 UNKNOWN = "not in the log"
 THROUGH = " and came to its planned end"
-PLANNED = "all workers have left"  # how the text of a "finished" event begins where no other cause is known
-MANY_HOSTS = 16  # are counted and not named
-LONGEST = 200  # characters of a cause in the sentence
+PLANNED = "all workers have left"  # beginning of a "finished" event's text if no other cause is known
+MANY_HOSTS = 16  # more hosts are counted instead of named
+LONGEST = 200  # most characters of a cause in the sentence
 
 
 def sentence(history: RunHistory) -> str:
-    """What happened in the run of ``history``, and what it cost, in one sentence."""
+    """Return what happened in the run of ``history``, and its cost, in one sentence."""
     said = f"{_subject(history)} {_trained(history)}{_outcome(history)}"
     lost = history.failures
     if not lost:
@@ -44,7 +44,7 @@ def _subject(history: RunHistory) -> str:
 
 def _trained(history: RunHistory) -> str:
     commits = history.commits
-    if commits:  # without gaps but for lines that could not be written
+    if commits:  # steps are consecutive, apart from lines that could not be written
         steps = max(commits) - min(commits) + 1
         return f"trained {_count(steps, 'step')} in {seconds(max(commits.values()) - history.began)}"
     if history.reached:
@@ -76,9 +76,9 @@ def _seats(history: RunHistory) -> str:
 
 
 def cost(history: RunHistory) -> str:
-    """What the losses of workers cost: time to the next commits, and throughput from then on."""
+    """Return the cost of the lost workers: time to the next commits, and throughput since."""
     stalls: dict[float, float] = {}
-    for failure in history.failures:  # those of one step have its commit in common
+    for failure in history.failures:  # failures in one step share its commit
         if failure.committed_at is not None:
             stalls[failure.committed_at] = max(stalls.get(failure.committed_at, 0.0), failure.stall_s)
     if not stalls:
@@ -95,7 +95,7 @@ def cost(history: RunHistory) -> str:
 
 
 def _rates(history: RunHistory, before: float, now: float) -> str:
-    """Samples a second before the first failure and at the end; where all are back, also while they were not."""
+    """Return samples a second before the first failure and at the end; if all workers are back, also between."""
     usual, last = history.rate(before, history.last_before), history.rate(now, history.last)
     meanwhile = history.rate(*history.meanwhile)
     if history.gone or not isfinite(meanwhile):
@@ -105,19 +105,19 @@ def _rates(history: RunHistory, before: float, now: float) -> str:
 
 
 def end(history: RunHistory) -> str | None:
-    """Why the job ended; None while it has not, as far as its log tells."""
+    """Return why the job ended, None if its log shows no end."""
     if history.end:
         return history.end["text"] or NO_REASON
     return KILLED.format(**history.coordinator) if history.was_killed else None
 
 
 def exit_code(history: RunHistory) -> int:
-    """What a command about the run ends with: 0 while it goes on or where it came to its planned end, else 1."""
+    """Return the exit code of a command about the run: 0 if it goes on or came to its planned end, else 1."""
     return int(end(history) is not None and _outcome(history) != THROUGH)
 
 
 def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
-    """Name and text of what ran, where and when, and of what the losses were noticed by."""
+    """Yield name and text of what ran, where and when, and of how losses were noticed."""
     shape = history.shape
     yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
     yield "model", model(history)
@@ -135,7 +135,7 @@ def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
 
 
 def model(history: RunHistory) -> str:
-    """Layers and parameters of all stages, as far as their workers came to say them."""
+    """Return layers and parameters of all stages, if the workers of all stages have reported them."""
     told = {event["stage"]: event for event in history.of("stage")}
     if len(told) < history.shape.stages:
         return UNKNOWN
@@ -147,7 +147,7 @@ def model(history: RunHistory) -> str:
 
 
 def batch(history: RunHistory) -> str:
-    """Samples of a step, and of one micro-batch; of the last steps, where that has changed."""
+    """Return samples of a step and of a micro-batch, in the last steps if that has changed."""
     _, samples = history.batch_from(history.last)
     shape = history.shape
     each, rest = divmod(samples, shape.replicas * shape.micro_batches)
@@ -173,7 +173,7 @@ def hosts(history: RunHistory) -> str:
 
 
 def notice(history: RunHistory) -> str:
-    """How long after each fault the coordinator knew of it."""
+    """Return how long after each fault the coordinator knew of it."""
     return ", ".join(
         f"{failure.seat}: {seconds(failure.seen_at - failure.struck_at)} after the fault"
         if failure.fault
@@ -183,7 +183,7 @@ def notice(history: RunHistory) -> str:
 
 
 def slow_replicas(history: RunHistory) -> str:
-    """The replicas that were found to hold the exchange up, and by whom; empty where none was."""
+    """Return the replicas reported as slow, and by how much; "" if none was."""
     last = {event["replica"]: event for event in history.of("slow_replica")}
     told = []
     for replica, event in sorted(last.items()):
@@ -194,24 +194,24 @@ def slow_replicas(history: RunHistory) -> str:
 
 
 def checkpoints(history: RunHistory) -> str:
-    """How many were written, and the last one's path."""
+    """Return how many checkpoints were written, and the path of the last one."""
     written = history.of("checkpoint")
     return f"{len(written)} written, the last one {written[-1]['path']}" if written else "none"
 
 
 def these(seats: Iterable[Seat | str]) -> str:
-    """The seats in a list, ``0.1, 1.1``; of more than three the first two and how many more."""
+    """Return the seats as a list, ``0.1, 1.1``; of more than three the first two and the number of others."""
     named = list(map(str, seats))
     return ", ".join(named) if len(named) <= 3 else f"{named[0]}, {named[1]} and {len(named) - 2} more"
 
 
 def wall_clock(seconds_since_epoch: float) -> str:
-    """Local date and time, with the time zone's offset."""
+    """Return local date and time, with the time zone's offset."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds_since_epoch))
 
 
 def seconds(value: float) -> str:
-    """A duration to three figures, in seconds; in hours and minutes where it is long."""
+    """Return a duration in words: seconds to three figures, or hours and minutes if it is 2 min or more."""
     if value < 120:
         return f"{value:.3g} s"
     minutes = round(value / 60)

@@ -1,4 +1,4 @@
-"""A job on one screen: how it is, and what each of its seats does; of many seats a grid with a sign for each."""
+"""A job on one screen: its state, and each seat's activity; many seats become a grid with a sign for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recycle_plugin.observability.run_summary import end, seconds
 from recycle_plugin.observability.seats import STAYED, WORDS, Mark, SeatState, seat_states
 from recycle_plugin.observability.training_time import goodput
 
-FEW = 16  # seats that are listed, whatever they do
+FEW = 16  # seats that are listed in any case
 LEAST = 6  # lines that a grid leaves to the list
 RULED = 10  # stages between two numbers above a grid
 GREY, RED, YELLOW, CYAN = 90, 31, 33, 36  # ANSI colours
@@ -25,10 +25,10 @@ COLOURS = {
     Mark.LEAVES: GREY,
     Mark.LEFT: GREY,
 }
-"""Of the marks; those of who comes back are cyan."""
+"""Colours of the marks; those of newcomers are cyan."""
 
 Line = Sequence[tuple[str, Mark]]
-"""The pieces of a line, each with the mark that it is coloured by."""
+"""The pieces of a line, each with the mark that gives its colour."""
 
 
 def plain(text: str) -> Line:
@@ -36,7 +36,7 @@ def plain(text: str) -> Line:
 
 
 def printed(line: Line, columns: int, coloured: bool = False) -> str:
-    """The line as it is written, no longer than ``columns``; what is cut off ends in an ellipsis."""
+    """Return the line as written, cut off after ``columns`` with an ellipsis."""
     cut = len("".join(piece for piece, _ in line).rstrip()) > columns
     text, room = "", columns - cut
     for piece, mark in line:
@@ -48,7 +48,7 @@ def printed(line: Line, columns: int, coloured: bool = False) -> str:
 
 
 def screen(history: RunHistory, now: float, size: os.terminal_size) -> list[Line]:
-    """The lines at ``now``, in seconds since the epoch: no more than ``size`` has, and none longer."""
+    """Return the lines at ``now``, in seconds since the epoch, within the lines and columns of ``size``."""
     states = seat_states(history, now)
     shown = [*map(plain, head(history, now)), *legend(states, size.columns), plain("")]
     if len(states) <= min(FEW, size.lines - len(shown) - 1):
@@ -56,7 +56,7 @@ def screen(history: RunHistory, now: float, size: os.terminal_size) -> list[Line
     odd = sorted((state for state in states if state.mark != Mark.TRAINS), key=lambda state: [*Mark].index(state.mark))
     room = size.lines - len(shown)
     shown += grid(states, room - min(len(odd) + 2, LEAST) if odd else room)
-    left = size.lines - len(shown) - 3  # beside an empty line, the list's head and the last line
+    left = size.lines - len(shown) - 3  # minus an empty line, the list's head and the last line
     if odd and left > 0:
         shown += [plain(""), *listed(odd[:left], history)]
         shown += [plain(f"… and {len(odd) - left} more")] * (len(odd) > left)
@@ -64,7 +64,7 @@ def screen(history: RunHistory, now: float, size: os.terminal_size) -> list[Line
 
 
 def head(history: RunHistory, now: float) -> Iterator[str]:
-    """How the job as a whole is, in two lines."""
+    """Yield two lines on the job as a whole."""
     why, commits, lost, resumed = end(history), history.commits, history.of("lost"), history.of("resume")
     until = now if why is None else history.events[-1]["time"]
     told = [f"{'running for' if why is None else 'ran for'} {seconds(until - history.began)}", why or ""]
@@ -86,7 +86,7 @@ def head(history: RunHistory, now: float) -> Iterator[str]:
 
 
 def legend(states: Sequence[SeatState], columns: int) -> Iterator[Line]:
-    """How many seats do what, with their marks, in lines of at most ``columns``."""
+    """Yield how many seats have which mark, in lines of at most ``columns``."""
     stayed = {Mark.TRAINS: STAYED} if any(state.text == STAYED for state in states) else {}
     count, line, left = Counter(state.mark for state in states), list[tuple[str, Mark]](), columns
     for mark in filter(count.__getitem__, Mark):
@@ -100,9 +100,8 @@ def legend(states: Sequence[SeatState], columns: int) -> Iterator[Line]:
 
 
 def grid(states: Sequence[SeatState], lines: int) -> Iterator[Line]:
-    """A row for each replica with a sign for each stage, under the stages' numbers.
-
-    Where that takes more than ``lines``, replicas of which all train are left out, and then the last ones.
+    """Yield a row for each replica with a sign for each stage, under the stages' numbers. If that takes more than
+    ``lines``, replicas that all train are left out, and then the last ones.
     """
     rows: dict[int, list[SeatState]] = {}
     for state in states:
@@ -119,7 +118,7 @@ def grid(states: Sequence[SeatState], lines: int) -> Iterator[Line]:
 
 
 def listed(states: Sequence[SeatState], history: RunHistory) -> Iterator[Line]:
-    """A line for each seat: rank, host, step, and what it does."""
+    """Yield a line for each seat: rank, host, step, and activity."""
     hosts = history.hosts
     width = max([4, *(len(hosts.get(state.seat, "")) for state in states)])
     yield plain(f"{'seat':<7}{'rank':>5}  {'host':<{width}}  {'step':>7}  what it does")

@@ -1,4 +1,4 @@
-"""What has become of each seat of a job, as a mark and in words, as far as its event log tells."""
+"""The state of each seat of a job, as a mark and in words, as far as its event log tells."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from recycle_plugin.observability.run_summary import end, these
 
 
 class Mark(StrEnum):
-    """What a seat does, by the mark that it has; the most urgent first."""
+    """The mark for a seat's activity; the most urgent first."""
 
     SUSPECTED = "?"
     LOST = "x"
     REPLAYS = "R"
-    ARRIVES = "0-9"  # the tenths of its state that have come
+    ARRIVES = "0-9"  # the tenths of its state that have arrived
     FOLLOWS = "f"
     RUNS = "r"
     STARTS = "s"
@@ -51,17 +51,17 @@ PHASES = {
 }
 STAYED = "was there at the end"
 TRAINING = {Mark.TRAINS, Mark.WAITS, Mark.SUSPECTED, Mark.LEAVES, Mark.FOLLOWS}
-OVER = {"cleared", "lost", "left", "rejoined"}  # kinds of events after which a suspicion, or a leave, is none any more
+OVER = {"cleared", "lost", "left", "rejoined"}  # kinds of events that end a suspicion or a planned leave
 
 Told = dict[str, tuple[Mark, str]]
-"""By seat, its mark and words."""
+"""{seat: (mark, words)}"""
 
 
 class SeatState(NamedTuple):
-    """The state of a seat: its first ``rank``, its ``mark``, and the same in words, empty where it just trains.
+    """The state of a seat: its first ``rank``, its ``mark``, and the same in words, "" if it just trains.
 
-    ``step``: the one that it trains or follows, or that its script is at; None where the log does not say it.
-    ``share``: of its state that has come, while it catches up.
+    ``step``: the step that it trains or follows, or that its script is at; None if not in the log. ``share``: of its
+    state that has arrived, while it catches up.
     """
 
     seat: str
@@ -73,12 +73,12 @@ class SeatState(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """The one character that stands for it."""
+        """The character that stands for it."""
         return str(min(9, int(10 * self.share))) if self.mark == Mark.ARRIVES else self.mark
 
 
 def seat_states(history: RunHistory, now: float) -> list[SeatState]:
-    """All seats of ``history``, in order, at ``now``, in seconds since the epoch."""
+    """Return all seats of ``history`` in order, at ``now`` in seconds since the epoch."""
     over = end(history) is not None
     told: Told = dict.fromkeys(sorted(history.seats, key=Seat.parse), (Mark.TRAINS, STAYED if over else ""))
     told |= {} if over else _waiting(history) | _asked(history)
@@ -102,7 +102,7 @@ def _gone(history: RunHistory, now: float) -> Told:
 
 
 def _asked(history: RunHistory) -> Told:
-    """Who is suspected, or has been asked to leave."""
+    """Return the seats that are suspected or asked to leave."""
     found: Told = {}
     for event in history.events:
         seat = history.seat_of.get(event.get("rank", -1), "")
@@ -117,7 +117,7 @@ def _asked(history: RunHistory) -> Told:
 
 
 def _waiting(history: RunHistory) -> Told:
-    """Who waits for whom, where a stage has nobody, or all stand still."""
+    """Return the waiting seats, and for whom they wait, if a stage is empty or all stand still."""
     if stages := history.unmanned:
         why = f"waits for stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}, which nobody holds"
         return {str(seat): (Mark.WAITS, why) for seat in history.view.live}

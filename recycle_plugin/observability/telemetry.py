@@ -1,7 +1,7 @@
 """Writing what people read and no training depends on: logs, traces, the lines on the console.
 
-Where it can't be written, since the disk is full for instance, it is dropped; that is said once, and it is tried again
-now and then.  Once it can be written again, that is said too.
+If it can't be written, because the disk is full for instance, it is dropped; that is reported once, and writing is
+tried again now and then. Success after a failure is reported too.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import BinaryIO
 
 from recycle_plugin.folders import refusal
 
-RETRY_S = 1.0  # between two attempts: a full disk may take its time to say so
-KEPT = 10_000  # lines that may wait for room
+RETRY_S = 1.0  # between two attempts: a full disk may be slow to report
+KEPT = 10_000  # most lines that wait for room
 UNWRITTEN, WRITTEN = "unwritten", "written"  # kinds of events
 
 Say = Callable[..., None]
-"""Of the kind of an event, its text, and as a keyword the ``path``."""
+"""Called with the kind of an event, its text, and the keyword ``path``."""
 
 
 class Droppable:
-    """Something that is written to ``path``, and of which a ``unit`` may be dropped.  ``say`` tells the user."""
+    """Output to ``path``, of which a ``unit`` may be dropped. ``say`` reports failures to the user."""
 
     def __init__(self, path: Path | str, unit: str, say: Say) -> None:
         self.path = path
         self._unit, self._say = unit, say
         self._failing = False
-        self._again = 0.0  # when it is tried again
+        self._again = 0.0  # time of the next attempt, by the monotonic clock
 
     def attempt(self, write: Callable[[], None], errors: type[Exception] = OSError) -> bool:
-        """Try to ``write``; returns whether it is done, else that is dropped."""
+        """Try to ``write``, and return whether that succeeded; after a failure the data is dropped."""
         if self._failing and time.monotonic() < self._again:
             return False
         try:
@@ -46,7 +46,7 @@ class Droppable:
         return True
 
     def at_once(self) -> None:
-        """Make the next attempt whenever it comes, without a pause."""
+        """Allow the next attempt without a pause."""
         self._again = 0.0
 
     def _fail(self, error: Exception) -> None:
@@ -64,12 +64,12 @@ class Droppable:
 
 
 def console() -> Path:
-    """The file that this process prints to, or whatever else its standard output is."""
+    """Return the file, or whatever else, that this process's standard output is."""
     return Path(os.path.realpath("/proc/self/fd/1"))
 
 
 class LineFile:
-    """A file that lines are appended to, each whole or not at all; it is opened with the first one."""
+    """A file to which lines are appended, each whole or not at all; it is opened with the first line."""
 
     def __init__(self, path: Path, say: Say) -> None:
         self.path = path
@@ -78,13 +78,13 @@ class LineFile:
         self._kept: deque[str] = deque(maxlen=KEPT)
 
     def add(self, line: str, keep: bool = False) -> None:
-        """Append a line.  ``keep``: it is not dropped, and waits until there is room."""
+        """Append a line. ``keep``: it waits until there is room, as one of at most 10,000, instead of being dropped."""
         if keep:
             self._kept.append(line)
         self._target.attempt(lambda: self._append([] if keep else [line]))
 
     def close(self) -> None:
-        """Try once more to write what waits, and close the file."""
+        """Try once more to write the waiting lines, and close the file."""
         if self._kept:
             self._target.at_once()
             self.add(self._kept.pop(), keep=True)
@@ -98,7 +98,7 @@ class LineFile:
             _write(self._file, "".join(f"{line}\n" for line in (*self._kept, *lines)).encode())
             self._kept.clear()
         except OSError:
-            self._let_go()  # it is opened anew: the file may be another one then
+            self._let_go()  # opened anew next time: by then it may be another file
             raise
 
     def _let_go(self) -> None:
@@ -106,17 +106,17 @@ class LineFile:
         if file is not None:
             try:
                 file.close()
-            except OSError:  # as where a quota is found out late
+            except OSError:  # for instance a quota that is reported late
                 pass
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
-    """Append all of ``data`` to ``file``, or nothing.  Raises OSError."""
+    """Append all of ``data`` to ``file``, or nothing. Raises OSError."""
     done = 0
     try:
         while done < len(data):
             done += file.write(data[done:])
     except OSError:
-        with suppress(OSError):  # what can't be cut off either is no file
+        with suppress(OSError):  # a file that can't be truncated is not a regular file
             os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - done)
         raise

@@ -1,4 +1,4 @@
-"""The traces of workers: what each executed, one span a line, so that a killed worker's trace ends where it died."""
+"""Traces of workers, one span a line, so that a killed worker's trace ends where it died."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from recycle_plugin.observability.telemetry import LineFile, Say
 
 
 class TraceFile(Observer):
-    """One worker's trace ``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.
-
-    ``say`` is told of what can't be written.
+    """A worker's trace ``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch. ``say``
+    reports what can't be written.
     """
 
     def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
@@ -28,9 +27,8 @@ class TraceFile(Observer):
 
 
 def read_traces(folder: Path) -> list[Span]:
-    """All workers' spans, in order of their start; a line that its worker died in writing is left out.
-
-    Raises ValueError that names the file, and the line, of what is no trace.
+    """Return all workers' spans, ordered by their start; a last line that its worker did not complete is left out.
+    Raises ValueError that names the file and the line if one is no span.
     """
     spans = []
     for path in sorted(folder.glob("*.txt")):

@@ -1,4 +1,4 @@
-"""Goodput: how much of a job's time its committed steps are worth, by its events."""
+"""Goodput of a job, computed from its events: how much of its time its committed steps are worth."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 
 from recycle_plugin.observability.run_history import RunHistory, trained
 
-TIMED = 1000  # undisturbed steps that the usual step is taken from, at most
+TIMED = 1000  # most undisturbed steps from which the usual step is taken
 
 
 class TrainingTime:
-    """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps
-    are worth.
+    """The effective training time ratio (ETTR) of a job.
 
     Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the
-    part of the time in which a job made progress that it kept.  Here a job also goes on with fewer workers, more
-    slowly, so what it has done is counted::
+    share of time in which a job made progress that it kept. Here a job also goes on more slowly, with fewer workers, so
+    the committed work is counted::
 
         ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
 
-    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first
-    ones (RunHistory.before_s).  It is NaN until two steps are committed, for good where somebody was lost before; the
-    end of the job stops the clock.
+    The usual seconds a sample are the median of this job's own steps before the first loss or leave, without the first
+    steps (RunHistory.before_s). The ratio is NaN until two steps are committed, and for good if a worker was lost
+    before that. The end of the job stops the clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._undisturbed: list[dict] = []  # as the log has them: the start, batch sizes, and the first commits
+        self._undisturbed: list[dict] = []  # as in the log: the start, batch sizes, and the first commits
         self._disturbed = False
         self._began = self._ended = nan
         self._step = self._batch = 0
@@ -44,7 +43,7 @@ class TrainingTime:
             case "committed":
                 self._samples += trained(self._batch, details)
                 self._step = details["step"]
-            case "loaded":  # to an earlier step, if it costs something
+            case "loaded":  # an earlier step, if the load costs anything
                 self._samples = max(0, self._samples - max(0, self._step - details["step"]) * self._batch)
                 self._step = details["step"]
             case "lost" | "leaving":
@@ -56,7 +55,7 @@ class TrainingTime:
             self._undisturbed.append({"time": now, "event": kind, **details})
 
     def ratio(self) -> float:
-        """The ratio now; NaN where it is not known."""
+        """Return the ratio now, NaN if not known."""
         since_s = min(self._clock(), self._ended) - self._began
         return self._samples * self._usual_s() / since_s if since_s > 0 else nan
 
@@ -68,7 +67,7 @@ class TrainingTime:
 
 
 def goodput(history: RunHistory, now: float) -> float:
-    """The effective training time ratio of a run at ``now``, in seconds since the epoch; NaN where it is not known."""
+    """Return the effective training time ratio of a run at ``now``, in seconds since the epoch, NaN if not known."""
     time = TrainingTime(lambda: now)
     for event in history.events:
         time.take(event["event"], event, event["time"])
