@@ -1,11 +1,12 @@
-"""Blocks: the units in which exact mode adds gradients, so that the sum has the same bits whoever computes.
+"""Blocks: the units in which exact mode adds gradients, so that a sum has the same bits whichever workers compute it.
 
-Floating-point sums depend on their order.  A *block* is so many consecutive micro-batches of one logical replica on one
-stage (all of them unless told otherwise).  One worker runs all of it and adds its weight gradients in ascending order,
-from nothing; then everybody adds the blocks' sums in the blocks' order.  Neither says who does it.  A larger block
-leaves routing less freedom; each block beyond a worker's first takes it one more buffer of the gradients' size.
+Floating-point sums depend on their order. A *block* is a run of consecutive micro-batches of one logical replica on one
+stage (by default all of them). One worker runs the whole block and adds its weight gradients in ascending order,
+starting from nothing. Then the blocks' sums are added in the order of the blocks. Neither order depends on who
+computes. A larger block leaves routing less freedom. Each block beyond a worker's first costs one more buffer of the
+gradients' size.
 
-A block of one micro-batch binds nobody: that is what planning without exact mode amounts to.
+Planning without exact mode uses blocks of one micro-batch, which bind nobody.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 class Block(NamedTuple):
-    """Block ``number`` (from 0) of ``replica``'s micro-batches on one stage.  Sorted, blocks are in the order in which
-    their sums are added.
-    """
+    """Block ``number`` (from 0) of ``replica``'s micro-batches on one stage. Blocks sort in the order of their sums."""
 
     replica: int
     number: int
@@ -28,27 +27,23 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a job of shape ``topology``: ``size`` consecutive micro-batches each, a replica's last one perhaps
-    fewer.
+    """The blocks of a job of shape ``topology``, of ``size`` consecutive micro-batches; a replica's last is the
+    rest.
     """
 
     topology: Topology
     size: int
 
     def of(self, micro_batch: MicroBatch) -> Block:
-        """The block that ``micro_batch`` belongs to."""
+        """Return the block of ``micro_batch``."""
         return Block(micro_batch.replica, micro_batch.index // self.size)
 
     def before(self, micro_batch: MicroBatch) -> MicroBatch | None:
-        """The micro-batch whose weight gradient is added to the block's sum right before this one's; None for a block's
-        first.
-        """
+        """Return the micro-batch whose weight gradient is added right before this one's; None for the block's first."""
         return MicroBatch(micro_batch.replica, micro_batch.index - 1) if micro_batch.index % self.size else None
 
     def members(self) -> dict[Block, tuple[MicroBatch, ...]]:
-        """The micro-batches of every block, in the order in which their weight gradients are added.  Costs time in
-        proportion to the micro-batches of a step.
-        """
+        """Return the micro-batches of every block, in the order in which their weight gradients are added."""
         found: dict[Block, list[MicroBatch]] = {}
         for micro_batch in self.topology.batch:
             found.setdefault(self.of(micro_batch), []).append(micro_batch)

@@ -6,16 +6,16 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """A reason to suspect a worker or to give it up.  The value stands in the events ``lost`` and ``suspected``, and
-    labels metrics: it stays the same from release to release.
+    """A reason to suspect a worker or to give it up. The value stands in the events ``lost`` and ``suspected`` and
+    labels metrics, so it stays the same from release to release.
     """
 
     ERROR = "error"  # its script ended with an error
     DIED = "died"  # its process ended, or its connection broke: which of the two is seen first is chance
-    SILENT = "silent"  # nothing came from it, nor from its supervisor
-    STOPPED = "stopped"  # its process had got SIGSTOP or the like
-    STUCK = "stuck"  # it did not get on with what others waited for
-    DIFFERS = "differs"  # its state is unlike that of its stage's other replicas
+    SILENT = "silent"  # neither it nor its supervisor was heard
+    STOPPED = "stopped"  # its process was stopped, by SIGSTOP or the like
+    STUCK = "stuck"  # it made no progress with what others waited for
+    DIFFERS = "differs"  # its state differs from that of its stage's other replicas
     LINK = "link"  # data between it and another live worker was lost again and again
     CONFUSED = "confused"  # it said what can't be (core/coordinator/words.py)
     TOGETHER = "together"  # it shares a failure domain with one that is lost

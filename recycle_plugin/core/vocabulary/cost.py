@@ -1,4 +1,4 @@
-"""The cost model: what each instruction costs, in integer microseconds (or in ticks, where a schedule is drawn)."""
+"""The cost model: what each instruction costs, in integer microseconds (or in ticks, for a schedule that is drawn)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from recycle_plugin.core.vocabulary.instruction import Op
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs per stage, in microseconds.  All tuples have one entry per stage, or none where they have a default.
+    """Costs per stage, in microseconds. Each tuple has one entry per stage; a tuple with a default may be empty.
 
     ``forward``, ``input``, ``weight``: one micro-batch's F, I and W. ``communication``: one boundary tensor from worker
     to worker (latency plus transfer). ``reduce``, ``step``: the stage's gradient sum and optimizer step; 0 by default.
     ``tie``: the sum of tied weights' gradients over the stages that share them. ``dispatch``: fixed cost of every
-    instruction, whatever it does. ``backward``: B, both gradients at once; input + weight by default.
-    ``communication_across``: a boundary tensor between workers of different replicas; ``communication`` by default.
-    ``slowness``: seats whose worker needs more (or less) time for F, I, W and B, in percent of the stage's: 150 is half
-    as slow again. ``activation_bytes``, ``pending_bytes``: what one micro-batch holds from its F on, and from its I
-    until its W; with activation checkpointing the second is the larger.  Needed for ``Policy.memory_bytes``.
+    instruction. ``backward``: B, both gradients at once; input + weight by default. ``communication_across``: a
+    boundary tensor between workers of different replicas; ``communication`` by default. ``slowness``: seats whose
+    worker needs more (or less) time for F, I, W and B, in percent of the stage's: 150 is half as slow again.
+    ``activation_bytes``, ``pending_bytes``: what one micro-batch holds from its F to its I, and from its I to its W;
+    with activation checkpointing the second is larger. Both are needed for ``Policy.memory_bytes``. Raises ValueError
+    for a tuple of the wrong length or a number out of range.
     """
 
     forward: tuple[int, ...]
@@ -53,9 +54,7 @@ class CostModel:
             raise ValueError(f"costs.slowness = {self.slowness}: percent of the stage's time, at least 1")
 
     def slowed(self, measured: tuple[tuple[Seat, int], ...]) -> CostModel:
-        """A copy in which the measured ``slowness`` (seats and percent) is added to, and replaces, what was known
-        before.
-        """
+        """Return a copy to which the ``measured`` slowness (seats and percent) is added; it replaces earlier values."""
         return replace(self, slowness=tuple(sorted({**dict(self.slowness), **dict(measured)}.items())))
 
     @classmethod
@@ -69,9 +68,7 @@ class CostModel:
         reduce: int = 0,
         step: int = 0,
     ) -> CostModel:
-        """A cost model with the same costs on every one of ``stages`` stages; the default is the papers' F = I = W
-        = 1.
-        """
+        """Return a cost model with the same costs on all ``stages`` stages; by default the papers' F = I = W = 1."""
         return cls(
             (forward,) * stages,
             (input,) * stages,
@@ -86,9 +83,8 @@ class CostModel:
         return len(self.forward)
 
     def of(self, op: Op, stage: int, seat: Seat | None = None) -> int:
-        """Microseconds that ``op`` occupies its worker on ``stage``; transfers occupy nobody.
-
-        ``seat``: the worker's, where its own speed is to count.
+        """Return the microseconds for which ``op`` occupies its worker on ``stage``, at ``seat``'s own speed if given;
+        0 for transfers.
         """
         if op in (Op.REDUCE, Op.TIE, Op.STEP):
             return self.dispatch + {Op.REDUCE: self.reduce[stage], Op.TIE: self.tie, Op.STEP: self.step[stage]}[op]
@@ -107,13 +103,11 @@ class CostModel:
         return spent if percent == 100 else -(-spent * percent // 100)
 
     def percent(self, seat: Seat) -> int:
-        """The time that the worker at ``seat`` takes, in percent of its stage's cost; 100 unless it is in
-        ``slowness``.
-        """
+        """Return the time that the worker at ``seat`` takes, in percent of its stage's cost; 100 by default."""
         return self._percent.get(seat, 100)
 
     def transfer(self, sender: Seat, receiver: Seat) -> int:
-        """The microseconds from when a boundary tensor is made at ``sender`` until it is at ``receiver``."""
+        """Return the microseconds from when a boundary tensor is made at ``sender`` until it is at ``receiver``."""
         across = self.communication_across
         return self.communication if across is None or sender.replica == receiver.replica else across
 

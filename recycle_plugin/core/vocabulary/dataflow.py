@@ -1,9 +1,9 @@
 """Dependencies, stated once: what an instruction needs, uses up and leaves behind.
 
 Simulator, lowering, the runtime's waits and the trace's arrows are all derived from ``requires``, ``consumes`` and
-``provides``; what the planner says of them in arrays is compared with these (planner/verify.py for plans, and for
-planner/closure.py the tests).  A datum carries its step, because with staggered
-stages two steps are in flight and an activation of step k must never be taken for one of k+1.
+``provides``. The planner's array versions are compared with these: planner/verify.py does so for plans, and the tests
+for planner/closure.py. A datum carries its step: with staggered stages two steps are in flight, and an activation of
+step k must never be taken for one of k+1.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 
 TRAVELS = frozenset({"act", "grad"})
-"""Kinds that cross from worker to worker (and may be logged); all others die with their worker."""
+"""Kinds that cross from worker to worker (and may be logged); data of all other kinds dies with its worker."""
 
 
 class Datum(NamedTuple):
     """A value that an instruction makes, of kind ``data``, ``act``, ``grad``, ``stash``, ``inner``, ``wgrad``,
-    ``reduced``, ``tied``, ``norm`` or ``params``; besides these, ``drawn`` from an iterator, and a ``loss``.
-    ``micro_batch`` is None where the value is of the whole stage.
+    ``reduced``, ``tied``, ``norm`` or ``params``; also ``drawn`` from an iterator, and a ``loss``. ``micro_batch`` is
+    None if the value belongs to the whole stage.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Datum(NamedTuple):
 
     @property
     def made_of(self) -> MicroBatch:
-        """The micro-batch of a datum that is not of a whole stage; AssertionError for one that is."""
+        """The datum's micro-batch. Raises AssertionError for a datum of a whole stage."""
         assert self.micro_batch is not None, f"{self} is of a whole stage"
         return self.micro_batch
 
@@ -43,13 +43,13 @@ class Datum(NamedTuple):
 
 
 def of_layers(kind: str, seat: Seat, step: int) -> Datum:
-    """The name of what there is once in ``step`` for all the layers that a worker at ``seat`` holds."""
+    """Return the name of the datum that exists once per ``step`` for all layers of the worker at ``seat``."""
     return Datum(kind, seat.chunk, None, step)
 
 
 def goes_to(datum: Datum, stages: int) -> int | None:
-    """The stage that consumes a boundary tensor, in a pipeline of ``stages`` stages; None for an activation of the last
-    stage and a gradient of the first.
+    """Return the stage that consumes a boundary tensor; None for the last stage's activation and the first's
+    gradient.
     """
     stage = datum.stage + (1 if datum.kind == "act" else -1)
     return stage if 0 <= stage < stages else None
@@ -62,11 +62,11 @@ def requires(
     tied: bool = False,
     drawn: bool = False,
 ) -> tuple[Datum, ...]:
-    """The data that must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
+    """Return the data that must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
 
-    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``:
-    the stage shares weights, so that what is judged and applied is the sum over all stages that do.  ``drawn``: data is
-    read from plain iterators (core/vocabulary/iterator_draws.py).
+    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients. ``tied``:
+    the stage shares weights, so the sum over all sharing stages is judged and applied. ``drawn``: data is read from
+    plain iterators (core/vocabulary/iterator_draws.py).
     """
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
     last = stage == stages - 1
@@ -100,9 +100,9 @@ def requires(
 
 
 def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-    """The part of what ``instruction`` requires that is gone afterwards from the worker that ran it.
+    """Return the part of what ``instruction`` requires that the worker no longer has after running it.
 
-    Parameters stay; so does, until the step is committed, what a SEND or a STEP has used: a peer may need it again.
+    Parameters stay. What a SEND or a STEP has used stays until the step is committed, because a peer may need it again.
     """
     if instruction.op not in (Op.F, Op.I, Op.B, Op.W, Op.REDUCE):
         return ()
@@ -110,7 +110,7 @@ def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
 
 
 def provides(instruction: Instruction) -> tuple[Datum, ...]:
-    """The data that exists after ``instruction`` has run; none for sends and receives."""
+    """Return the data that exists after ``instruction`` has run; empty for sends and receives."""
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
 
     def made(*kinds: str) -> tuple[Datum, ...]:

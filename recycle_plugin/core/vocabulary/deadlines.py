@@ -1,9 +1,9 @@
-"""All deadlines of a running job in one place: who waits how long for what, and what happens then.
+"""All deadlines of a running job: who waits how long for what, and what happens then.
 
-To give a healthy worker up costs a worker; to wait for a dead one costs time.  A process that ends and a connection
-that breaks are seen at once and have no deadline.  These are for what is silent, stopped or stuck, which a slow moment
-looks like too: a long micro-batch, a switch that fails over, a virtual machine that moves, a disk that is busy.  So
-suspicion comes first (a third of the time), and whoever may be healthy gets more time than whoever hardly can be.
+Giving up a healthy worker costs a worker; waiting for a dead one costs time. An ended process and a broken connection
+are seen at once and have no deadline. Deadlines are for workers that are silent, stopped or stuck. A slow moment looks
+the same: a long micro-batch, a switch that fails over, a virtual machine that moves, a busy disk. So suspicion comes
+first (after a third of the time), and a worker that may be healthy gets more time than one that hardly can be.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import NamedTuple
 
-SUSPECTED = 1 / 3  # of a deadline: then it is said
+SUSPECTED = 1 / 3  # of a deadline, after which a suspicion is reported
 STEPS = 3  # median steps: what an instruction may take in slow jobs, whatever the settings say
-TICK_S = 0.25  # how often the failure detector is told the time
-LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
-HEARD_A_SECOND = 512  # heartbeats of each sort, in large jobs
-WORKER_BEAT_S, SUPERVISOR_BEAT_S = 1.0, 0.5  # between two heartbeats of one, in small ones
-STALL = 2  # times an instruction's deadline: whoever is to blame for a standstill must have had the time to be found
+TICK_S = 0.25  # between two ticks of the failure detector
+LATE_S = 2 * TICK_S  # the most time that is counted between two ticks
+HEARD_A_SECOND = 512  # heartbeats of each sort that the coordinator hears, in large jobs
+WORKER_BEAT_S, SUPERVISOR_BEAT_S = 1.0, 0.5  # between two heartbeats of one process, in small jobs
+STALL = 2  # times an instruction's deadline: the worker to blame for a standstill, if there is one, is found first
 APART = 8  # times heartbeat_timeout_s, within which the others have long given up a worker that hears nobody
 
 
 class Deadline(NamedTuple):
-    """One row of the table of deadlines: after ``seconds`` without what is ``awaited``, ``then`` happens.  ``setting``
-    names the setting that decides the time.
-    """
+    """A row of the table: after ``seconds``, decided by ``setting``, without what is ``awaited``, ``then`` happens."""
 
     seconds: float
     setting: str
@@ -35,7 +33,7 @@ class Deadline(NamedTuple):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The deadlines of a job in seconds, each named like the setting that it comes from; infinite where it is off."""
+    """The deadlines of a job in seconds, each named like its setting; infinite if it is off."""
 
     heartbeat_timeout_s: float = inf
     progress_timeout_s: float = inf
@@ -45,32 +43,26 @@ class Deadlines:
     wait_timeout_s: float = inf
 
     def instruction_s(self, step_s: float) -> float:
-        """The seconds that an instruction may take while its process uses no CPU.  ``step_s``: the median step in
-        seconds, 0 where it is not known.
-        """
+        """Return the seconds for an instruction whose process uses no CPU. ``step_s``: the median step, or 0."""
         return max(self.progress_timeout_s, STEPS * step_s)
 
     def busy_s(self, step_s: float) -> float:
-        """The seconds that an instruction may take while its process computes.  ``step_s``: the median step in seconds,
-        0 where it is not known.
-        """
+        """Return the seconds for an instruction whose process computes. ``step_s``: the median step, or 0."""
         return max(self.busy_timeout_s, STEPS * step_s)
 
     def stall_s(self, step_s: float) -> float:
-        """The seconds for which everybody may wait for each other while nobody does anything.  ``step_s``: the median
-        step in seconds, 0 where it is not known.
-        """
+        """Return the seconds for which all may wait for each other idly. ``step_s``: the median step, or 0."""
         return STALL * self.instruction_s(step_s)
 
     @property
     def cut_off_s(self) -> float:
-        """The seconds without a word of the coordinator after which a worker ends."""
+        """The seconds without a message from the coordinator after which a worker ends."""
         return APART * self.heartbeat_timeout_s
 
     @property
     def agreement_s(self) -> float:
-        """The seconds for which the survivors of a failure may wait for each other: whoever is late is given up before,
-        and no worker has waited for too long yet.
+        """The seconds for which the survivors of a failure may wait for each other: longer than it takes to give up a
+        worker that is late, and shorter than any worker's ``wait_timeout_s``.
         """
         return (self.idle_timeout_s + self.wait_timeout_s) / 2
 
@@ -123,8 +115,8 @@ class Deadlines:
         return sorted((row for row in rows if isfinite(row.seconds)), key=lambda row: row.seconds)
 
     def contradictions(self) -> list[tuple[str, str]]:
-        """The pairs of settings that contradict each other: the first has to fire no later than the second (and
-        earlier, where the second is ``wait_timeout_s``), and does not.
+        """Return the pairs of settings that contradict each other: the first must not exceed the second (and must be
+        less if the second is ``wait_timeout_s``), and does.
         """
         pairs = (
             ("progress_timeout_s", "busy_timeout_s"),
@@ -142,21 +134,22 @@ class Deadlines:
 
 
 def lease_s(deadlines: Deadlines) -> float:
-    """The seconds after a heartbeat for which its worker is not given up for silence.  It is the shorter of
-    ``progress_timeout_s`` and of what ``heartbeat_timeout_s`` leaves where the failure detector is told the time late.
+    """Return the seconds after a heartbeat for which its worker is not given up for silence. They are the shorter of
+    ``progress_timeout_s`` and of what remains of ``heartbeat_timeout_s`` if the failure detector's ticks come late.
     """
     return min(deadlines.progress_timeout_s, deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
 
 def paced_s(every_s: float, ranks: int, deadlines: Deadlines) -> float:
-    """The seconds between two heartbeats of one process in a job of ``ranks``: ``every_s`` in small ones.  One process
-    hears them all, so that in large jobs each speaks less often, yet five times within ``heartbeat_timeout_s``.
+    """Return the seconds between two heartbeats of one process in a job of ``ranks`` processes: ``every_s`` in small
+    jobs. One coordinator hears all heartbeats, so in large jobs each process sends fewer, yet five within
+    ``heartbeat_timeout_s``.
     """
     return max(every_s, min(ranks / HEARD_A_SECOND, deadlines.heartbeat_timeout_s / 5))
 
 
 def shown(table: list[Deadline]) -> str:
-    """The table of deadlines as text, one line for each."""
+    """Return the table of deadlines as text, one line for each."""
     width = max((len(f"{row.seconds:g}") for row in table), default=0)
     return "\n".join(
         f"  {row.seconds:>{width}g} s  {row.awaited}: then {row.then} (recycle.{row.setting})" for row in table

@@ -1,6 +1,4 @@
-"""The routing of an evaluation (core/worker/evaluation.py): which live seats read its micro-batches, and which run
-them.
-"""
+"""The routing of an evaluation (core/worker/evaluation.py): which live seats read its micro-batches, which run them."""
 
 from __future__ import annotations
 
@@ -12,10 +10,8 @@ END = "the end of evaluation"
 
 
 def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
-    """For each replica, the seats that read its inputs and its labels: its own first and last stage, or the one of them
-    that lives for both.
-
-    Replicas that have lost both ends are left out.  Costs time in proportion to the replicas.
+    """Return for each replica the seats that read its inputs and its labels: its first and last stage, or for both the
+    live one. Replicas that have lost both ends are left out.
     """
     found = {}
     for replica in range(view.topology.replicas):
@@ -27,19 +23,19 @@ def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
 
 
 def end_of(number: int) -> str:
-    """The name of the barrier at the end of evaluation ``number``, which has all losses of it."""
+    """Return the name of the barrier at the end of evaluation ``number``; all its losses are known there."""
     return f"{END} {number}"
 
 
 def ended_at(place: str) -> int | None:
-    """The number of the evaluation whose end is the barrier ``place``; None for another barrier."""
+    """Return the number of the evaluation whose end is the barrier ``place``; None for another barrier."""
     what, _, number = place.rpartition(" ")
     return int(number) if what == END else None
 
 
 def runner(plan: Plan, stage: int, micro_batch: MicroBatch) -> Seat:
-    """The seat that runs ``micro_batch`` of an evaluation on ``stage``.  An evaluation may have more micro-batches than
-    a step; those beyond are routed as the step's are, in turn.
+    """Return the seat that runs ``micro_batch`` of an evaluation on ``stage``. An evaluation may have more
+    micro-batches than a step; the further ones are routed like the step's, in turn.
     """
     replica, index = micro_batch
     return plan.route[stage, MicroBatch(replica, index % plan.view.topology.micro_batches)]

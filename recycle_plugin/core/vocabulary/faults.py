@@ -1,9 +1,9 @@
 """Injected faults by name, so that one script means the same in the simulator and in real processes.
 
 ``kill 0.1 before 1F0.2@5``: the worker of seat 0.1 dies when it is about to run stage 1's forward of micro-batch 0.2 in
-step 5.  ``kill 0.1 at recovery.report``: it dies when its recovery reaches that point for the first time
-(``recovery.report:2``: for the second time).  ``kill 0.1#1 at recovery.report``: the worker that has come back in its
-place does, while without a number it is the first process of the seat.
+step 5. ``kill 0.1 at recovery.report``: it dies when its recovery reaches that point for the first time
+(``recovery.report:2``: for the second time). ``kill 0.1#1 at recovery.report``: the seat's second process dies there;
+without a number the seat's first process does.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _FORM = re.compile(
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault to inject: ``kind`` strikes the worker at ``seat`` when it is ``when`` (before, after or at) ``where``
-    for the ``count``-th time.  ``where`` is the text of an instruction, or one of POINTS after "at"; ``incarnation``:
-    which process of the seat's.  Raises ValueError for an unknown kind or point, and for no instruction.
+    for the ``count``-th time. ``where`` is the text of an instruction or, after "at", one of POINTS. ``incarnation``:
+    which process of the seat, from 0. Raises ValueError for an unknown kind or point, or text that is no instruction.
     """
 
     kind: str
@@ -71,9 +71,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """The fault that ``text`` describes, for instance ``kill 0.1 before 1F0.2@5``.  Raises ValueError that shows
-        the form.
-        """
+        """Return the fault that ``text`` describes, like ``kill 0.1 before 1F0.2@5``. Raises ValueError otherwise."""
         match = _FORM.fullmatch(" ".join(text.split()))
         if match is None:
             raise ValueError(
@@ -85,18 +83,15 @@ class Fault:
 
 
 class FaultScript:
-    """The faults of one process, the ``incarnation``-th at ``seat``, each of which strikes once.
-
-    ``pending``: those that are still to strike.
-    """
+    """The faults of one process, the ``incarnation``-th at ``seat``; each strikes once. ``pending``: those to come."""
 
     def __init__(self, faults: tuple[Fault, ...], seat: Seat, incarnation: int = 0) -> None:
         self.pending = [fault for fault in faults if fault.seat == seat and fault.incarnation == incarnation]
         self._seen: dict[tuple[str, str], int] = {}
 
     def due(self, when: str, where: str) -> Fault | None:
-        """The fault that strikes now, or None; it is then used up.  ``where``: the text form of the instruction or
-        point that has been reached.
+        """Return the fault that strikes now and drop it from ``pending``; None if no fault does. ``where``: the text
+        form of the instruction or point that the process has reached.
         """
         if not self.pending:
             return None

@@ -1,7 +1,6 @@
 """Identities: who works (a seat) and what is worked on (a micro-batch).
 
-Identity is data.  A micro-batch keeps its name whoever runs it; a seat keeps its name when the
-worker that held it is gone.
+A micro-batch keeps its name whoever runs it; a seat keeps its name when its worker is gone.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from typing import NamedTuple
 
 
 class Seat(NamedTuple):
-    """A place in the pipeline: one stage of one replica, held by one worker.  Text form ``replica.stage``.
-
-    ``stage`` is the position in the pipeline: those at the same one, in whatever replica, are peers.  What its worker
-    holds there is a ``chunk`` of the layers.
+    """A place in the pipeline, ``replica.stage``: one stage of one replica, held by one worker. Seats of the same stage
+    are peers. The layers that a seat's worker holds are its ``chunk``.
     """
 
     replica: int
@@ -21,9 +18,7 @@ class Seat(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number by which instructions and data name the layers that the seat's worker holds: one for each seat,
-        its stage's.
-        """
+        """The number by which instructions and data name the layers that the seat's worker holds: its stage's."""
         return self.stage
 
     def __str__(self) -> str:
@@ -31,12 +26,12 @@ class Seat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Seat:
-        """The seat that ``text``, for instance ``1.2``, names.  Raises ValueError that shows the form."""
+        """Return the seat that ``text``, for instance ``1.2``, names. Raises ValueError that shows the form."""
         return cls(*_pair(text, "seat", "replica.stage"))
 
 
 class MicroBatch(NamedTuple):
-    """Micro-batch ``index`` of the data that belongs to logical replica ``replica``.  Text form ``replica.index``."""
+    """Micro-batch ``index`` of the data that belongs to logical replica ``replica``. Text form ``replica.index``."""
 
     replica: int
     index: int
@@ -46,7 +41,7 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MicroBatch:
-        """The micro-batch that ``text``, for instance ``1.2``, names.  Raises ValueError that shows the form."""
+        """Return the micro-batch that ``text``, for instance ``1.2``, names. Raises ValueError that shows the form."""
         return cls(*_pair(text, "micro-batch", "replica.index"))
 
 

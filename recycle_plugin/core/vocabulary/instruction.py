@@ -1,7 +1,7 @@
-"""The one instruction vocabulary: plans, programs, traces, faults, errors and tests all speak it.
+"""The instructions, as plans, programs, traces, faults, errors and tests write them.
 
-``2F1.3`` is stage 2, forward, micro-batch 3 of replica 1; ``2F1.3@17`` the same in step 17, and ``2F1.3@-2`` in the
-second evaluation; ``1SA0.2>0.2`` sends an activation to seat 0.2 and ``2RA0.2<0.1`` receives it from seat 0.1.
+``2F1.3`` is stage 2, forward, micro-batch 3 of replica 1; ``2F1.3@17`` is the same in step 17, and ``2F1.3@-2`` in the
+second evaluation. ``1SA0.2>0.2`` sends an activation to seat 0.2; ``2RA0.2<0.1`` receives it from seat 0.1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 
 
 class Op(str, Enum):
-    """The kinds of instruction.  The value is its text form."""
+    """The kinds of instruction. The value is the text form."""
 
     LOAD = "LOAD"  # micro-batch from the data source: inputs on the first stage, labels on the last
     RECV_ACT = "RA"
@@ -48,9 +48,9 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action of one worker.  ``step`` is the optimizer step that it belongs to; 0 in a plan's template, negative in
-    an evaluation (core/worker/evaluation.py).  ``peer``: the other end of a send or receive.  Raises ValueError where a
-    micro-batch or a peer is missing, or is there and should not be.
+    """One action of one worker. ``step``: the optimizer step that it belongs to; 0 in a plan's template, negative in an
+    evaluation (core/worker/evaluation.py). ``peer``: the other end of a send or receive. Raises ValueError if a
+    micro-batch or a peer is missing or superfluous.
     """
 
     op: Op
@@ -67,12 +67,12 @@ class Instruction:
 
     @property
     def works_on(self) -> MicroBatch:
-        """The micro-batch of an instruction that is not for a whole stage; AssertionError for one that is."""
+        """The instruction's micro-batch. Raises AssertionError for an instruction of a whole stage."""
         assert self.micro_batch is not None, f"{self} is for a whole stage"
         return self.micro_batch
 
     def at(self, step: int) -> Instruction:
-        """The same instruction in another step."""
+        """Return the same instruction in another step."""
         return Instruction(self.op, self.stage, self.micro_batch, step, self.peer)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Instruction:
 
     @classmethod
     def parse(cls, text: str) -> Instruction:
-        """The instruction that ``text`` names, as ``str`` writes it.  Raises ValueError that shows the form."""
+        """Return the instruction that ``text`` names, as ``str`` writes it. Raises ValueError that shows the form."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is no instruction: write for instance 2F1.3, 2F1.3@17 or 1REDUCE@4")

@@ -1,37 +1,35 @@
-"""Plain iterators: who draws what of them, and who keeps it.
+"""Plain iterators: which worker draws what from them, and which workers keep it.
 
-An iterator can't be read again, nor by somebody else.  Stock DeepSpeed has each worker of the first and of the last
-stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica have to stay at the same position.  So:
+An iterator can't be read again, nor by another process. Stock DeepSpeed has each worker of the first and of the last
+stage (the *ends*) call ``next`` once per micro-batch, and both ends of a replica have to stay at the same position. So:
 
-* A *draw* is one call, named by the replica whose iterator it is and its position in the step.  Both ends make the same
-  draws in the same order: of replica r in step k first its own micro-batches r.0 to r.M-1, those that
-  nobody has drawn in its place, then what it draws for others, with no position left out.  A worker draws when it
-  begins a step, everything that it will need of it.
-* What is drawn is the whole batch, inputs and labels.  It goes to whoever runs the micro-batch at that stage (most
-  often the drawer) and to the next live worker of the stage, and all of them keep it until the step is committed.  Only
-  when the copies have left the drawer may anything that others see follow from the batch: no activation, gradient or
-  sum is older than its data.
-* A replica is a *source* as long as both its ends live.  What is kept of a lost one's batches is used: its input from
-  who drew it for the first stage, its label from who drew it for the last, or, where that one is gone, from the other
-  end's draw of the same position.  A live end of a replica that is no source any more still makes the draws whose other
-  half is kept.  So the interrupted step, and the next where it was begun, are those of the run without a failure.
-* What nobody has drawn, or nobody has kept and nobody has computed with, is dealt to the sources, evenly, at positions
-  behind their own: the batch stays as large as it was.  The deal follows from what everybody reports when the
-  membership changes, and what was once drawn for a micro-batch stays so: ends that have come unequally far in a step
-  continue in the same order.
-* Where the copies are gone of what was computed with, the job ends.  It ends too where no source is left.
-* Iterators end.  A replica whose own has *ended* is no source any more until its script gives another one, and the rest
-  of its share is dealt like a lost one's: sources that have more left give more.  When all have ended, what there is of
-  the step that can't be filled is dropped, as DeepSpeed does, and everybody's script hears so in that step.
-* Where an iterator stands is its *place*: the number of the iterator, where a script gives several in turn, and how
-  many batches that has given.  Ends say it with each step, and the coordinator keeps it by replica for steps that stay
-  (core/coordinator/facts/places.py), also of replicas that have lost both their ends.
-* Who comes back brings an iterator that begins anew.  It is read up to its replica's place, which nobody has moved
-  meanwhile; one that the script has given since is at its beginning.  Once both ends are there the replica is a source
-  again: it goes on with what nobody has had of it.
+* A *draw* is one call of ``next``, named by the replica whose iterator it is and its position in the step. Both ends
+  make the same draws in the same order: replica r draws first for its own micro-batches, except those that another
+  replica has drawn for, then for others. No position is left out. A worker makes all its draws of a step when it begins
+  the step.
+* A draw is the whole batch, inputs and labels. It goes to the worker that runs the micro-batch at that stage (most
+  often the drawer) and to the next live worker of the stage; both keep it until the step is committed. Nothing that
+  others see (activation, gradient, sum) may follow from the batch before the copies have left the drawer.
+* A replica is a *source* as long as both its ends live. Kept batches of a lost replica are used: the input from the
+  worker that drew it for the first stage, the label from the one that drew it for the last, or, if that one is gone,
+  from the other end's draw of the same position. A live end of a replica that is no longer a source still makes the
+  draws whose other half is kept. So the interrupted step, and the next if it was begun, are those of a run without the
+  failure.
+* A micro-batch that nobody has drawn, or whose copies are lost before anything was computed with it, is dealt to the
+  sources, evenly, at positions behind their own, so the batch keeps its size. The deal follows from the reports of a
+  membership change. A draw once made stays, so ends that have come unequally far in a step continue in the same order.
+* The job ends if all copies are gone of a batch that was computed with, or if no source is left.
+* A replica whose iterator has *ended* is no source until its script gives another one. The rest of its share is dealt
+  like a lost replica's. When all have ended, the step that can't be filled is dropped, as in DeepSpeed, and every
+  script is told in that step.
+* An iterator's *place* is its number, if a script gives several in turn, and how many batches it has given. Ends report
+  it with each step. The coordinator keeps it by replica for committed steps (core/coordinator/facts/places.py), also if
+  both ends are lost.
+* A worker that comes back brings an iterator at its beginning and reads it up to its replica's place, which nobody has
+  moved meanwhile. Once both ends are there the replica is a source again and goes on with what nobody has had of it.
 
-Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of
-k was used at both ends, and drawn and copied before that.
+Draws of step k are never made after draws of step k+1: a worker that begins k+1 has the gradient sum of k, so every
+batch of k was drawn, copied and used at both ends before.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 
 
 class Draw(NamedTuple):
-    """One call of ``next``: position ``position`` (from 0, in each step) in the iterator of replica ``source``.  Text
-    form ``source.position``.
-    """
+    """One call of ``next``: position ``position`` (from 0, in each step) in the iterator of replica ``source``."""
 
     source: int
     position: int
@@ -61,37 +57,35 @@ class Draw(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a plain iterator stands: it is the ``iterator``-th that its script has given, and has given ``read``
-    batches.
-    """
+    """The place of a plain iterator: its script's ``iterator``-th, which has given ``read`` batches."""
 
     iterator: int = 1
     read: int = 0
 
 
 Batches = Mapping[MicroBatch, Draw]
-"""Of one step: micro-batches whose data is there, and where it is from."""
+"""Of one step: the micro-batches whose data exists, each with its draw."""
 
 
 class Ended(Exception):
-    """An iterator has given all that it has."""
+    """An iterator has no more batches."""
 
 
 class Lacking(Exception):
-    """There is nothing to draw for a micro-batch, since iterators have ended."""
+    """Nothing can be drawn for a micro-batch, because the iterators have ended."""
 
 
 class Gone(Exception):
-    """The data of a micro-batch can't be had any more, so the step can't be finished."""
+    """The data of a micro-batch is lost, so the step can't be finished."""
 
 
 @dataclass(frozen=True)
 class IteratorState:
-    """The state of plain iterators that everybody knows when a generation goes on: its plan, what each worker holds of
+    """The state of plain iterators that all workers know when a generation goes on: its plan, what each worker holds of
     uncommitted steps (data, and by step the batches drawn), and the recovery plans of those steps.
 
-    ``placed``: the ends whose iterators stand at their replicas' places; None: all do.  ``places``: by replica, as far
-    as they are known.  ``ended``: by replica, which of its script's iterators has ended last.
+    ``placed``: the ends whose iterators stand at their replicas' places; None: all. ``places``: by replica, as far as
+    they are known. ``ended``: by replica, the number of its script's iterator that ended last.
     """
 
     plan: Plan
@@ -104,9 +98,7 @@ class IteratorState:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The replicas whose iterators count, because both their first and last stage live and stand at one place, in
-        ascending order.
-        """
+        """The replicas whose first and last stage both live and stand at their replica's place, in ascending order."""
         last = self.plan.stages - 1
         return tuple(
             replica
@@ -118,7 +110,7 @@ class IteratorState:
 
 @dataclass(frozen=True, slots=True)
 class BatchTransfer:
-    """A batch on its way: ``giver`` has, or draws, the batch of ``micro_batch``, and sends it to ``taker``."""
+    """A batch to send: ``giver`` has, or draws, the batch of ``micro_batch``, and sends it to ``taker``."""
 
     micro_batch: MicroBatch
     giver: Seat
@@ -127,31 +119,28 @@ class BatchTransfer:
 
 @dataclass(frozen=True)
 class StepDraws:
-    """How the data of one step is shared out: the draw that each micro-batch's data comes from, and the transfers that
-    bring it to where it is used and kept.
-    """
+    """The draw of each micro-batch's data in one step, and the transfers that bring it to where it is used and kept."""
 
     draws: Batches
     transfers: tuple[BatchTransfer, ...]
 
     def of(self, seat: Seat) -> list[tuple[Draw, MicroBatch]]:
-        """The draws that the worker at ``seat``, on the first or last stage, has to make in this step, in this order,
-        each with its micro-batch.
-        """
+        """Return the draws that the end at ``seat`` makes in this step, in order, each with its micro-batch."""
         return sorted((draw, micro_batch) for micro_batch, draw in self.draws.items() if draw.source == seat.replica)
 
     @property
     def dealt(self) -> Batches:
-        """The draws that a replica makes for others which are no sources any more, by micro-batch."""
+        """By micro-batch, the draws that a replica makes for other replicas."""
         return {micro_batch: draw for micro_batch, draw in self.draws.items() if draw.source != micro_batch.replica}
 
 
 def share(iterator_state: IteratorState, step: int, iterator: int = 1) -> StepDraws:
-    """Shares out the data of ``step``, for which scripts give their ``iterator``-th; everybody finds the same.
+    """Share out the data of ``step``, for which scripts give their ``iterator``-th; all workers compute the same
+    result.
 
-    Raises :class:`Gone` where data can't be had any more, :class:`Lacking` where all sources' iterators have ended, and
-    :class:`Torn` where two workers have different draws for one micro-batch.  Costs time in proportion to the
-    micro-batches, times the workers of the first and last stage.
+    Raises :class:`Gone` if data is lost, :class:`Lacking` if all sources' iterators have ended, and :class:`Torn` if
+    two workers have different draws for one micro-batch. Costs time in proportion to the micro-batches, times the
+    workers of the first and last stage.
     """
     plan = iterator_state.plan
     last = plan.stages - 1
@@ -185,7 +174,7 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
 
 
 def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatch], Seat]:
-    """The seats that are to load each micro-batch, at both ends."""
+    """Return the seat that loads each micro-batch, at both ends."""
     plan, ends = iterator_state.plan, {0, iterator_state.plan.stages - 1}
     recovery = iterator_state.recovery_plans.get(step)
     if recovery is None:
@@ -194,7 +183,7 @@ def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatc
 
 
 def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]:
-    """Micro-batches of ``step`` that something was computed with."""
+    """Return the micro-batches of ``step`` that something was computed with."""
     found = {
         datum.micro_batch
         for have in iterator_state.held.values()
@@ -217,7 +206,7 @@ def _deal(
     traced: AbstractSet[MicroBatch],
     alive: Sequence[int],
 ) -> dict[MicroBatch, Draw]:
-    """The draws of the ``wanted`` micro-batches, those that are not ``known`` from sources that are ``alive``."""
+    """Return the draws of the ``wanted`` micro-batches, drawn from ``alive`` sources if they are not ``known``."""
     free = {source: _unused({draw.position for draw in known.values() if draw.source == source}) for source in alive}
     draws = {one: known[one] for one in wanted if one in known}
     draws |= {
@@ -248,7 +237,7 @@ def _deal(
 
 
 def _unused(positions: AbstractSet[int]) -> Iterator[int]:
-    """The positions that nobody has drawn yet, in their order: no batch is passed over, whoever has a part already."""
+    """Yield the positions that nobody has drawn yet, in order: no batch is passed over."""
     return (position for position in count() if position not in positions)
 
 
@@ -261,7 +250,7 @@ def _transfers(
     here: Mapping[Seat, Batches],
     other: tuple[int, bool],
 ) -> Iterator[BatchTransfer]:
-    """The transfers of one batch to ``runner`` and to the one that keeps a copy.
+    """Yield the transfers of one batch to ``runner`` and to the worker that keeps a copy.
 
     ``other``: the other end's stage, and whether something was computed with the micro-batch.
     """
@@ -289,20 +278,18 @@ ALL_ENDED = "the end of the data before step"
 
 
 def end_before(step: int) -> str:
-    """The name of the barrier where all are when all iterators have ended before ``step`` was filled."""
+    """Return the name of the barrier where all meet if all iterators have ended before ``step`` was filled."""
     return f"{ALL_ENDED} {step}"
 
 
 def ends_before(place: str) -> int | None:
-    """The step before which the data has ended, of the barrier ``place`` that is for that; None for another one."""
+    """Return the step of an ``end_before`` barrier; None if ``place`` is another barrier."""
     what, _, step = place.rpartition(" ")
     return int(step) if what == ALL_ENDED else None
 
 
 def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:
-    """Packs ``drawn``, batches by step, for a message: {"17": "0.0 0.1 1.0=0.2"} says that 1.0's data is draw 0.2,
-    while the others are their own.
-    """
+    """Pack ``drawn``, batches by step, for a message: {"17": "0.0 1.0=0.2"}: 1.0's data is draw 0.2, 0.0's its own."""
     return {
         str(step): " ".join(
             str(one) if tuple(one) == tuple(draw) else f"{one}={draw}" for one, draw in sorted(batches.items())
@@ -312,7 +299,7 @@ def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:
 
 
 def unpack(packed: Mapping[str, str]) -> dict[int, Batches]:
-    """The batches by step that :func:`pack` has put into ``packed``.  Raises ValueError where it is malformed."""
+    """Return the batches by step that :func:`pack` has packed. Raises ValueError if ``packed`` is malformed."""
 
     def pairs(text: str) -> Iterator[tuple[MicroBatch, Draw]]:
         for entry in text.split():

@@ -1,7 +1,7 @@
 """Which boundaries of a pipeline are logged (recycle.log.boundaries): boundary b is between stages b and b + 1.
 
-Stages with no logged boundary between them are one *group*: what crosses between them is in no log, so that a loss of
-either needs both to replay.
+Stages with no logged boundary between them form one *group*. Boundary tensors inside a group are in no log, so a loss
+of one of its stages needs all of them to replay.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ AUTO, ALL, HOSTS = "auto", "all", "hosts"
 
 
 def at_start(boundaries: str | Sequence[int], hosts: Sequence[str]) -> tuple[int, ...]:
-    """The boundaries that a job logs from its start on, in order: those of a list, all, those between hosts; and all
-    where it is to choose them (``auto``) and has not yet.
+    """Return the boundaries that a job logs from its start, in order: those of a list, all, or those between hosts. For
+    ``auto`` they are all, until the job chooses.
 
-    ``hosts``: where each stage is.  Raises ValueError for a setting that can't be.
+    ``hosts``: the host of each stage. Raises ValueError for an impossible setting.
     """
     everywhere = range(len(hosts) - 1)
     if not isinstance(boundaries, str):
@@ -41,7 +41,7 @@ def _those_of(stages: int) -> str:
 
 
 def stage_hosts(roster: Roster) -> tuple[str, ...]:
-    """Where each stage is: the hosts of its workers, in the order of their replicas."""
+    """Return the hosts of each stage's workers, in the order of their replicas."""
     hosts: dict[int, list[str]] = {}
     for seat in sorted(roster.seats):
         hosts.setdefault(seat.stage, []).append(roster.holding(seat).host)
@@ -49,12 +49,12 @@ def stage_hosts(roster: Roster) -> tuple[str, ...]:
 
 
 def groups(logged: Collection[int], stages: int) -> tuple[tuple[int, int], ...]:
-    """The groups of stages, each as its first and the one behind its last."""
+    """Return the groups of stages, each as (its first, its last + 1)."""
     return tuple(pairwise((0, *(each + 1 for each in sorted(logged)), stages)))
 
 
 def in_words(logged: Collection[int], stages: int) -> str:
-    """The boundaries that are logged, and which stages replay together."""
+    """Return text that names the logged boundaries and the stages that replay together."""
     which = ", ".join(f"{each}|{each + 1}" for each in sorted(logged)) or "no boundary"
     together = [f"{first} to {end - 1}" for first, end in groups(logged, stages) if end - first > 1]
     if not together:

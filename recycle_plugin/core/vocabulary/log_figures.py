@@ -1,4 +1,4 @@
-"""What a worker has measured of its steps, from which it follows which boundaries are worth logging."""
+"""What a worker has measured of its steps, from which follows which boundaries are worth logging."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class LogFigures(NamedTuple):
-    """The figures of one worker over ``steps`` steps: seconds in which it has ``computed``; bytes that it has sent
-    ``down``, to the stage behind its own, and ``up``, to the one before; and those of them that are ``logged``.
+    """The figures of one worker over ``steps`` steps: seconds ``computed``; bytes sent ``down``, to the stage behind
+    its own, and ``up``, to the one before; and how many of those bytes were ``logged``.
     """
 
     steps: int = 0
@@ -17,7 +17,7 @@ class LogFigures(NamedTuple):
     logged: int = 0
 
     def since(self, before: LogFigures) -> LogFigures:
-        """What has come since it was ``before``."""
+        """Return the difference to the earlier figures ``before``."""
         return LogFigures(
             self.steps - before.steps,
             self.computed - before.computed,

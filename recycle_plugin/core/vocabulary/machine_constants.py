@@ -1,4 +1,4 @@
-"""The costs of a change of the membership on a machine, in microseconds, with where the figures come from."""
+"""The costs of a change of the membership on a machine, in microseconds, with their source."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from dataclasses import asdict, dataclass, replace
 
 from recycle_plugin.core.vocabulary.profile import Wire
 
-START_UP_S = 9.0  # of a process until its model is ready, as long as nobody has measured it: 4 to 8 s with small models
+START_UP_S = (
+    9.0  # from a process's start until its model is ready, until a job has measured it: 4 to 8 s with small models
+)
 
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """The costs of changes on one machine, in microseconds.  ``detection_us``: from a death to everybody's knowing.
+    """The costs of changes on one machine, in microseconds. ``detection_us``: from a death until all workers know.
 
-    ``regroup_us``: from the last worker's stop to everybody's going on, without ``plan_us`` for the new plan.
-    ``undo_us``: taking a step back.  ``commit_us``: from the last worker's step to everybody's knowing.  ``return_us``:
-    from a worker's return to its holding its framework, before it copies a state over ``copy``; meanwhile the others go
-    on.  ``source``: who measured that, where and when.  Raises ValueError for a negative time.
+    ``regroup_us``: from the last worker's stop until all go on, without ``plan_us`` for the new plan. ``undo_us``:
+    taking a step back. ``commit_us``: from the last worker's step until all know of the commit. ``return_us``: from a
+    worker's return until it has its framework, before it copies a state over ``copy``; meanwhile the others go on.
+    ``source``: who measured this, where and when. Raises ValueError for a negative time.
     """
 
     detection_us: int
@@ -67,7 +69,7 @@ CLUSTER = replace(
 
 
 def by_name(name: str) -> MachineCosts:
-    """The costs of the machine called ``name``: local, cluster or free.  Raises ValueError for an unknown one."""
+    """Return the costs of the machine ``name``: local, cluster or free. Raises ValueError for an unknown name."""
     known = {
         "local": LOCAL,
         "cluster": CLUSTER,

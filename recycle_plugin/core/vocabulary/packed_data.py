@@ -1,8 +1,8 @@
-"""Sets of data as messages have them: the micro-batches of each kind, stage and step together, in one text.
+"""Sets of data as messages carry them: the micro-batches of each kind, stage and step together, in one text.
 
-What a whole job holds after a loss is some hundred data of each of its workers.  Most questions about that are answered
-by the kinds and steps alone, and the planner reads the texts into arrays (planner/closure.py): no object is made for
-each datum unless somebody goes through them.
+After a loss each worker of a job holds some hundred data. Most questions are answered by the kinds and steps alone, and
+the planner reads the texts into arrays (planner/closure.py). So an object for each datum is made only if somebody
+iterates over them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 
 NAMES = re.compile(r"(\d{1,9}\.\d{1,9}( \d{1,9}\.\d{1,9})*)?", re.ASCII)
-SHOWN = 40  # characters of what is none
+SHOWN = 40  # characters of a malformed text in an error
 
 
 class Group(NamedTuple):
@@ -30,9 +30,7 @@ class Group(NamedTuple):
 
 
 def pack(data: Iterable[Datum]) -> dict[str, str]:
-    """Packs ``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1",
-    "reduced 1@16": ""}. Costs time in proportion to the data, times the logarithm of that.
-    """
+    """Pack ``data`` for a message by kind, stage and step: {"wgrad 1@17": "0.0 0.1", "reduced 1@16": ""}."""
     found: dict[str, list[str]] = {}
     for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
         names = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
@@ -41,10 +39,10 @@ def pack(data: Iterable[Datum]) -> dict[str, str]:
 
 
 class PackedData(AbstractSet[Datum]):
-    """The set of data that :func:`pack` has put into ``packed``.  Raises ValueError where a stage or a step in it is
-    malformed; going through the data does so where a micro-batch is.
+    """The set of data that :func:`pack` has put into ``packed``. Raises ValueError if a stage or a step in it is
+    malformed; iterating raises it if a micro-batch is.
 
-    ``names``: by group, the micro-batches' names, with blanks between them; empty where there is none.
+    ``names``: by group, the micro-batches' names, separated by blanks; empty for data of a whole stage.
     """
 
     def __init__(self, packed: Mapping[str, str]) -> None:
@@ -52,11 +50,11 @@ class PackedData(AbstractSet[Datum]):
 
     @classmethod
     def _from_iterable(cls, data: Iterable[Any]) -> frozenset[Any]:  # type: ignore[override]
-        """What becomes of two sets."""
+        """Return the result of an operation on two sets."""
         return frozenset(data)
 
     def check(self) -> None:
-        """Raise ValueError where what should be micro-batches is none."""
+        """Raise ValueError if a text is no list of micro-batches."""
         for group, names in self.names.items():
             if not NAMES.fullmatch(names):
                 raise ValueError(f"{group.kind} of stage {group.stage} is of {names[:SHOWN]!r}")
@@ -84,12 +82,12 @@ class PackedData(AbstractSet[Datum]):
 
 
 def packed_data(data: AbstractSet[Datum]) -> PackedData:
-    """The same, packed."""
+    """Return ``data`` packed."""
     return data if isinstance(data, PackedData) else PackedData(pack(data))
 
 
 def groups(data: AbstractSet[Datum]) -> Collection[Group]:
-    """The groups of ``data``.  Costs time in proportion to them, where it is packed, else to the data."""
+    """Return the groups of ``data``. Costs time in proportion to the groups if it is packed, else to the data."""
     return data.names.keys() if isinstance(data, PackedData) else {Group(*datum[:2], datum.step) for datum in data}
 
 

@@ -1,6 +1,4 @@
-"""Placement: which hosts hold every replica of a stage, so that losing one loses the stage, and who sits where so that
-none does.
-"""
+"""Placement: which hosts hold every replica of a stage, so that their loss loses the stage, and how to avoid it."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
-    """The stages that only one host holds, in order, by that host.  Costs one pass over the members."""
+    """Return by host the stages that only this host holds, in order."""
     hosts: dict[int, set[str]] = {}
     for member in members:
         hosts.setdefault(member.seat.stage, set()).add(member.host)
@@ -25,7 +23,7 @@ def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
 
 
 def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape: Topology) -> str:
-    """One line that says what it means that ``host`` holds every replica of ``stages``, and what to do about it."""
+    """Return one line on what follows from ``host`` holding every replica of ``stages``, and what to do about it."""
     names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     return (
         f"host {host} holds every replica of {names}: its loss ends the job; "
@@ -34,7 +32,7 @@ def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape
 
 
 def remedy(workers: Counter[str], shape: Topology) -> str:
-    """Advice on how the replicas of each stage get to different hosts.  ``workers``: how many each host has."""
+    """Return advice on how the replicas of each stage get to different hosts. ``workers``: how many each host has."""
     host, most = workers.most_common(1)[0]
     limit, total = most_on_a_host(shape), workers.total()
     if most > limit:
@@ -47,17 +45,18 @@ def remedy(workers: Counter[str], shape: Topology) -> str:
 
 
 def most_on_a_host(shape: Topology) -> int:
-    """The number of workers of one host above which it can't but hold every replica of some stage."""
+    """Return the number of workers above which a host must hold every replica of some stage."""
     return shape.stages * (shape.replicas - 1)
 
 
 def spread(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The rank for each slot that the launcher has filled, of which slot i is on ``hosts[i]``; slot 0 keeps rank 0.
+    """Return the rank of each slot that the launcher has filled, of which slot i is on ``hosts[i]``; slot 0 keeps rank
+    0.
 
-    DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbours among the ranks go to different hosts.
-    Where one host has more than half of the slots, what stays together of it is as short as can be.  No host then has a
-    whole stage that has not more than :func:`most_on_a_host`, however many replicas there are: nobody knows that yet
-    when ranks are given out.  Costs slots times hosts.
+    DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbouring ranks go to different hosts. If one host
+    has more than half of the slots, its runs of neighbouring ranks are as short as possible. So no host with at most
+    :func:`most_on_a_host` workers holds a whole stage, whatever the number of replicas, which is unknown when ranks are
+    given out. Costs slots times hosts.
     """
     left = Counter(hosts)
     order: list[str] = []

@@ -1,4 +1,4 @@
-"""A plan: the whole schedule of one step, frozen and hashed.  Workers compare the hash before they run it."""
+"""A plan: the whole schedule of one step, frozen and hashed. Workers compare the hash before they run it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Policy:
     (what 1F1B holds at its first stage). ``memory_bytes``: the same in bytes, one number or one per stage; it needs a
     cost model with ``activation_bytes`` and then replaces ``activation_cap``. ``stagger_optimizer``: a stage steps once
     it has its gradients, and begins the next step; off: no stage steps before all have theirs. ``validate``: the step
-    waits for the gradient norm over all stages (gradient clipping), and so is not staggered either. ``block``: so many
-    consecutive micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.  ``shrinks``:
+    waits for the gradient norm over all stages (gradient clipping), so it is not staggered. ``block``: so many
+    consecutive micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them. ``shrinks``:
     while a replica is out nobody computes its micro-batches (core/vocabulary/step_batches.py); no step is staggered
-    then.
+    then. Raises ValueError for a bad number.
     """
 
     split_backward: bool = True
@@ -51,18 +51,16 @@ class Policy:
 
     @property
     def together(self) -> bool:
-        """Whether no stage steps before all have their gradients: all wait for each other in a VALIDATE before their
-        STEPs.
-        """
+        """Whether no stage steps before all have their gradients: all meet in a VALIDATE before their STEPs."""
         return self.validate or self.shrinks or not self.stagger_optimizer
 
     def closing(self, tied: bool) -> tuple[Op, ...]:
-        """The ops that every program of a stage ends with, in this order.  ``tied``: the stage shares weights."""
+        """Return the ops that every program of a stage ends with, in order. ``tied``: the stage shares weights."""
         return (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * self.together, Op.STEP)
 
     def cap(self, stage: int, stages: int) -> int:
-        """The micro-batches that a worker of ``stage`` (of ``stages``) may hold at once.  1F1B's own is one for each
-        stage still ahead.  Raises ValueError where ``activation_cap`` has another number of entries.
+        """Return the micro-batches that a worker of ``stage`` (of ``stages``) may hold at once. Raises ValueError if
+        ``activation_cap`` has another number of entries.
         """
         cap = self.activation_cap
         if cap == ONE_F_ONE_B or (cap is None and not (self.split_backward or self.reroute)):
@@ -75,11 +73,11 @@ class Policy:
         return stages if cap is None else cap
 
     def replicas(self, view: ClusterView) -> tuple[int, ...]:
-        """The replicas whose micro-batches a step has in ``view``."""
+        """Return the replicas whose micro-batches a step has in ``view``."""
         return view.whole if self.shrinks else tuple(range(view.topology.replicas))
 
     def blocks(self, topology: Topology) -> Blocks:
-        """The blocks in which a job of shape ``topology`` adds its gradients."""
+        """Return the blocks in which a job of shape ``topology`` adds its gradients."""
         return Blocks(
             topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches)
         )
@@ -89,11 +87,11 @@ class Policy:
 class Plan:
     """The programs of every live seat for one step (template, step 0), with what the planner expects of them.
 
-    ``route[stage, micro_batch]`` is the seat that runs it, or would, where the step does not have it.  ``starts``
-    gives each instruction's planned start in microseconds, aligned with ``programs``.  ``period_us``: steady-state time
-    per step; ``bound_us``: no schedule of this routing and memory is faster; ``span_us``: first start to last end.  All
-    three mappings are packed into arrays whatever they were given as; see ``core.vocabulary.program``.  Raises
-    ValueError where the programs are not exactly those of the live seats.
+    ``route[stage, micro_batch]`` is the seat that runs it, or would if the step had it. ``starts``: each instruction's
+    planned start in microseconds, aligned with ``programs``. ``period_us``: steady-state time per step; ``bound_us``:
+    no schedule of this routing and memory is faster; ``span_us``: first start to last end. All three mappings are
+    packed into arrays (core/vocabulary/program.py). Raises ValueError if the programs are not exactly those of the live
+    seats.
     """
 
     view: ClusterView
@@ -130,9 +128,7 @@ class Plan:
         return self.period_us / self.bound_us - 1 if self.bound_us else 0.0
 
     def own(self, seat: Seat) -> tuple[MicroBatch, ...]:
-        """The micro-batches that ``seat`` runs, in canonical order.  The first call for a stage passes over the stage's
-        route.
-        """
+        """Return the micro-batches that ``seat`` runs, in canonical order."""
         if seat.stage not in self._owned:
             self._owned[seat.stage] = self.route.owned(seat.stage, self.policy.replicas(self.view))
         return self._owned[seat.stage].get(seat.replica, ())
@@ -147,7 +143,7 @@ class Plan:
         return {}
 
     def program(self, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        """The instructions of ``seat``, bound to ``step``."""
+        """Return the instructions of ``seat``, bound to ``step``."""
         return tuple(instruction.at(step) for instruction in self.programs[seat])
 
     @cached_property

@@ -1,7 +1,7 @@
 """Profiles: what the parts of a model cost on a device, and from them the cost of each stage of a pipeline.
 
-A profile is measured (``recycle profile``) or analytic (``lab.planner.analytic``), and says which wherever
-its title is shown.  JSON: the fields of :class:`Profile`, parts and links as objects.
+A profile is measured (``recycle profile``) or analytic (``lab.planner.analytic``); its title says which. JSON: the
+fields of :class:`Profile`, parts and links as objects.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from recycle_plugin.core.vocabulary.stage_bytes import StageBytes, stages_bytes
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, STATE_BYTES, WorkerBytes
 
 ORIGINS = ("measured", "analytic")
-MEMORY = "memory"  # the key of a run's costs.json that has what each stage holds
+MEMORY = "memory"  # the key of a run's costs.json for the bytes of each stage
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A link between two workers: a latency of ``latency_us`` microseconds, and ``bytes_per_us`` bytes per microsecond,
-    which is MB/s.  Raises ValueError for a negative latency or no bandwidth.
+    """A link between two workers: ``latency_us`` microseconds, and ``bytes_per_us`` bytes per microsecond (MB/s).
+    Raises ValueError for a negative latency or no bandwidth.
     """
 
     latency_us: float
@@ -37,7 +37,7 @@ class Wire:
             )
 
     def transfer_us(self, size: int) -> int:
-        """The microseconds that one tensor of ``size`` bytes takes on an idle link."""
+        """Return the microseconds that one tensor of ``size`` bytes takes on an idle link."""
         return round(self.latency_us + size / self.bytes_per_us)
 
 
@@ -45,8 +45,8 @@ class Wire:
 class LayerProfile:
     """The costs of one layer (or embedding, or head with its loss) for one micro-batch: microseconds, bytes, numbers.
 
-    ``backward_us``: both gradients at once.  ``activation_bytes``: held from F to I; ``pending_bytes``: from I to W.
-    ``step_us``: optimizer step of its parameters.  Raises ValueError for a value that is negative or no finite number.
+    ``backward_us``: both gradients at once. ``activation_bytes``: held from F to I; ``pending_bytes``: from I to W.
+    ``step_us``: optimizer step of its parameters. Raises ValueError for a value that is negative or not finite.
     """
 
     forward_us: float
@@ -74,11 +74,11 @@ class Profile:
     """The costs of a model on a device: ``layers`` times ``layer`` between ``first`` (embedding) and ``last`` (head and
     loss).
 
-    ``boundary_bytes``: one boundary tensor.  ``gradient_bytes_each``: of a parameter's gradient on the wire.
-    ``inside``, ``across``: links between workers of one host and of two; across carries the reduction.
-    ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``device_bytes``: memory that a worker's device has
-    for state and activations; None in files that do not say.  ``assumptions``: what was not measured.  Raises
-    ValueError for an unknown origin or dtype, and for a size that is no whole number of at least 1.
+    ``boundary_bytes``: one boundary tensor. ``gradient_bytes_each``: of a parameter's gradient on the wire. ``inside``,
+    ``across``: links between workers of one host and of two; ``across`` carries the reduction. ``gpus_per_worker``: a
+    tensor-parallel group shares one seat. ``device_bytes``: memory of a worker's device for state and activations; None
+    if the file has none. ``assumptions``: what was not measured. Raises ValueError for an unknown origin or dtype, and
+    for a size that is no whole number of at least 1.
     """
 
     name: str
@@ -130,10 +130,8 @@ class Profile:
         )
 
     def split(self, stages: int) -> tuple[int, ...]:
-        """The number of transformer layers of each stage: the slowest stage as fast as possible, embedding and head
-        counted.
-
-        Layers are dealt one by one to the stage that is least loaded.  Raises ValueError for too many stages.
+        """Return the number of transformer layers of each stage. Layers are dealt one by one to the least loaded stage,
+        embedding and head counted. Raises ValueError for too many ``stages``.
         """
         if self.layers < stages:
             raise ValueError(f"{self.layers} layers for {stages} stages: a stage needs at least one layer")
@@ -148,20 +146,18 @@ class Profile:
         return tuple(count)
 
     def parts(self, stages: int) -> tuple[tuple[LayerProfile, ...], ...]:
-        """The layers that each of ``stages`` stages runs, embedding and head included.  Raises ValueError for too many
-        stages.
-        """
+        """Return the layers of each stage, with embedding and head. Raises ValueError for too many ``stages``."""
         rows = [(self.layer,) * count for count in self.split(stages)]
         rows[0] = (self.first, *rows[0])
         rows[-1] = (*rows[-1], self.last)
         return tuple(rows)
 
     def costs(self, stages: int, replicas: int, fused: bool = False, placement: str = "alone") -> CostModel:
-        """The cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
+        """Return the cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
 
-        ``placement``: who shares a host.  "alone": nobody; "replica": the stages of a replica, whose sums then
-        share the host's line; "stage": the replicas of a stage, whose sums then stay inside.
-        ``fused``: B as measured in one piece; otherwise I + W.
+        ``placement``: who shares a host. "alone": nobody; "replica": the stages of a replica, whose sums then share the
+        host's line; "stage": the replicas of a stage, whose sums then stay inside. ``fused``: B as measured in one
+        piece; otherwise I + W.
         """
         rows = self.parts(stages)
 
@@ -188,22 +184,21 @@ class Profile:
         )
 
     def state_bytes(self, stages: int) -> tuple[int, ...]:
-        """The bytes per stage of a worker's parameters, Adam's state and one gradient, which a copy of it moves."""
+        """Return the bytes per stage that a copy of a worker moves: parameters, Adam's state and one gradient."""
         return tuple(
             STATE_BYTES[self.dtype] * sum(part.parameters for part in row) // self.gpus_per_worker
             for row in self.parts(stages)
         )
 
     def parameters(self, stages: int) -> tuple[int, ...]:
-        """The number of parameters of a worker of each stage."""
+        """Return the number of parameters of a worker of each stage."""
         return tuple(sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
 
     def worker_bytes(
         self, stages: int, undo: str, blocks: int | None = None, scales: bool = False
     ) -> tuple[WorkerBytes, ...]:
-        """What a worker of each stage holds for its parameters, by the settings of its job.
-
-        It is taken to compute on an accelerator, where torch's optimizers go over all parameters at once.
+        """Return what a worker of each stage holds for its parameters, by the settings of its job. It is assumed to
+        compute on an accelerator, where torch's optimizers work on all parameters at once.
         """
         return tuple(
             WorkerBytes(count, self.dtype, undo, blocks, scales, work=GRADIENT * count, apart=True)
@@ -211,8 +206,8 @@ class Profile:
         )
 
     def working_bytes(self, stages: int) -> tuple[int, ...]:
-        """An estimate of the bytes per stage that one running instruction needs on top: while a part's I runs, what
-        that part holds before and after it is there at once, with the boundary tensors that come and go.
+        """Return an estimate of the bytes per stage that a running instruction needs on top. While a part's I runs,
+        what the part holds before and after it exists at once, with the boundary tensors that come and go.
         """
         return tuple(
             max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes
@@ -221,22 +216,20 @@ class Profile:
 
 
 def ring_us(wire: Wire, size: int, members: int) -> int:
-    """The microseconds of a ring all-reduce of ``size`` bytes over ``members``: 2 (n - 1) / n of the bytes and 2 (n -
-    1) hops.
-    """
+    """Return the microseconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) / n of them in 2 (n - 1) hops."""
     if members < 2:
         return 0
     return round(2 * (members - 1) * (wire.latency_us + size / members / wire.bytes_per_us))
 
 
 def write(profile: Profile, path: str | Path) -> None:
-    """Writes ``profile`` to the file ``path`` as JSON.  Raises OSError."""
+    """Write ``profile`` to the file ``path`` as JSON. Raises OSError."""
     Path(path).write_text(json.dumps(asdict(profile), indent=1) + "\n")
 
 
 def read(path: str | Path) -> Profile:
-    """The profile in the JSON file ``path``.  Raises ValueError that names the file and what is wrong with it, or
-    OSError.
+    """Return the profile in the JSON file ``path``. Raises OSError, or ValueError that names the file and the
+    mistake.
     """
     text = Path(path).read_text()
     try:
@@ -246,14 +239,14 @@ def read(path: str | Path) -> Profile:
 
 
 def read_costs(path: str | Path) -> Profile | CostModel:
-    """The profile in the JSON file ``path``, or the costs of each stage, which are a :class:`CostModel`'s fields and
-    have ``forward`` among them.  Raises as :func:`read` does.
+    """Return the profile in the JSON file ``path``, or the stages' costs: a :class:`CostModel`'s fields, with
+    ``forward`` among them. Raises as :func:`read` does.
     """
     return read_measured(path)[0]
 
 
 def read_measured(path: str | Path) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
-    """What :func:`read_costs` gives, and the bytes that a run has measured of each stage, if the file has them."""
+    """Return what :func:`read_costs` does, and the measured bytes of each stage, if the file has them."""
     text = Path(path).read_text()
     try:
         found = json.loads(text)

@@ -1,9 +1,9 @@
 """Programs as arrays: an instruction is a view on one integer.
 
-A plan for 1,536 workers holds some 300,000 instructions.  They are packed into one immutable block of
-64-bit codes, so that planning, verifying and hashing run over arrays; an :class:`Instruction` exists
-only where somebody looks at one.  A code holds op, stage and micro-batch, and neither step nor peer:
-a plan is the template of every step, and transfers are added by ``planner.lowered``.
+A plan for 1,536 workers holds some 300,000 instructions. They are packed into one immutable block of 64-bit codes, so
+that planning, verifying and hashing run over arrays; an :class:`Instruction` is made only when one is looked at. A code
+holds op, stage and micro-batch, and neither step nor peer: a plan is the template of every step, and
+``planner.lowered`` adds transfers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBER = {op: number for number, op in enumerate(OPS)}
 
 
 def encode(instruction: Instruction) -> int:
-    """The code of an instruction of a template, an integer.  Raises ValueError for one bound to a step or a peer."""
+    """Return the integer code of a template's instruction. Raises ValueError for one bound to a step or a peer."""
     if instruction.step or instruction.peer:
         raise ValueError(
             f"{instruction} is bound to a step or a peer: a plan's programs are templates without transfers"
@@ -36,7 +36,7 @@ def encode(instruction: Instruction) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def decode(code: int) -> Instruction:
-    """The instruction of a ``code`` that :func:`encode` has made."""
+    """Return the instruction of a ``code`` that :func:`encode` has made."""
     op = OPS[code >> OP_SHIFT]
     micro_batch = None if op in STAGE_WIDE else MicroBatch(code >> REPLICA_SHIFT & PLACE_MASK, code & PLACE_MASK)
     return Instruction(op, code >> STAGE_SHIFT & STAGE_MASK, micro_batch)
@@ -76,9 +76,9 @@ class Program(Sequence[Instruction]):
 
 
 class Packed(Mapping[Seat, Any]):
-    """A row of 64-bit integers for each seat.  ``data`` holds the rows one after the other in the order of ``seats``
-    (sorted); row i ends before entry ``ends[i]``.  A look-up takes a binary search over the seats.  Raises ValueError
-    where the lengths do not fit.
+    """A row of 64-bit integers for each seat. ``data`` holds the rows one after the other in the order of ``seats``
+    (sorted); row i ends before entry ``ends[i]``. A look-up is a binary search over the seats. Raises ValueError if the
+    lengths do not fit.
     """
 
     __slots__ = ("data", "ends", "seats")
@@ -90,7 +90,7 @@ class Packed(Mapping[Seat, Any]):
 
     @classmethod
     def of(cls, rows: Mapping[Seat, Sequence[Any]]) -> Packed:
-        """The rows packed, seat by seat, in sorted order."""
+        """Return ``rows`` packed, in the order of the seats."""
         seats, ends, data = tuple(sorted(rows)), [], array("q")
         for seat in seats:
             data.extend(cls._numbers(rows[seat]))
@@ -143,8 +143,8 @@ class Programs(Packed):
 
 
 class Route(Mapping[tuple[int, MicroBatch], Seat]):
-    """The seat that runs each (stage, micro-batch).  ``data``: 32-bit replica numbers by stage, replica, index.  Raises
-    ValueError where its length does not fit ``topology``.
+    """The seat that runs each (stage, micro-batch). ``data``: 32-bit replica numbers by stage, replica, index. Raises
+    ValueError if its length does not fit ``topology``.
     """
 
     __slots__ = ("data", "topology")
@@ -156,7 +156,7 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
 
     @classmethod
     def of(cls, topology: Topology, route: Mapping[tuple[int, MicroBatch], Seat]) -> Route:
-        """A ``route`` packed into an array; it has to name a seat for every stage and micro-batch of ``topology``."""
+        """Return ``route`` packed; it has to name a seat for every stage and micro-batch of ``topology``."""
         return cls(
             topology,
             array(
@@ -180,8 +180,8 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
         return len(self.data) // 4
 
     def owned(self, stage: int, replicas: Collection[int]) -> dict[int, tuple[MicroBatch, ...]]:
-        """The micro-batches of ``replicas`` that each worker of ``stage`` runs, in canonical order, by the worker's
-        replica number.  Costs one pass over the micro-batches of a step.
+        """Return by replica number the micro-batches of ``replicas`` that each worker of ``stage`` runs, in canonical
+        order. Costs one pass over the micro-batches of a step.
         """
         width = self.topology.replicas * self.topology.micro_batches
         owned: dict[int, list[MicroBatch]] = {}

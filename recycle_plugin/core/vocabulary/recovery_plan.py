@@ -1,16 +1,15 @@
 """Recovery plans: what has to run again after a failure, and nothing else, because recovery is lineage.
 
-To finish a step every live worker needs its stage's reduced gradient.  What of that survived, on whichever live worker,
-stays as it is; what has to run is what is missing, back to something that a live worker holds (planner/closure.py).
-Boundary tensors are kept by who made them until the step is committed, and sent once more.
+To finish a step every live worker needs its stage's reduced gradient. Whatever of its inputs survived on a live worker
+stays; what is missing runs again, back to something that a live worker holds (planner/closure.py). Boundary tensors are
+kept by their makers until the step is committed, and sent once more. If nothing survives, this restarts the step; if
+more survives (a log), it is SWIFT's replay (PPoPP'23).
 
-Nothing surviving, this is the restart of the step; more surviving (a log), it is SWIFT's replay (PPoPP'23).
-
-Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps again
-from the reduced gradient, which it keeps.  Where some live worker of a stage holds the whole reduced gradient, the
-others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions.  Where
-stages share weights (core/vocabulary/topology.py) and somebody lacks the sum over them, all of them make it again from
-the reduced gradients, which everybody keeps: it comes out the same.
+If the closure needs the old parameters of a worker that has already stepped, that worker takes its step back first, and
+steps again from the reduced gradient, which it keeps. If a live worker of a stage holds the whole reduced gradient, the
+others get it from there (the stage rolls forward). Otherwise it is summed again from untouched contributions. If stages
+share weights (core/vocabulary/topology.py) and a worker lacks the sum over them, all make it again from the reduced
+gradients, which everybody keeps; it has the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Held = Mapping[Seat, AbstractSet[Datum]]
 
 
 class Torn(Exception):
-    """The survivors hold data that contradicts itself: going on would train with a wrong gradient."""
+    """The survivors hold contradictory data: going on would train with a wrong gradient."""
 
 
 class RecoveryPlan(Protocol):
@@ -41,40 +40,36 @@ class RecoveryPlan(Protocol):
 
     @property
     def holders(self) -> Mapping[int, Seat]:
-        """By stage, from whom the others get the reduced gradient, where somebody has it."""
+        """By stage, the seat from which the others get the reduced gradient, if a live worker has it."""
 
     @property
     def undo(self) -> frozenset[Seat]:
-        """The seats that have to take the step back before that."""
+        """The seats that take the step back before they run their programs."""
 
     def program(self, seat: Seat) -> tuple[Instruction, ...]:
-        """What ``seat`` executes."""
+        """Return what ``seat`` executes."""
 
     def boundary_only(self, seat: Seat) -> frozenset[Instruction]:
-        """Those F and I of ``seat`` that make a boundary tensor only, because the micro-batch's weight gradient has
-        been counted already.
-        """
+        """Return the F and I of ``seat`` that make a boundary tensor only: their weight gradient already counts."""
 
     def forwards(self, stage: int) -> Mapping[MicroBatch, Seat]:
-        """Who runs the micro-batches forward that run on ``stage``."""
+        """Return the seat of each micro-batch that runs forward on ``stage``."""
 
 
 class Recover(Protocol):
-    """Works out what is left of ``step``, given what each live worker holds.  ``also_back``: who has to take it back,
-    whatever else is found.  Raises :class:`Torn`.
-    """
+    """Work out what is left of ``step``, given what is held. ``also_back`` undo in any case. Raises :class:`Torn`."""
 
     def __call__(self, step: int, held: Held, also_back: frozenset[Seat] = frozenset()) -> RecoveryPlan: ...
 
 
 def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = False) -> tuple[RecoveryPlan, ...]:
-    """The recovery plans of the steps after ``committed`` that somebody has begun, two at most
-    (core/vocabulary/commit_rule.py).
+    """Return the recovery plans of the steps after ``committed`` that a worker has begun, two at most
+    (core/vocabulary/commit_rule.py). Raises :class:`Torn`.
 
-    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
-    ``rejected``: the first was rejected (core/coordinator/facts/step_validation.py) and not everybody knows, so who has
-    applied it astray takes it back, and nothing later counts, be it from somebody who has not stepped: a worker that
-    has, and is lost, may have sent it.  Raises :class:`Torn`.
+    Stashes of the second step do not outlive an undo of the first: their parameters are about to change. ``rejected``:
+    the first step was rejected (core/coordinator/facts/step_validation.py) and not every worker knows. Then workers
+    that applied it unaware take it back, and nothing later counts from anybody: a lost worker that had stepped may have
+    sent it.
     """
     if rejected:
         back, held = _astray(held, committed + 1), without_later(held, committed + 1)
@@ -88,19 +83,17 @@ def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = Fa
 
 
 def uninformed(held: Held, step: int) -> frozenset[Seat]:
-    """The seats whose worker does not know the norm that ``step`` was rejected for."""
+    """Return the seats whose worker does not know the norm that ``step`` was rejected for."""
     return frozenset(seat for seat, have in held.items() if of_layers("norm", seat, step) not in have)
 
 
 def _astray(held: Held, step: int) -> frozenset[Seat]:
-    """The seats whose worker has applied ``step`` without knowing that it was rejected."""
+    """Return the seats whose worker has applied ``step`` without knowing that it was rejected."""
     return frozenset(seat for seat in uninformed(held, step) if of_layers("params", seat, step + 1) in held[seat])
 
 
 def without_later(held: Held, step: int) -> Held:
-    """The part of ``held`` that counts where ``step`` was rejected: no data of later steps, and no parameters of who
-    has applied it astray.
-    """
+    """Return what counts of ``held`` if ``step`` was rejected: no later data, and no parameters applied unaware."""
     back = _astray(held, step)
     return {
         seat: frozenset(datum for datum in have if datum.step <= step or (datum.kind == "params" and seat not in back))
@@ -109,7 +102,7 @@ def without_later(held: Held, step: int) -> Held:
 
 
 def before(held: Held, step: int) -> Held:
-    """The part of ``held`` that counts where data does not fill ``step``, which nobody has applied."""
+    """Return the part of ``held`` that counts if the data does not fill ``step``, which no worker has applied."""
     return {
         seat: frozenset(datum for datum in have if datum.step < step or datum.kind == "params")
         for seat, have in held.items()
@@ -117,7 +110,7 @@ def before(held: Held, step: int) -> Held:
 
 
 def surviving(held: Held, recovery: RecoveryPlan) -> Held:
-    """The data that is still held once those who take the step of ``recovery`` back have done so."""
+    """Return the data that is still held after the undos of ``recovery``."""
     later = Datum("params", 0, None, recovery.step + 1)
 
     def stays(seat: Seat, datum: Datum) -> bool:

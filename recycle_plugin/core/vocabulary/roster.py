@@ -1,12 +1,9 @@
 """Rosters: who takes part in a generation, which seats they hold, and who is given up with whom.
 
-A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*. So one that comes
-back is another worker than the one that was lost.  A *seat* is held by a group of workers in a fixed order, its
-*shards*: each has a part of the stage, and they compute together.  Those that hold the same shard of a stage have the
-same state, and are each other's *peers*.
-
-Whoever asks who holds, lives, comes first, joins or leaves asks a :class:`Roster`; nobody searches a generation's
-members.
+A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*. A worker that comes
+back is another worker than the one lost. A *seat* is held by a group of workers in a fixed order, its *shards*: each
+has a part of the stage, and they compute together. Workers with the same shard of a stage have the same state and are
+each other's *peers*. Nobody searches a generation's members: a :class:`Roster` answers.
 """
 
 from __future__ import annotations
@@ -30,10 +27,7 @@ class WorkerId(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """A worker of a generation: where it sits, where its peers reach it, and on which host it runs.
-
-    ``shard``: its place in the seat's group.
-    """
+    """A worker of a generation, with the address where its peers reach it. ``shard``: its place in the seat's group."""
 
     rank: int
     seat: Seat
@@ -55,11 +49,11 @@ Group = tuple[Member, ...]
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers of a generation, in the order of their ranks, however they are given.
+    """The workers of a generation, sorted by rank.
 
-    What is made of them (a dict for each kind of question) is made when it is first asked for, in one pass; after that
-    every answer is one look into a dict, whatever the number of workers, unless it says otherwise.  Raises ValueError
-    where two have one rank, or one shard of a seat.
+    Each index (a dict for each kind of question) is made on first use, in one pass. After that every answer is one
+    look-up, whatever the number of workers, unless its docstring says otherwise. Raises ValueError if two members have
+    one rank, or one shard of a seat.
     """
 
     members: Group = ()
@@ -102,12 +96,12 @@ class Roster:
         return self._by_worker.keys()
 
     def member(self, worker: WorkerId) -> Member | None:
-        """The member that ``worker`` is; None for a stranger."""
+        """Return the member that ``worker`` is; None for a stranger."""
         return self._by_worker.get(worker)
 
     @property
     def first(self) -> Member:
-        """The member of the lowest rank, which does what one does for all.  Raises IndexError where nobody is left."""
+        """The member of the lowest rank, which acts for all. Raises IndexError if nobody is left."""
         return self.members[0]
 
     # --- seats and stages --------------------------------------------------------------------------
@@ -141,38 +135,38 @@ class Roster:
 
     @cached_property
     def working(self) -> frozenset[Seat]:
-        """The seats whose holders are given work: all but those of which a shard is missing."""
+        """The seats that are given work: all but those of which a shard is missing."""
         return frozenset(seat for seat, group in self._by_seat.items() if len(group) == self.shards)
 
     @cached_property
     def shards(self) -> int:
-        """The number of shards of the seat that has most of them; 0 without members."""
+        """The number of shards of the seat that has most; 0 without members."""
         return max(map(len, self._by_seat.values()), default=0)
 
     def seats_by_rank(self) -> dict[int, Seat]:
-        """The seat of each rank, in one pass over the members."""
+        """Return the seat of each rank, in one pass over the members."""
         return {member.rank: member.seat for member in self.members}
 
     def group(self, seat: Seat) -> Group:
-        """The members that hold ``seat``, in the order of their shards; nobody where it is lost."""
+        """Return the members that hold ``seat``, in the order of their shards; empty if it is lost."""
         return self._by_seat.get(seat, ())
 
     def of_ranks(self, ranks: Collection[int]) -> Group:
-        """The members that have any of ``ranks``, in their order.  Costs one pass over the members."""
+        """Return the members that have any of ``ranks``, in one pass over the members."""
         return tuple(member for member in self.members if member.rank in ranks)
 
     def hosts_by_rank(self) -> dict[int, str]:
-        """The host of each rank, in one pass over the members."""
+        """Return the host of each rank, in one pass over the members."""
         return {member.rank: member.host for member in self.members}
 
     def holder(self, seat: Seat, shard: int = 0) -> Member | None:
-        """The member that holds ``shard`` of ``seat``, whose counterparts at other seats send to it and receive from
-        it; None where it is lost.  Costs one step for each shard of the seat.
+        """Return the member that holds ``shard`` of ``seat``; its counterparts at other seats exchange data with it.
+        None if it is lost. Costs one step for each shard of the seat.
         """
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
     def holding(self, seat: Seat, shard: int = 0) -> Member:
-        """The holder of ``shard`` of ``seat``; AssertionError where nobody holds it."""
+        """Return the holder of ``shard`` of ``seat``. Raises AssertionError if nobody holds it."""
         holder = self.holder(seat, shard)
         assert holder is not None, f"nobody holds seat {seat}"
         return holder
@@ -184,53 +178,43 @@ class Roster:
         return tuple(tuple(sorted(group, key=lambda member: member.seat)) for _, group in by_shard)
 
     def at(self, address: str) -> Member | None:
-        """The member that its peers reach at ``address``; None where nobody is."""
+        """Return the member that its peers reach at ``address``; None if there is none."""
         return self._by_address.get(address)
 
     @cached_property
     def addresses(self) -> frozenset[str]:
-        """The addresses at which members are reached."""
         return frozenset(self._by_address)
 
     def stage(self, stage: int) -> Group:
-        """The members that are live in ``stage``, in the order of the ranks."""
+        """Return the members of ``stage``, in the order of the ranks."""
         return self._by_stage.get(stage, ())
 
     def peers(self, stage: int, shard: int = 0) -> Group:
-        """The members that hold ``shard`` of ``stage``, which have one state, in the order of the ranks."""
+        """Return the members that hold ``shard`` of ``stage``, which have one state, in the order of the ranks."""
         return self._by_shard.get((stage, shard), ())
 
     def alike(self, member: Member) -> Group:
-        """The members at ``member``'s place in the pipeline, itself too, whatever layers that has: they have one state,
-        in the order of the ranks.
-        """
+        """Return the members with ``member``'s stage and shard, itself too, in the order of the ranks."""
         return self.peers(member.seat.stage, member.shard)
 
     def working_peers(self, stage: int, shard: int = 0) -> dict[int, Member]:
-        """By replica, the members with ``shard`` of ``stage`` whose seat is given work.  Costs time in proportion to
-        these.
-        """
+        """Return by replica the members with ``shard`` of ``stage`` whose seat is given work, in one pass over them."""
         return {member.seat.replica: member for member in self.peers(stage, shard) if member.seat in self.working}
 
     def is_last(self, member: Member) -> bool:
-        """Whether nobody holds another seat of ``member``'s stage.  Costs time in proportion to the stage's members."""
+        """Return whether nobody holds another seat of ``member``'s stage. Costs one pass over the stage's members."""
         return all(other.seat == member.seat for other in self.stage(member.seat.stage))
 
     @cached_property
     def live_stages(self) -> tuple[int, ...]:
-        """The stages that somebody is live in, in order."""
         return tuple(sorted(self._by_stage))
 
     def first_of(self, stage: int, shard: int = 0) -> Member:
-        """The member of the lowest rank with ``shard`` of ``stage``, which does what one does for it.  Raises
-        IndexError where nobody is left.
-        """
+        """Return the member of the lowest rank with ``shard`` of ``stage``. Raises IndexError if there is none."""
         return self.peers(stage, shard)[0]
 
     def stages(self, stages: Collection[int], shard: int = 0) -> Group:
-        """The members with ``shard`` of any of ``stages``, in the order of the ranks.  Costs their number, times the
-        logarithm of that.
-        """
+        """Return the members with ``shard`` of any of ``stages``, in the order of the ranks. Sorts them."""
         return tuple(
             sorted(
                 (member for stage in set(stages) for member in self.peers(stage, shard)),
@@ -239,21 +223,21 @@ class Roster:
         )
 
     def replica(self, replica: int) -> Group:
-        """The members that are live in ``replica``, in the order of the ranks."""
+        """Return the members of ``replica``, in the order of the ranks."""
         return self._by_replica.get(replica, ())
 
     # --- from one roster to the next, in one pass over the members --------------------------------------
 
     def without(self, workers: Collection[WorkerId]) -> Roster:
-        """The roster that is left without ``workers``, in one pass over the members."""
+        """Return the roster without ``workers``, in one pass over the members."""
         return Roster(tuple(member for member in self.members if member.worker not in workers))
 
     def joins(self, before: Roster) -> Group:
-        """The members that ``before`` has not, in one pass over the members."""
+        """Return the members that ``before`` lacks, in one pass over the members."""
         return tuple(member for member in self.members if member.worker not in before.workers)
 
     def leaves(self, before: Roster) -> Group:
-        """The members that only ``before`` has, in one pass over them."""
+        """Return the members that only ``before`` has, in one pass over them."""
         return before.joins(self)
 
 
@@ -265,7 +249,7 @@ class FailureDomain(Enum):
     REPLICA = "replica"
 
     def of(self, member: Member, roster: Roster) -> Group:
-        """The members of ``roster`` that go when ``member`` does, itself first."""
+        """Return the members of ``roster`` that go when ``member`` does, itself first."""
         together = {
             FailureDomain.WORKER: (),
             FailureDomain.SEAT: roster.group(member.seat),
@@ -274,9 +258,7 @@ class FailureDomain(Enum):
         return member, *(other for other in together[self] if other != member)
 
     def unit(self, member: Member) -> Hashable:
-        """The name of the unit that ``member`` is of: equal for all that go with it, and for who comes in their
-        place.
-        """
+        """Return the name of ``member``'s unit: equal for all that go with it and for their successors."""
         return {
             FailureDomain.WORKER: member.worker,
             FailureDomain.SEAT: member.seat,
@@ -284,7 +266,7 @@ class FailureDomain(Enum):
         }[self]
 
     def units(self, roster: Roster) -> tuple[Group, ...]:
-        """The members of ``roster`` unit by unit, in the order of seats and shards.  Costs a pass over them, sorted."""
+        """Return the members of ``roster`` unit by unit, in the order of seats and shards. Sorts them."""
         found: dict[Hashable, list[Member]] = {}
         for member in sorted(roster, key=lambda member: (member.seat, member.shard)):
             found.setdefault(self.unit(member), []).append(member)

@@ -1,4 +1,4 @@
-"""Spans: what was executed when, as traces and pictures have it."""
+"""Spans: what was executed when, for traces and pictures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ class Span(NamedTuple):
 
 
 def run_again(spans: Iterable[Span]) -> dict[Span, Span]:
-    """The spans whose work was lost or taken back, each with the span in which its instruction was next run, by
-    whichever worker.  Costs the number of spans, times the logarithm of that.
-    """
+    """Return the spans whose work was lost or taken back, each with the next span of the same instruction."""
     last: dict[Hashable, Span] = {}
     found = {}
     for span in sorted(spans, key=lambda span: span.start_us):
-        # everybody has a STEP of his own
+        # every worker has its own STEP
         key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)
         if key in last:
             found[last[key]] = span

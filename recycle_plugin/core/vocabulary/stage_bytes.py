@@ -1,7 +1,6 @@
-"""What a run has measured of the memory of one stage of its own model, for ``recycle doctor`` (docs/planning.md).
-
-It is in the run's ``costs.json``, under ``memory``, with an object for each stage; what a micro-batch holds is beside
-it, as ``activation_bytes`` and ``pending_bytes`` of a :class:`~recycle_plugin.core.vocabulary.cost.CostModel`.
+"""What a run has measured of the memory of one stage of its own model, for ``recycle doctor`` (docs/planning.md): the
+objects under ``memory`` in its ``costs.json``. What a micro-batch holds is beside it, as ``activation_bytes`` and
+``pending_bytes`` of a :class:`~recycle_plugin.core.vocabulary.cost.CostModel`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ HOST = "cpu"
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one worker of a stage behind its first step.
+    """Bytes of one worker of a stage after its first step.
 
     What a step changes: ``weights`` that are trained, their fp32 ``masters`` in bf16 and fp16, and the ``optimizer``'s
-    state with all else.  ``frozen``: parameters that are not trained, and buffers.  ``gradient``: one of all trained
-    parameters, as it is summed; the largest of these has ``largest`` bytes.  ``boundary``: what goes to the next stage
-    for one micro-batch.  ``device``: torch's name for the kind that all this was on, which has ``device_bytes``, and
-    its host ``host_bytes``.  ``samples``: of a micro-batch.  Raises ValueError for a size that is no whole number of at
-    least 0.
+    state and all else. ``frozen``: parameters that are not trained, and buffers. ``gradient``: one of all trained
+    parameters, as it is summed; the largest parameter's has ``largest`` bytes. ``boundary``: what goes to the next
+    stage for one micro-batch. ``device``: torch's name for the kind of device; it has ``device_bytes``, and its host
+    ``host_bytes``. ``samples``: of a micro-batch. Raises ValueError for a size that is no whole number of at least 0.
     """
 
     weights: int
@@ -53,7 +51,7 @@ class StageBytes:
 
 
 def stages_bytes(found: Any, stages: int) -> tuple[StageBytes, ...]:
-    """The bytes of each of ``stages`` stages from their JSON.  Raises ValueError for what is none."""
+    """Return the bytes of each of ``stages`` stages from their JSON. Raises ValueError if it is malformed."""
     wanted = {field.name for field in fields(StageBytes)}
     if not isinstance(found, Sequence) or len(found) != stages:
         raise ValueError(f"memory is no list with an object for each of {stages} stages")

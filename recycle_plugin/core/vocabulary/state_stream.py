@@ -1,12 +1,11 @@
-"""What a source says to a newcomer that catches up: the state of their stage, unit by unit, and what the steps since do
-to it.
+"""What a source sends to a newcomer that catches up: the state of their stage, unit by unit, and what later steps do to
+it.
 
-A *unit* is a parameter with all that the optimizer keeps for it, so that steps can be applied to it alone.  Each is of
-the state after some committed step, which is what the next STEP finds: a script may change it between the two, and then
-a unit that was sent before comes *again*.  From then on the source sends what its stage's workers have exchanged in
-each step, the *sums*, and once a step is committed a *marker* that says so.  A stream has its order: when the marker of
-step k is read, the last sums of k before it are those that were applied, whatever was summed, rejected or made again
-before.
+A *unit* is a parameter with all that the optimizer keeps for it, so that steps can be applied to it alone. It is of the
+state after some committed step, which is what the next STEP finds. A script may change that state between the two, and
+then a unit that was sent before comes *again*. From then on the source sends for each step the *sums* that its stage's
+workers have exchanged, and once the step is committed a *marker*. A stream is ordered: the last sums of step k before
+the marker of k are those that were applied, whatever was summed, rejected or made again before.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 
 @dataclass(frozen=True)
 class Asked:
-    """What a newcomer asks a source for: its ``units``, by name, in this order; with ``head`` first what goes by value,
-    and the list of all units; with ``script``, once the newcomer enters, what the source's script hands over.  With
-    ``leave`` the units are another source's from now on.
+    """What a newcomer asks a source for: ``units``, by name, in this order. ``head``: first what goes by value, and the
+    list of all units. ``script``: what the source's script hands over, once the newcomer enters. ``leave``: the units
+    are another source's from now on.
     """
 
     units: tuple[str, ...] = ()
@@ -42,8 +41,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit ``name`` of the state after ``step``; ``value`` None: it was damaged on its way.  ``again``: nobody has
-    asked for it, and the source's script has changed it.
+    """The unit ``name`` of the state after ``step``; ``value`` is None if it was damaged on its way. ``again``: not
+    asked for; the source's script has changed it.
     """
 
     step: int
@@ -56,7 +55,7 @@ class Unit:
 class Sums:
     """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out.
 
-    ``bytes``: how many have come, where it has come over a line.
+    ``bytes``: the bytes received, if it came over a line.
     """
 
     step: int
@@ -66,15 +65,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Marker:
-    """The word that ``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after
+    """The word that ``step`` is committed and was applied with regard to ``norm``; what follows is of the state after
     it, or later.
 
-    ``begins``: the first one of its stream, whose step's sums have not come with it.  ``ends``: another one of the same
-    step, once the source's script changes the state after it no more; its ``settings`` are then those of the next step.
-    ``valid_from``: the generation
-    from which the source's data is valid (core/worker/step_store.py).  ``settings``: what the optimizer had applied it
-    with, learning rates and the like, which the source's script may have set for this step; ``share``: which part of
-    the replicas has contributed to it.
+    ``begins``: the first marker of its stream; its step's sums have not come with it. ``ends``: another marker of the
+    same step, once the source's script no longer changes the state after it; its ``settings`` are then those of the
+    next step. ``valid_from``: the generation from which the source's data is valid (core/worker/step_store.py).
+    ``settings``: what the optimizer applied the step with, learning rates and the like, which the source's script may
+    have set for this step. ``share``: which part of the replicas has contributed to it.
     """
 
     step: int
@@ -88,7 +86,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Handed:
-    """What the source's script hands over to the newcomer's, ``value``, where ``step`` is its last one."""
+    """What the source's script hands over to the newcomer's, ``value``, if ``step`` is its last one."""
 
     step: int
     value: bytes

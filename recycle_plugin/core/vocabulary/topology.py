@@ -1,21 +1,20 @@
-"""The logical shape of a job, and who of it is alive.
+"""The logical shape of a job, and which of its seats are live.
 
-Stages that share a weight (DeepSpeed's ``TiedLayerSpec``) have a copy of it each, and a *tie*: the copies stay equal
-because all of them apply the same gradient.  That is the sum over the stages of what each stage's REDUCE has left; TIE
-makes it, one joint event of all live workers of the tie's stages, between REDUCE and STEP.  It is a second sum after
-the stage's own, and not one over the workers' contributions:
+Stages that share a weight (DeepSpeed's ``TiedLayerSpec``) form a *tie*. Each has a copy of the weight; the copies stay
+equal because all stages apply the same gradient, the sum of what each stage's REDUCE has left. TIE makes this sum, one
+joint event of all live workers of the tie's stages, between REDUCE and STEP. It adds stages' sums, not workers'
+contributions:
 
-* Every live worker of a stage has the stage's sum before TIE begins, and keeps it until the step is committed.  So
-  whoever dies, the sum over the stages can be made again from what any one survivor of each stage holds, and it has the
-  same bits, since stages are added in their order.  Nothing is run again because of a tie, and nobody needs to know who
-  has the result: where somebody lacks it, it is made again, by all (core/vocabulary/recovery_plan.py).
-* Nobody has the result before all have come to TIE.  So who has applied it can rely on every other stage's sum being
-  there still.
-* The stage's one STEP applies its own and its tied weights together, as DeepSpeed's optimizer does.  A tied weight is
+* Every live worker of a stage has the stage's sum before TIE begins, and keeps it until the commit. So whoever dies,
+  the sum can be made again from any one survivor of each stage, with the same bits, since stages are added in order. No
+  instruction runs again because of a tie: if a worker lacks the result, all make it again
+  (core/vocabulary/recovery_plan.py).
+* Nobody has the result before all have come to TIE. So a worker that has applied it can rely on every other stage's
+  sum.
+* The stage's one STEP applies its own and its tied weights together, as DeepSpeed's optimizer does. A tied weight is
   committed with the step, whose commit waits for all stages anyway.
 
-What this costs is that a stage of a tie steps when the last of them has its sum; planner, lower bound and verifier
-count with that.
+The cost: a tie's stages step only when the last of them has its sum. Planner, lower bound and verifier count with that.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Topology:
     """The logical shape of a job: ``replicas`` pipelines of ``stages`` stages; each replica brings ``micro_batches``
     micro-batches a step.
 
-    It never changes while the job runs: failures change the :class:`ClusterView`.  ``ties``: stages that share weights,
-    each stage in one tie at most, in ascending order (:func:`tied`).  Raises ValueError for a number below 1, or ties
-    that are not so.
+    It never changes while the job runs: failures change the :class:`ClusterView`. ``ties``: stages that share weights,
+    each stage in at most one tie, in ascending order (:func:`tied`). Raises ValueError for a number below 1, or other
+    ties.
     """
 
     replicas: int
@@ -54,7 +53,7 @@ class Topology:
             )
 
     def tie(self, stage: int) -> tuple[int, ...]:
-        """The stages with which ``stage`` shares weights, itself included; none where it shares none."""
+        """Return the stages with which ``stage`` shares weights, itself included; empty if it shares none."""
         return next((tie for tie in self.ties if stage in tie), ())
 
     @cached_property
@@ -64,7 +63,7 @@ class Topology:
 
     @cached_property
     def batch(self) -> tuple[MicroBatch, ...]:
-        """All micro-batches of a step, in the order in which gradients of one worker are summed."""
+        """All micro-batches of a step, in the order in which one worker's gradients are summed."""
         return tuple(
             MicroBatch(replica, index) for replica in range(self.replicas) for index in range(self.micro_batches)
         )
@@ -75,15 +74,13 @@ class Topology:
         return frozenset(map(str, self.batch))
 
     def full(self) -> ClusterView:
-        """The view in which every seat is live."""
+        """Return the view in which every seat is live."""
         return ClusterView(self, frozenset(self.seats))
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The seats that are alive: the input of planning that failures change.  Raises ValueError for a seat outside the
-    topology.
-    """
+    """The seats that are live: the input of planning that failures change. Raises ValueError for an unknown seat."""
 
     topology: Topology
     live: frozenset[Seat]
@@ -94,7 +91,7 @@ class ClusterView:
             raise ValueError(f"seats {', '.join(map(str, sorted(strangers)))} are outside the topology {self.topology}")
 
     def live_replicas(self, stage: int) -> tuple[int, ...]:
-        """The replicas whose seat in ``stage`` is live, in ascending order."""
+        """Return the replicas whose seat in ``stage`` is live, in ascending order."""
         return self._by_stage[stage]
 
     @cached_property
@@ -111,15 +108,15 @@ class ClusterView:
         return tuple(sorted(replica for replica, count in counts.items() if count == self.topology.stages))
 
     def empty_stages(self) -> tuple[int, ...]:
-        """Stages that no live worker holds: training can't go on from the survivors alone."""
+        """Return the stages that no live worker holds: training can't go on from the survivors alone."""
         return tuple(stage for stage in range(self.topology.stages) if not self.live_replicas(stage))
 
     def without(self, *lost: Seat) -> ClusterView:
-        """The view that is left when the seats ``lost`` have gone."""
+        """Return the view that is left when the seats ``lost`` are gone."""
         return ClusterView(self.topology, self.live - set(lost))
 
     def lost_share(self, gone: Iterable[Seat]) -> float:
-        """The share of a step's work so far that is lost with the workers ``gone``, on the stage that loses most."""
+        """Return the share of a step's work so far that ``gone`` take with them, on the stage that loses most."""
         counts = Counter(seat.stage for seat in gone)
         return max((count / len(self.live_replicas(stage)) for stage, count in counts.items()), default=0.0)
 
@@ -130,9 +127,7 @@ class ClusterView:
 
 
 def tied(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """The ties of a job in which each of ``groups`` is the stages that share some weight: groups that have a stage in
-    common are one tie.
-    """
+    """Return the ties of a job, given the stages that share each weight: groups with a common stage are one tie."""
     ties: list[set[int]] = []
     for group in map(set, groups):
         ties = [tie for tie in ties if not tie & group] + [group.union(*(tie for tie in ties if tie & group))]

@@ -1,27 +1,26 @@
-"""The memory that a worker needs for the parameters of its stage, by what for: between steps, and within one.
+"""The memory that a worker needs for the parameters of its stage, by purpose: between steps, and within one.
 
-What is there all the time, the *state*, are weights, fp32 masters of weights in fewer bits, and the optimizer's state.
-Besides:
+The *state* is always there: weights, fp32 masters of weights in fewer bits, and the optimizer's state. Besides:
 
-* the *sum* of a step's gradients over the stage's workers, in fp32, from REDUCE until it is known that all stages have
-  applied the step: a peer may lack it, and what takes the step back may need it (runtime/stage/gradients.py);
-* what takes a step back, *undo*: copies of what the step changes, beside them or on the host; to turn the optimizer's
-  rule round takes the sum, and nothing else.  Copies have buffers of their own, also while there is nothing to undo;
-* *contributions*: this worker's part of the next sum, from the first weight gradient of a step on, and beside them the
-  *new* ones, of one micro-batch, as long as they are in fewer bits (runtime/stage/masters.py);
-* the *second* buffer that REDUCE writes to, since an interrupted sum has to leave contributions as they were;
-* *scaled*: gradients as they are applied, where they are clipped or unscaled; what the optimizer *works* with.
+* the *sum* of a step's gradients over the stage's workers, in fp32, from REDUCE until all stages are known to have
+  applied the step: a peer may lack it, and an undo may need it (runtime/stage/gradients.py);
+* *undo*: copies of what the step changes, beside the state or on the host, in buffers that stay while there is nothing
+  to undo. Turning the optimizer's rule round takes only the sum;
+* *contributions*: this worker's part of the next sum, from a step's first weight gradient on, and beside them the *new*
+  ones, of one micro-batch, while they are in fewer bits (runtime/stage/masters.py);
+* the *second* buffer that REDUCE writes to, since an interrupted sum must leave contributions as they were;
+* *scaled*: gradients as they are applied, if they are clipped or unscaled; and what the optimizer *works* with.
 
-So a step has three moments at which most is held: computing, summing, stepping.  In the first two the last step's sum
-may still be there, staggered steps or not: news of its commit comes while the next gradients are computed.
+So most is held at one of three moments: computing, summing, stepping. In the first two the last step's sum may still be
+there, staggered steps or not: news of its commit comes while the next gradients are computed.
 
 Exact mode has contributions in one buffer for each block (core/vocabulary/blocks.py), and copies a bucket of them to
-add them up.  After a loss a worker has more micro-batches and blocks, and no more of anything else: it has the same
-stage.  Weights that stages share have a sum more, over the stages.
+add them up. After a loss a worker has more micro-batches and blocks, and no more of anything else. Weights that stages
+share have one more sum.
 
-Not in here, since it depends on layers: what a micro-batch holds (core/vocabulary/profile.py), and boundary tensors.
-Nor is what does not grow with the model: results of the script's last collectives, 4 MiB for each of its process groups
-(runtime/collectives/outcomes.py).  A script compares all of this with measured bytes: scripts/bench_memory.py.
+Not counted: what a micro-batch holds (core/vocabulary/profile.py) and boundary tensors, which depend on layers; and
+results of the script's last collectives, 4 MiB for each process group (runtime/collectives/outcomes.py).
+scripts/bench_memory.py compares all of this with measured bytes.
 """
 
 from __future__ import annotations
@@ -37,18 +36,19 @@ GRADIENT = 4
 ADAM = 8
 """Bytes of a parameter; Adam has m and v in fp32."""
 STATE_BYTES = {dtype: WEIGHTS[dtype] + MASTERS[dtype] + ADAM + GRADIENT for dtype in WEIGHTS}
-"""Bytes of a parameter with Adam, and of one gradient: what training without this plugin takes too."""
+"""Bytes of a parameter with Adam and one gradient: what training without this plugin takes too."""
 EXACT_BUCKET = 1 << 22  # numbers that exact mode copies at once, in whole parameters
 SUM_PIECE = 1 << 20  # numbers that go through the host at once, and that exact mode adds at once
 
 
 @dataclass(frozen=True)
 class WorkerBytes:
-    """The memory of a worker for a stage of so many ``parameters``, all trained, by Adam, by the settings of its job.
+    """The memory of a worker for a stage of ``parameters`` parameters, all trained, by Adam, by the settings of its
+    job.
 
-    ``blocks``: exact mode's, None where it is off; ``scales``: gradients are clipped or unscaled; ``work``: bytes that
-    the optimizer takes in its step; ``apart``: of a device whose memory is not the host's, through which gradients are
-    summed.  ``measured``: what a run had in the place of these parameters with Adam.  All results are in bytes.
+    ``blocks``: exact mode's; None if it is off. ``scales``: gradients are clipped or unscaled. ``work``: bytes that the
+    optimizer takes in its step. ``apart``: the device's memory is not the host's, through which gradients are summed.
+    ``measured``: what a run has measured, in place of parameters with Adam. All results are in bytes.
     """
 
     parameters: int
@@ -62,21 +62,20 @@ class WorkerBytes:
 
     @classmethod
     def of_run(cls, of: StageBytes, undo: str, blocks: int | None = None, scales: bool = False) -> WorkerBytes:
-        """A worker of a stage that a run has measured, by the settings of its job.
-
-        On an accelerator torch's optimizers work on all parameters at once, on the host on one after the other.
+        """Return the bytes of a worker of a stage that a run has measured. On an accelerator torch's optimizers work on
+        all parameters at once, on the host on one after the other.
         """
         work = of.gradient if of.apart else 2 * of.largest
         return cls(of.gradient // GRADIENT, "fp32", undo, blocks, scales, work, of.apart, of)
 
     @property
     def gradient(self) -> int:
-        """One gradient of all parameters, in fp32 where nothing is measured."""
+        """One gradient of all parameters, in fp32 unless measured."""
         return GRADIENT * self.parameters if self.measured is None else self.measured.gradient
 
     @property
     def state(self) -> dict[str, int]:
-        """What a step changes, by part; measured, with what no step changes."""
+        """What a step changes, by part; if measured, with what no step changes."""
         if (of := self.measured) is not None:
             return {"weights": of.weights, "masters": of.masters, "optimizer": of.optimizer, "frozen": of.frozen}
         each = {"weights": WEIGHTS[self.dtype], "masters": MASTERS[self.dtype], "optimizer": ADAM}
@@ -84,7 +83,7 @@ class WorkerBytes:
 
     @property
     def _copies(self) -> int:
-        """What of the state is copied to take a step back: weights of masters follow these."""
+        """The part of the state that is copied to take a step back: weights with masters are derived from these."""
         return (self.state["masters"] or self.state["weights"]) + self.state["optimizer"]
 
     @property
@@ -108,12 +107,12 @@ class WorkerBytes:
         return self.gradient * (self.blocks or 1)
 
     def computing(self, committed: bool = False) -> dict[str, int]:
-        """By part, in the last weight gradient of a step.  ``committed``: it is known that the step before is."""
+        """Return the bytes by part in a step's last weight gradient. ``committed``: the step before is known to be."""
         new = self.state["weights"] if self.state["masters"] else 0
         return (self.settled if committed else self.between) | {"contributions": self.contributions, "new": new}
 
     def summing(self, committed: bool = False) -> dict[str, int]:
-        """By part, in REDUCE.  ``committed``: it is known that the step before is."""
+        """Return the bytes by part in REDUCE. ``committed``: the step before is known to be committed."""
         return self.computing(committed) | {"new": 0, "second": self.gradient, "pieces": self._pieces}
 
     @property
@@ -122,14 +121,15 @@ class WorkerBytes:
         return self.between | {"scaled": self.gradient * self.scales, "work": self.work}
 
     def peaks(self, held: int = 0, committed: bool = False) -> Mapping[str, int]:
-        """The most at each moment of a step.  ``held``: what micro-batches hold while gradients are computed."""
+        """Return the most at each moment of a step. ``held``: what micro-batches hold while gradients are computed."""
         parts = {"computing": self.computing(committed), "summing": self.summing(committed), "stepping": self.stepping}
         return {moment: sum(of.values()) + held * (moment == "computing") for moment, of in parts.items()}
 
     @property
     def _pieces(self) -> int:
-        """Exact mode's copies of a bucket of each block.  Pieces of the sum: on a device apart one comes back from the
-        host; on the host exact mode's come, go (of several blocks a copy), and are given to all, and one is on its way.
+        """Exact mode's copies of a bucket of each block, and pieces of the sum. On a device apart one piece comes back
+        from the host; on the host exact mode's pieces come, go (of several blocks a copy) and are given to all, and one
+        is on its way.
         """
         blocks, piece = self.blocks or 0, min(self.parameters, SUM_PIECE)
         count = blocks + (blocks if blocks > 1 else 0) + 1 + (self.parameters > piece) if blocks else 0
