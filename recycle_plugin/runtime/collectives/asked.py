@@ -1,4 +1,4 @@
-"""A collective as it was asked for, and while it is under way (runtime/collectives/in_flight.py)."""
+"""A collective as its caller asked for it, and while it is under way (runtime/collectives/in_flight.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ Adjust = Callable[[torch.Tensor, int], object]
 
 
 class Channel(NamedTuple):
-    """One direction between two members: from logical member ``source`` (None: from anyone) to ``target``, messages
-    with ``tag``.
-    """
+    """A direction from logical member ``source`` (None: any member) to ``target``, for messages with ``tag``."""
 
     source: int | None
     target: int
@@ -33,22 +31,23 @@ class Channel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name under which the channel's messages are counted."""
+        """The name under which messages of the channel are counted."""
         return f"{self.source} to {self.target}, {self.tag}"
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A collective as it was asked for.
+    """A collective as its caller asked for it.
 
-    ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``,
-    which it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are, but
-    for what goes over a link ON_DEVICE. Its second argument has the position in the link of each logical member
-    that takes part. ``given``: whatever else the caller has given it. ``op``: how it combines what members give, if
-    it does. ``check`` is called
-    before each try, and raises RecycleError where the result could not be right. ``alone``: there is something to
-    do for a single member too. ``adjust(tensor, count)`` changes each result in place, once ``count`` members took
-    part. ``gives``: the same result to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
+    * ``called``: the function of torch.distributed.
+    * ``make(held, place)``: builds the link's operation on ``held``, copies of ``tensors`` in host memory (for links in
+      ON_DEVICE: on the device). ``place`` has the position in the link of each logical member that takes part.
+    * ``check``: called before each try; raises RecycleError if the result could not be right.
+    * ``alone``: whether the operation runs for a single member too.
+    * ``adjust(tensor, count)``: changes each result in place, after ``count`` members took part.
+    * ``gives``: the same result to ALL members, its own to EACH, or a message to the ends of a :class:`Channel`.
+    * ``given``: the other arguments of the call. ``writes``: ``tensors`` get the results. ``op``: the reduction, if
+      any.
     """
 
     called: str
@@ -64,7 +63,7 @@ class Asked:
 
     @property
     def has_result(self) -> bool:
-        """Whether it gives this member anything: the root of a broadcast has what it gives to all."""
+        """Whether the call gives this member a result. The root of a broadcast gets the value that it gives to all."""
         return self.writes or self.gives == ALL
 
 
@@ -72,13 +71,14 @@ class Asked:
 class Call:
     """A collective under way on the link ``link``.
 
-    ``number`` counts the script's collectives of one group or channel, None where nobody counts this one; ``lasts``: it
-    survives a membership change.  It is behind what its caller had started on the device before it, and its result is
-    written in that ``order`` too, whichever thread, on whichever stream, comes to do so.  ``asking``: the logical
-    members who were there when it was asked for, of whom ``members`` take part in the present try.  ``handle`` is that
-    of the present try, None while there is none, and ``connecting`` its link's.  Once ``over`` it has ``error``, or
-    results in ``held``, which for a receive came from rank ``source``; ``handed``: the caller's tensors have them.
-    ``kept``: for a newcomer.  ``fetched``: the result that another member was asked for, and which one that is.
+    * ``number``: its place among the script's collectives of one group or channel; None if it is not counted (yet).
+    * ``lasts``: it survives a membership change.
+    * ``order``: it follows its caller's earlier work on the device, and any thread writes its result in that order.
+    * ``asking``: the logical members alive when it was asked for; of these ``members`` take part in the present try.
+    * ``handle``: of the present try, None between tries; ``connecting``: that of its link.
+    * ``over``: it has ``error``, or results in ``held``, for a receive from logical member ``source``.
+    * ``handed``: the caller's tensors have the results. ``kept``: its record for a newcomer.
+    * ``fetched``: the member that was asked for the result, and the reading for its answer.
     """
 
     asked: Asked
@@ -100,6 +100,6 @@ class Call:
 
     @property
     def has_news(self) -> bool | None:
-        """True where the present try, or all of it, is over, and None while it is not, as Waiting.until asks."""
+        """True if the call or its present try is over, else None, as ``Waiting.until`` expects."""
         handle = self.handle
         return True if self.over or (handle is not None and handle.poll()) else None

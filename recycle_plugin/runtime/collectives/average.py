@@ -1,4 +1,4 @@
-"""Averages, and sums scaled to a group's size, that are right whoever is left."""
+"""Averages, and sums scaled to a group's size, that stay right after losses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def mean(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The average of ``tensor`` over the live members of ``group``, in its own dtype, as a new tensor.
-
-    Half-precision numbers are summed in fp32.  Raises TypeError for whole numbers.
+    """Return the average of ``tensor`` over the live members of ``group``: a new tensor of the same dtype.
+    Half-precision values are summed in fp32. Raises TypeError for integers.
     """
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
@@ -36,10 +35,8 @@ def _average(total: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def scale_sum(total: torch.Tensor, count: int, size: int) -> None:
-    """Multiply ``total``, a sum over ``count`` members, by ``size / count`` in place: to what ``size`` members would
-    have had at the same mean.
-
-    Whole numbers are rounded to the nearest, halves up, exactly; truth values stay.
+    """Multiply ``total``, a sum over ``count`` members, by ``size / count`` in place, as if ``size`` members had
+    summed. Integers are rounded exactly to the nearest, halves up. Booleans stay as they are.
     """
     if count == size or total.dtype == torch.bool:
         return

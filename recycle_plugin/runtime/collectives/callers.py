@@ -1,13 +1,12 @@
-"""Checks of who calls a collective: whether all members would call it, and whether its result can be right after a
-loss.
+"""Checks on the caller of a collective: would all members make this call, and can its result be right after a loss?
 
-A group keeps its logical size when members are lost, and nobody can see whether a sum is a count of what there is or
-goes with the group's size.  So a script's sum over a group with lost members is reported, with the script's line,
-scaled where the job asks for it, or refused.
+A group keeps its logical size when members are lost. The plugin cannot tell whether a sum counts what is there or
+scales with the group's size. So a script's sum over a group with lost members is reported with the script's line, or
+scaled or refused if the job asks for that.
 
-What a program runs, a micro-batch's forward and backward first of all, is run by other workers after a loss, and more
-often by some than by others.  A collective in there would be called by some members and not by others, and wait for
-ever, or be taken for another one; so it is refused at once, while everybody is alive too.
+After a loss other workers run the programs' work, such as a micro-batch's forward and backward, some more often than
+others. A collective in there would be called by some members only: it would wait forever, or be taken for another one.
+So it is refused at once, also while everybody is alive.
 """
 
 from __future__ import annotations
@@ -26,17 +25,15 @@ from recycle_plugin.runtime.control.session import Session
 
 BETWEEN = frozenset(
     {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
-)  # the script and a group; decorators too
+)  # what may stand between the script and a group; decorators too
 NAMED = 16  # ranks in a message
 SCALE = "scale"  # of the setting group_sums
 NO_BACKWARD = -1  # in a thread that runs none
 
 
 class Callers:
-    """The checks that all groups of one worker apply to the collectives that are asked of them.
-
-    The setting ``group_sums`` of ``session`` says whether a sum that lacks lost members' parts warns, is scaled, or
-    raises.
+    """The checks that all groups of one worker apply to their collectives; sums without lost members' parts go by the
+    setting ``group_sums`` of ``session``.
     """
 
     def __init__(self, session: Session) -> None:
@@ -44,10 +41,10 @@ class Callers:
         self._said: set[str] = set()  # lines of the script
 
     def admit(self, called: str, ranks: Sequence[int]) -> None:
-        """Refuse a collective that not all members would call.
+        """Raise RecycleError if not all members of ``ranks`` would make this call of torch.distributed's ``called``.
 
-        ``called`` is the function of torch.distributed, ``ranks`` the members of its group.  Raises RecycleError inside
-        of what a program runs, and in threads other than the one that trains.  A group of one has nobody to wait for.
+        That is so inside a program, and outside the thread that trains. A group of one waits for nobody, and is
+        admitted.
         """
         if len(ranks) == 1 or self.is_own:
             return
@@ -73,11 +70,11 @@ class Callers:
     def sum_without(
         self, called: str, ranks: Sequence[int], live: Sequence[int], line: str, scales: bool = True
     ) -> None:
-        """Warn about, or refuse, a sum of a script over a group that has lost members, unless it ``scales`` and the
-        job asks for that.
+        """Warn about, or refuse, a script's sum over a group without its lost members.
 
-        ``live`` are those of ``ranks`` that are left, ``line`` is the script's ``file:line``; the lowest live rank
-        warns once for each line.  Raises RecycleError where ``group_sums`` is "raise".
+        Does nothing if the sum ``scales`` and ``group_sums`` is "scale". ``live``: the remaining ``ranks``; ``line``:
+        the script's ``file:line``, for which the lowest live rank warns once. Raises RecycleError if ``group_sums`` is
+        "raise".
         """
         if len(live) == len(ranks) or (scales and self._session.group_sums == SCALE):
             return
@@ -104,24 +101,20 @@ class Callers:
 
     @property
     def in_layer(self) -> bool:
-        """Whether what is called now is called by a layer, or a framework's step, in what all workers of a seat do
-        together.
-        """
+        """Whether the call comes from a layer or a framework's step, in work that a seat's workers do together."""
         work = self._session.thread.work
         return isinstance(work, Instruction) and work.op in JOINT and self._trains_here
 
     @property
     def is_own(self) -> bool:
-        """Whether the collective that is called now is one of the plugin's own sums, a REDUCE or TIE instruction:
-        rerouting has put the lost members' part into it.
-        """
+        """Whether the call is a sum of the plugin's own (REDUCE, TIE): rerouting has replaced lost parts in these."""
         work = self._session.thread.work
         return isinstance(work, Instruction) and work.op in SUMS and self._session.thread.ident == threading.get_ident()
 
     @property
     def _trains_here(self) -> bool:
-        """Whether the calling thread is the one that trains, or one in which autograd runs a backward for it: where
-        tensors are on an accelerator their hooks are called in autograd's own thread, and the other one waits for that.
+        """Whether the calling thread trains, or is autograd's while the training thread waits: hooks of tensors on an
+        accelerator run there.
         """
         session = self._session
         return session.thread.ident == threading.get_ident() or (
@@ -130,7 +123,7 @@ class Callers:
 
 
 def calling_line() -> str:
-    """The line of the script, as ``file:line``, that called into torch, DeepSpeed or this package."""
+    """Return the script's ``file:line`` that called into torch, DeepSpeed or this package."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame = frame.f_back
@@ -138,6 +131,6 @@ def calling_line() -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """The ranks in words for a message, "ranks 0, 1, 5"; past 16 only how many more there are."""
+    """Return the ranks in words, as "ranks 0, 1, 5"; past 16 ranks only the number of further ones."""
     shown = ", ".join(map(str, ranks[:NAMED])) + (f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,8 +1,8 @@
-"""Functions of torch.distributed that are more than an operation of their group, as scripts call them.
+"""Functions of torch.distributed that are more than one operation of a group.
 
-Each takes the place of torch's of the same name, which it gets as ``stock`` after the worker's ``session``, for groups
-that can lose members, and hands on to it for others.  What is pickled can have a gap, which tensors can't: gathers of
-objects give None for who is lost.
+Each replaces torch's function of the same name. It takes the worker's ``session`` and torch's function ``stock``, and
+passes calls for groups that cannot lose members on to ``stock``. Pickled objects can have gaps, which tensors cannot:
+gathers of objects return None for lost members.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Stock = Callable[..., Any]
 
 
 def init_process_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch's, whose groups can lose members, whichever backend they ask for that this one takes the place of."""
+    """Make torch's default group one that can lose members, for each backend that ``recycle`` stands in for."""
     bound = _bound(stock, arguments, given)
     if groups.takes(bound.arguments.get("backend")):
         groups.register(session)
@@ -40,9 +40,7 @@ def init_process_group(session: Session, stock: Stock, *arguments: Any, **given:
 
 
 def new_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch's, also of meshes and sub-groups; raises RecycleError for a backend whose groups would not be followed over
-    a loss.
-    """
+    """Create torch's group, also for meshes. Raises RecycleError for a backend whose groups cannot lose members."""
     bound = _bound(stock, arguments, given)
     if dist.get_backend() == BACKEND:
         asked = bound.arguments.pop("backend", None)
@@ -56,17 +54,17 @@ def new_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> 
 
 
 def _unbound(bound: inspect.BoundArguments) -> None:
-    """Drop ``device_id``, for which torch would ask the group's backend: over Gloo a group belongs to no device."""
+    """Drop ``device_id``, for which torch would query the group's backend; over Gloo a group belongs to no device."""
     bound.arguments.pop("device_id", None)
 
 
 def split_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch's; raises RecycleError for a group that can lose members."""
+    """Call torch's; raises RecycleError for a group that can lose members."""
     return _refused(stock, "parent_pg", "call new_group(ranks) for each part instead", arguments, given)
 
 
 def shrink_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch's; raises RecycleError for a group that can lose members."""
+    """Call torch's; raises RecycleError for a group that can lose members."""
     return _refused(stock, "group", "a group goes on with its live members by itself", arguments, given)
 
 
@@ -81,17 +79,17 @@ def _refused(stock: Stock, of: str, advice: str, arguments: tuple[Any, ...], giv
 
 
 def broadcast_object_list(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
-    """torch's; a newcomer that would send has what its predecessor has sent, as if it received that."""
+    """Call torch's. A newcomer that would send gets its predecessor's objects instead, as if it received them."""
     _received_again(session, stock, arguments, given)
 
 
 def scatter_object_list(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
-    """torch's; a newcomer that would send has what its predecessor has sent, as if it received that."""
+    """Call torch's. A newcomer that would send gets its predecessor's objects instead, as if it received them."""
     _received_again(session, stock, arguments, given)
 
 
 def _received_again(session: Session, stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Call ``stock`` from another root than a newcomer, whose own objects may be of other sizes than were sent."""
+    """Call ``stock`` from a root other than this newcomer, whose objects may differ in size from those sent."""
     bound = _bound(stock, arguments, given)
     group = bound.arguments.get("group")
     if session.hooks.startup is not None and session.hooks.startup.alone and dist.get_rank(group) >= 0:
@@ -103,7 +101,7 @@ def _received_again(session: Session, stock: Stock, arguments: tuple[Any, ...], 
 
 
 def all_gather_object(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
-    """torch's; None in the place of who is lost."""
+    """Call torch's; lost members' places get None."""
     bound = _bound(stock, arguments, given).arguments
     if (group := _followed(bound.get("group"))) is None:
         stock(*arguments, **given)
@@ -117,9 +115,8 @@ def all_gather_object(session: Session, stock: Stock, *arguments: Any, **given: 
 
 
 def gather_object(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
-    """torch's; None in the place of who is lost, and RecycleError where that is the member who gathers.
-
-    All members get all of it on the way: a loss finds nobody through with it whose object another one still needs.
+    """Call torch's; lost members' places get None. Raises RecycleError if the gathering member is lost. Internally all
+    members get all objects: no member can be through while another still needs its object.
     """
     bound = _bound(stock, arguments, given).arguments
     if (group := _followed(bound.get("group"))) is None:
@@ -144,27 +141,27 @@ def _check_root(stock: Stock, group: MemberGroup, root: int) -> None:
 
 
 def _gathered(stock: Stock, group: MemberGroup, own: Any) -> list[Any]:
-    """What each member has given as ``own``, in the group's order, None for who is lost; costs two gathers, and a copy
-    of the largest object for each member.
+    """Return each member's ``own`` in group order, None for lost ones. Costs two gathers, and memory for the largest
+    object times the members.
     """
     text = text_of(own)
     sizes = torch.zeros(group.size(), 1, dtype=torch.int64)
     group.gather_rows(stock.__name__, sizes, torch.tensor([text.numel()])).wait()
-    rows = torch.zeros(group.size(), 1 + int(sizes.max()), dtype=torch.uint8)  # a one before what has come
+    rows = torch.zeros(group.size(), 1 + int(sizes.max()), dtype=torch.uint8)  # column 0 is 1 if the row has arrived
     row = torch.ones(rows.size(1), dtype=torch.uint8)
-    if text.numel() < row.numel():  # or this is a newcomer, whose predecessor has given its own
+    if text.numel() < row.numel():  # else this is a newcomer, whose predecessor gave its own
         row[1 : 1 + text.numel()] = text
     group.gather_rows(stock.__name__, rows, row).wait()
     return [object_of(there[1 : 1 + int(size)]) if there[0] and size else None for there, size in zip(rows, sizes)]
 
 
 def text_of(thing: Any) -> torch.Tensor:
-    """What a script's object goes to others as, uint8 in host memory.  Raises what pickle does."""
+    """Return the pickled object as a uint8 tensor in host memory. Raises pickle's errors."""
     return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
 
 
 def object_of(text: torch.Tensor) -> Any:
-    """The object of which another member of the script has made ``text``, which runs what that says, as in stock."""
+    """Unpickle an object from another member of the script. This can run code, as in stock torch."""
     return pickle.loads(text.numpy().tobytes())
 
 
@@ -172,7 +169,7 @@ def object_of(text: torch.Tensor) -> Any:
 
 
 def batch_isend_irecv(session: Session, stock: Stock, *arguments: Any, **given: Any) -> list[dist.Work]:
-    """torch's; raises RecycleError, and starts none of them, where one is with a lost member."""
+    """Call torch's. Raises RecycleError, and starts no message, if one is to or from a lost member."""
     for asked in _bound(stock, arguments, given).arguments["p2p_op_list"]:
         group = _followed(asked.group)
         if group is not None and asked.peer in group.lost:
@@ -188,9 +185,7 @@ def batch_isend_irecv(session: Session, stock: Stock, *arguments: Any, **given: 
 
 
 def monitored_barrier(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
-    """torch's, which is Gloo's alone: a barrier of the live members that says so on each of them when it takes longer
-    than ``timeout``.
-    """
+    """Run a barrier of the live members that raises WaitTimeout on each of them after ``timeout``; only Gloo has it."""
     bound = _bound(stock, arguments, given).arguments
     group, timeout = _followed(bound.get("group")), bound.get("timeout")
     if group is None:
@@ -204,26 +199,24 @@ def monitored_barrier(session: Session, stock: Stock, *arguments: Any, **given: 
 
 
 def save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch.distributed.checkpoint's; raises RecycleError where a member of its group is lost, before it or in it, and
-    for ZeRO's shards.
-    """
+    """Call torch.distributed.checkpoint's. Raises RecycleError for ZeRO's shards, and as :func:`load`."""
     _check_whole_values(stock, _bound(stock, arguments, given).arguments["state_dict"])
     return _of_all(stock, arguments, given)
 
 
 def load(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch.distributed.checkpoint's; raises RecycleError where a member of its group is lost, before it or in it."""
+    """Call torch.distributed.checkpoint's. Raises RecycleError if a group's member is lost before or during it."""
     return _of_all(stock, arguments, given)
 
 
 def async_save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """torch.distributed.checkpoint's; raises RecycleError for a group that can lose members."""
+    """Call torch.distributed.checkpoint's. Raises RecycleError for a group that can lose members."""
     advice = "its collectives would meet in a thread of their own, where no recovery begins; call save()"
     return _refused(stock, "process_group", advice, arguments, given)
 
 
 def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """A call to torch.distributed.checkpoint that needs the parts of all members."""
+    """Call a function of torch.distributed.checkpoint that needs all members' parts."""
     from torch.distributed.checkpoint import CheckpointException
 
     group = None if given.get("no_dist") else _followed(given.get("process_group"))  # both by name only
@@ -240,9 +233,7 @@ def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> 
 
 
 def _check_whole_values(stock: Stock, state: Any) -> None:
-    """Raise RecycleError where ``state`` has ZeRO's shards, which differ between ranks by the same names: one would
-    be written for all.
-    """
+    """Raise RecycleError if ``state`` has ZeRO's shards: ranks share their names, so only one would be written."""
     if not isinstance(state, Mapping):
         return
     empty = next((name for name, value in state.items() if torch.is_tensor(value) and not value.numel()), None)
@@ -274,13 +265,13 @@ def _bound(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> i
 
 
 def _followed(group: Any) -> MemberGroup | None:
-    """The group that a call is about, None for the default one, if it can lose members and this worker is in it."""
+    """Return the group of a call (None: the default group) if it can lose members and has this worker, else None."""
     found = group or (dist.group.WORLD if dist.is_initialized() else None)
     return found if isinstance(found, MemberGroup) else None
 
 
 def _member(group: MemberGroup, rank: int | None, place: int | None) -> int:
-    """The global rank of a member that is named by this one, or by its place in the group; by default rank 0."""
+    """Return a member's global rank, given as ``rank`` or as ``place`` in the group; by default rank 0."""
     return dist.get_global_rank(group, place) if place is not None else rank or 0
 
 

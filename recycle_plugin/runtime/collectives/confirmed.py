@@ -1,11 +1,10 @@
-"""A link on an accelerator, of whose operations each counts once all members have seen it over.
+"""A link on an accelerator whose operations count only once all members have seen them end.
 
-An aborted kernel leaves its waits and goes on: it passes garbage to its neighbours, with the flags that say that data
-has come (NVIDIA/nccl, src/device/prims_ll.h, readLL and storeLL).  So a member that hears of a loss early ends the
-kernels of one that hears of it late, well and with garbage, and that one's host can't tell.  Right is what was over
-everywhere before anybody aborted.  Therefore each member says, by a barrier in host memory behind each operation, that
-it has seen the end while its link had none; whoever aborts first never comes to that barrier, and the dead do not
-either.
+An aborted NCCL kernel stops waiting and goes on: it passes garbage to its neighbours, with the flags that announce data
+(NVIDIA/nccl, src/device/prims_ll.h, readLL and storeLL). So a member that hears of a loss early makes the kernels of a
+later one end well with garbage, which that one's host cannot detect. Only results that were over everywhere before the
+first abort are right. Therefore each member enters a barrier in host memory after each operation that ended while its
+link was intact. An aborting member never enters that barrier, nor does a dead one.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from recycle_plugin.runtime.collectives.link import Barrier, Handle, Link, Opera
 
 
 class ConfirmedLink:
-    """The link ``device``, whose handles end in the order of the calls, confirmed over ``host``, of the same members.
-
-    Neither is used by anybody else.
-    """
+    """The link ``device``, whose handles end in call order, confirmed over ``host``, of the same members; owns both."""
 
     def __init__(self, device: Link, host: Link) -> None:
         self.generation = device.generation
@@ -27,16 +23,16 @@ class ConfirmedLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the connections to all members stand, of both kinds."""
+        """Whether both links are connected to all members."""
         return self.device.connected and self._host.connected
 
     def connect(self) -> Handle:
-        """Start connecting both; the handle is the device's, and names whoever has not come."""
+        """Start connecting both links. The returned handle is the device link's, and names the missing members."""
         self._host.connect()
         return self.device.connect()
 
     def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
-        """Begin ``operation`` on the device; its handle succeeds once all members have seen it over."""
+        """Start ``operation`` on the device. Its handle succeeds once all members have seen it end."""
         here = self.device.start(operation, launched)
         everywhere = Handle(here.what)
         here.when_over(lambda: self._confirm(here, everywhere))
@@ -50,7 +46,7 @@ class ConfirmedLink:
         said.when_over(lambda: everywhere.end(said.error))
 
     def abort(self) -> Handle:
-        """Break both; the handle is over once nothing is stuck on the device."""
+        """Abort both links. The returned handle is over once nothing is stuck on the device."""
         down = self.device.abort()
         self._host.abort()
         return down

@@ -1,4 +1,4 @@
-"""The links of groups (runtime/collectives/link.py) over Gloo, which connects hosts by TCP."""
+"""Links (runtime/collectives/link.py) over Gloo, which connects hosts by TCP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.system import forked
 
 SO_ATTACH_FILTER = 26  # Linux's, for which Python has no name
-# a program of the kernel's packet filters: of each packet it takes nothing
+# a kernel packet filter that accepts nothing of any packet
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 FAMILIES = (socket.AF_INET, socket.AF_INET6)  # of Gloo's sockets
 NOT_GLOOS = (
@@ -47,18 +47,16 @@ NOT_GLOOS = (
     "Invalid scalar type",
     "nsupported",
     "nhandled",
-)  # what it says of an operation, a dtype or a device that it does not know
+)  # in Gloo's errors for an operation, a dtype or a device that it does not support
 
 
 class Rendezvous(dist.Store):
     """Where the members of one link meet: a board at the coordinator (core/coordinator/facts/boards.py), which knows
-    who speaks.  Who could change what stands here could stand between the members, and change their sums.
+    who posts. Whoever could change a post could stand between the members, and change their sums.
 
-    ``called`` is the link's name in the job, ``ranks`` are its members' in their order, of which the worker of
-    ``session`` is one.  To Gloo it is a store, on which each member sets one key for each device, which ends with its
-    position.  What is posted there has the ports on which the member's Gloo listens before it: of ``ports``, which were
-    opened as its were, those that Gloo names, ``own`` once it has.  ``wanted()`` says whether anybody still waits for
-    the link.
+    ``called``: the link's name in the job. ``ranks``: its members' in order. ``wanted()``: whether anybody still waits
+    for the link. To Gloo it is a store; each member sets one key per device, which ends with its position. Its posted
+    value begins with the ports that its Gloo listens on: those of ``ports`` that Gloo names, kept in ``own``.
     """
 
     def __init__(self, session: Session, called: str, ranks: Sequence[int]) -> None:
@@ -71,11 +69,11 @@ class Rendezvous(dist.Store):
         self.wanted: Callable[[], bool] = lambda: True
 
     def missing(self) -> list[int]:
-        """The members that have not come, by their ranks."""
+        """Return the ranks of the members that have not come."""
         return next((reading.missing(self.ranks) for reading in self._readings.values()), list(self.ranks))
 
     def ports_of_all(self) -> set[int]:
-        """The ports on which the members listen, once all have come."""
+        """Return the ports that the members listen on; complete once all have come."""
         return {
             int(port)
             for reading in self._readings.values()
@@ -84,7 +82,7 @@ class Rendezvous(dist.Store):
         }
 
     def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
-        """Gloo's call: post where this member listens."""
+        """Post where this member listens. Called by Gloo."""
         device, _ = self._place(key)
         listens = _named(self.ports, value)
         self.own.update(listens)
@@ -93,18 +91,18 @@ class Rendezvous(dist.Store):
         if len(self.ranks) > 1:
             session.boards.post(board, text, session.view.number)
             self._readings[device] = session.boards.read(board, self.ranks, session.view.number)
-        else:  # also a newcomer's, which takes part in no membership yet
+        else:  # a group of one may be a newcomer's, which is in no membership yet
             self._readings[device] = Reading()
         self._readings[device].values[session.rank] = text
 
     def get(self, key: str) -> bytes:
-        """Gloo's call: where the member listens whose key that is, once it has come."""
+        """Return where the member with this key listens, once it has come. Called by Gloo."""
         self.wait([key])
         device, rank = self._place(key)
         return self._readings[device].values[rank].partition(b" ")[2]
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
-        """Gloo's call: return once these members have come.  Raises WaitTimeout."""
+        """Return once these members have come; raises WaitTimeout. Called by Gloo."""
         limit_s = (
             timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or self._session.waiting.timeout_s
         )
@@ -114,7 +112,7 @@ class Rendezvous(dist.Store):
             self._session.boards.wait(what, self._readings[device], [rank], limit_s, self.wanted)
 
     def close(self) -> None:
-        """Forget it all: the members are connected, or never will be."""
+        """Forget all posts: the members are connected, or never will be."""
         for device in self._readings:
             self._session.boards.forget(self._board(device))
 
@@ -122,7 +120,7 @@ class Rendezvous(dist.Store):
         return f"link {self._called}, device {device}"
 
     def _place(self, key: str) -> tuple[str, int]:
-        """The device and the member's rank that one of Gloo's keys names."""
+        """Return the device and the member's rank that a key of Gloo's names."""
         device, _, position = key.rpartition("/")
         return device, self.ranks[int(position)]
 
@@ -130,19 +128,19 @@ class Rendezvous(dist.Store):
 class GlooLink:
     """A link over Gloo among the workers that meet at ``rendezvous``.
 
-    ``name`` is for messages, as "ranks 0, 1"; no other link meets there.
+    ``name`` is for messages, as "ranks 0, 1". No other link meets at the same place.
 
-    Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while
-    one is pending, and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each
-    operation has a thread, Gloo's or one of ours, and :meth:`abort` shuts the group's sockets down, which ends those
-    that block.
+    Gloo does not wake a member that waits for a live one which has left the operation. Its abort closes nothing while
+    an operation is pending, and a wait with a deadline breaks the connection (measured, torch 2.13). So connecting and
+    each operation have a thread, Gloo's or ours, and :meth:`abort` shuts the group's sockets down, which ends the
+    blocked ones.
 
-    Nobody tells which sockets are Gloo's.  They are those opened while it connected that lead to a port on which some
-    member's Gloo listens; members tell each other those ports where they meet, before they connect, so that no
-    connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
+    Nothing says which sockets are Gloo's. They are those opened while it connected that lead to a port on which a
+    member's Gloo listens; members tell each other these ports before they connect. So no foreign connection is ever
+    shut, nor one of the next generation, which may connect at the same time.
     """
 
-    _opening = threading.Lock()  # of a port: whose it is must be clear
+    _opening = threading.Lock()  # to open one port at a time, so that its owner is clear
 
     def __init__(
         self,
@@ -160,28 +158,28 @@ class GlooLink:
         self._lock = threading.Lock()
         self._group: dist.ProcessGroupGloo | None = None
         self._connecting: Handle | None = None
-        self._waiting: list[tuple[Operation, Handle]] = []  # for the connections
+        self._waiting: list[tuple[Operation, Handle]] = []  # operations that wait for the connections
         self._running: set[Handle] = set()
         self._opened: set[int] = set()
         self._inodes = forked.Inodes(lambda: self._opened)
         self._ports: set[int] = set()
-        self._end: Broken | None = None  # nothing will be started any more
+        self._end: Broken | None = None  # set: nothing is started any more
         rendezvous.wanted = lambda: self._end is None
 
     # --- the port -------------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
-        """Whether the connections to all members stand."""
+        """Whether all members are connected."""
         return self._group is not None
 
     def connect(self) -> Handle:
-        """Start connecting, once, in a thread; the handle names the members that have not come."""
+        """Start connecting, once, in a thread. The handle names the members that have not come."""
         with self._lock:
             return self._connect()
 
     def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
-        """Start ``operation``, or queue it until the link is connected, which counts as ``launched``; after
+        """Start ``operation``, or queue it until the link is connected, which counts as ``launched``. After
         :meth:`abort` its handle ends as Broken.
         """
         handle = Handle(f"{type(operation).__name__} among {self._name}")
@@ -198,12 +196,12 @@ class GlooLink:
         return handle
 
     def abort(self) -> Handle:
-        """Shut the group's sockets, so that whoever waits on it, here or elsewhere, gets Broken; a thread cleans up."""
+        """Shut the group's sockets: all that wait on them, here or elsewhere, get Broken. A thread cleans up."""
         with self._lock:
             ended = self._stop(Broken(f"the connections among {self._name} were given up"))
         for handle in ended:
             handle.end(self._end)
-        # which costs 0.1 s
+        # in a thread, since it takes 0.1 s
         threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()
         return done()
 
@@ -213,7 +211,7 @@ class GlooLink:
         self._running.add(handle)
         try:
             work = STARTS[type(operation)](self._group, operation)
-        except Exception as error:  # handed to whoever waits, whatever it is
+        except Exception as error:  # the waiting caller gets it
             self._over(handle, error)
             return
         try:
@@ -226,7 +224,7 @@ class GlooLink:
             future.add_done_callback(lambda over: self._result_of(over.value, handle))
 
     def _see_through(self, work: dist.Work, operation: Operation, handle: Handle) -> None:
-        """Wait for ``work``, holding it and its buffers, also where it was left behind."""
+        """Wait for ``work`` and hold it and its buffers, also after it was left behind."""
         self._result_of(work.wait, handle, work._source_rank if isinstance(operation, Receive) else None)
 
     def _result_of(self, result: Callable[[], object], handle: Handle, source: Callable[[], int] | None = None) -> None:
@@ -256,9 +254,7 @@ class GlooLink:
     def _meet(self) -> None:
         try:
             group = self._made()
-        except (
-            Exception
-        ) as error:  # of Gloo's or of the store's; others may have left while this one still connected to them
+        except Exception as error:  # from Gloo or the store; others may have left while this member connected
             with self._lock:
                 ended = self._stop(Broken(str(error)))
             for handle in ended:
@@ -276,7 +272,7 @@ class GlooLink:
         self._connecting.end(self._end)
 
     def _stop(self, error: Broken) -> list[Handle]:
-        """Let nothing begin any more; returns the handles that have to be told so."""
+        """Let nothing start any more; returns the handles to end."""
         self._end = self._end or error
         ended = [
             *self._running,
@@ -305,8 +301,8 @@ class GlooLink:
         return group
 
     def _listening(self) -> tuple[Any, dict[int, int]]:
-        """Options of a group that listens already, and its ports, by the inodes of their sockets; with those that other
-        threads have begun to listen on meanwhile.
+        """Return options of a group that listens already, and {inode: port} of its sockets. Other threads' sockets that
+        began to listen meanwhile are among them.
         """
         with self._opening:
             before = set(_sockets())
@@ -314,9 +310,8 @@ class GlooLink:
             return options, {inode: port for inode, port in _sockets().items() if port and inode not in before}
 
     def _take_down(self) -> None:
-        """Shut the sockets, so that every operation on them fails, and let the group go.
-
-        While it still connects, that sees for itself.
+        """Shut the group's sockets, so that every operation on them fails, and drop the group. While the group still
+        connects this does nothing: the connecting thread calls it again.
         """
         with self._lock:
             group, self._group = self._group, None
@@ -327,7 +322,7 @@ class GlooLink:
                 _shut(connection, self._ports)
 
 
-STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # of a ProcessGroupGloo, and of an operation of that type
+STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # each takes a ProcessGroupGloo and an operation of that type
     AllReduce: lambda group, one: group.allreduce(one.tensors, with_values(dist.AllreduceOptions(), reduceOp=one.op)),
     Broadcast: lambda group, one: group.broadcast(one.tensors, with_values(dist.BroadcastOptions(), rootRank=one.root)),
     AllGather: lambda group, one: group.allgather([one.outputs], [one.source], AllgatherOptions()),
@@ -349,9 +344,8 @@ STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # of a ProcessGroupGloo
 
 
 def _options(address: str, timeout: timedelta) -> Any:
-    """Options that have Gloo listen on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
-
-    Left alone it looks its host's name up, and many a host's name is its loopback's.
+    """Return options that have Gloo listen on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others. By
+    default Gloo looks up its host's name, which often resolves to the loopback address.
     """
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
     chosen = gloo._Options()
@@ -362,21 +356,19 @@ def _options(address: str, timeout: timedelta) -> Any:
 
 
 def _device(**where: str) -> Any:
-    """Gloo's device there, which connects to all members at once whatever TORCH_GLOO_LAZY_INIT says: nobody who
-    connected later would be let in.
-    """
+    """Create Gloo's device there, without lazy connections: later ones would be dropped (let_nobody_in)."""
     make: Any = dist.ProcessGroupGloo.create_device  # torch's stubs lack it
     try:
         return make(**where, lazy_init=False)
-    except TypeError:  # releases that know no other way
+    except TypeError:  # releases that have only this way
         return make(**where)
 
 
 def let_nobody_in(inodes: Collection[int]) -> None:
-    """Have the kernel drop what comes to these listening sockets: the members are connected, and nobody else is to be.
+    """Have the kernel drop all packets to these listening sockets, since all members are connected.
 
-    Gloo keeps the descriptor of whoever connects for good, also of one that has gone, and ends its process where none
-    is left (measured, torch 2.13).  Where the kernel has no such filters, all stays as it is.
+    Gloo keeps the descriptor of every caller for good, also after it has gone, and ends its process if it runs out of
+    descriptors (measured, torch 2.13). On kernels without such filters nothing changes.
     """
     program = ctypes.create_string_buffer(DROP_ALL)
     for inode, listener in _held():
@@ -387,15 +379,13 @@ def let_nobody_in(inodes: Collection[int]) -> None:
 
 
 def _named(ports: Collection[int], said: bytes) -> list[int]:
-    """Those of ``ports`` that are in the addresses which Gloo has ``said``, as the kernel writes them; all, where none
-    is.
-    """
+    """Return the ``ports`` in the addresses that Gloo has ``said``, in the kernel's encoding; all if none is there."""
     families = [family.to_bytes(2, sys.byteorder) for family in FAMILIES]
     return [port for port in ports if any(family + port.to_bytes(2) in said for family in families)] or [*ports]
 
 
 def _sockets() -> dict[int, int]:
-    """Open sockets of this process: inode (a descriptor's number may be reused) to the port it listens on, or 0."""
+    """Return {inode: port it listens on, or 0} of this process's open sockets. Descriptor numbers may be reused."""
     found = {}
     for inode, connection in _held():
         name = connection.getsockname()
@@ -405,10 +395,10 @@ def _sockets() -> dict[int, int]:
 
 
 def _held() -> Iterator[tuple[int, socket.socket]]:
-    """The open sockets of this process, with their inodes, each by a descriptor of its own while it is looked at."""
+    """Yield (inode, socket) of this process's open sockets; the socket is a duplicate, closed after its turn."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            held = os.dup(int(descriptor))  # a hold on it first: the number may be reused at any time
+            held = os.dup(int(descriptor))  # first take a hold: the number may be reused at any time
         except OSError:
             continue
         status = os.fstat(held)
@@ -422,6 +412,6 @@ def _held() -> Iterator[tuple[int, socket.socket]]:
 def _shut(connection: socket.socket, ports: set[int]) -> None:
     if connection.family not in FAMILIES:
         return  # another library's, opened at the same time
-    with suppress(OSError):  # closed by the peer meanwhile, or a listener, which nobody waits on
+    with suppress(OSError):  # the peer has closed it, or it is a listener, on which nobody waits
         if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
             connection.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
 """A process group whose membership changes: the torch.distributed backend ``recycle``.
 
-DeepSpeed and user code cache group objects in a dozen places.  The object stays the same over failures, and so do its
-``rank()`` and ``size()``, which are logical; behind it stand links of the live members, made anew for each membership
-when they are first used (runtime/collectives/in_flight.py).
+DeepSpeed and user code cache group objects in many places. So the object stays the same over failures, and so do its
+logical ``rank()`` and ``size()``. Behind it stand links of the live members, made anew for each membership when they
+are first used (runtime/collectives/in_flight.py).
 """
 
 from __future__ import annotations
@@ -42,26 +42,22 @@ from recycle_plugin.runtime.devices.kinds import fetch, kinds, put
 from recycle_plugin.runtime.state.touch import touch
 
 Tensors = list[torch.Tensor]
-TAKEN = frozenset({"gloo", "nccl", BACKEND})  # names of backends that this one takes the place of
+TAKEN = frozenset({"gloo", "nccl", BACKEND})  # backends that this one stands in for
 OF_THE_LIVE = (
     dist.ReduceOp.MIN,
     dist.ReduceOp.MAX,
     dist.ReduceOp.BAND,
     dist.ReduceOp.BOR,
-)  # nobody divides these by the group's size
+)  # results that nobody divides by the group's size
 
 
 def takes(backend: str | None) -> bool:
-    """Whether ``recycle`` takes the place of a backend that is asked for by this name, "cpu:gloo,cuda:nccl" too."""
+    """Whether ``recycle`` stands in for the backend asked for by this name, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return backend is None or {each.rpartition(":")[2] for each in backend.split(",")} <= TAKEN
 
 
 def register(session: Session) -> None:
-    """Make the backend ``recycle`` known to torch.distributed; all groups of this process follow ``session``.
-
-    What is on an accelerator passes through the host's memory, and from there over Gloo, unless the setting
-    ``device_link`` says otherwise.
-    """
+    """Register the backend ``recycle`` with torch.distributed; all groups of this process follow ``session``."""
     callers, outcomes = Callers(session), Outcomes(session)
 
     def create(options: Any, _backend_options: object = None) -> MemberGroup:
@@ -71,10 +67,7 @@ def register(session: Session) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Raise RecycleError where the script asks for a default process group over another backend than ``recycle``.
-
-    Only its groups can lose members.
-    """
+    """Raise RecycleError if the script's default process group is not of ``recycle``: others cannot lose members."""
     if backend != BACKEND:
         raise RecycleError(
             f'process groups over {backend} are not supported yet: write "gloo" where your script names a backend, or '
@@ -83,9 +76,8 @@ def check_backend(backend: str) -> None:
 
 
 class MemberGroup(Several, dist.ProcessGroup):
-    """A torch.distributed process group that goes on with its live members when others are lost.
-
-    ``options`` are torch's for a new group, with its name and its members' global ranks.
+    """A torch.distributed process group that goes on with its live members when others are lost. ``options``: torch's
+    for a new group, with its name and its members' global ranks.
     """
 
     def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: Any) -> None:
@@ -100,31 +92,29 @@ class MemberGroup(Several, dist.ProcessGroup):
         self._seat_link = SeatLink(session, self._ranks, self._flight.apart)
 
     def getBackendName(self) -> str:
-        """torch.distributed's question for the backend's name: "recycle"."""
+        """Return torch.distributed's name of the backend, "recycle"."""
         return BACKEND
 
     def getGroupName(self) -> str:
-        """torch.distributed's question for the group's name, by which functional collectives find it."""
+        """Return the group's name, by which torch's functional collectives find it."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """torch.distributed names the group."""
+        """Set the group's name."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """torch.distributed's question for the description that the script has given."""
+        """Return the description that the script has given."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """torch.distributed says how the script describes the group."""
+        """Set the description."""
         self._description = description
 
     # --- operations -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> dist.Work:
-        """torch.distributed's ``all_reduce`` over the live members; an average is divided by how many of them took
-        part.
-        """
+        """torch.distributed's ``all_reduce`` over the live members; an average is divided by those that took part."""
         op: Any = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
         check = self._adding("all_reduce", op, tensors)
         return self._run(
@@ -139,9 +129,8 @@ class MemberGroup(Several, dist.ProcessGroup):
         )
 
     def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
-        """torch.distributed's ``reduce`` over the live members; raises RecycleError where the root is lost.
-
-        All of them add up, so that a loss finds nobody through with it whose part somebody else still needs.
+        """torch.distributed's ``reduce`` over the live members; raises RecycleError if the root is lost. All members
+        run an all-reduce: none can be through while another still needs its part.
         """
 
         def check() -> None:
@@ -150,7 +139,7 @@ class MemberGroup(Several, dist.ProcessGroup):
 
         op, root, is_root = options.reduceOp, options.rootRank, options.rootRank == self._rank
         adding = self._adding("reduce", op, tensors)
-        own = tensors if is_root else [tensor.clone() for tensor in tensors]  # everybody's may change
+        own = tensors if is_root else [tensor.clone() for tensor in tensors]  # an all-reduce changes it
         return self._run(
             Asked(
                 "reduce",
@@ -164,7 +153,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         )
 
     def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
-        """torch.distributed's ``broadcast`` to the live members; raises RecycleError where the root is lost."""
+        """torch.distributed's ``broadcast`` to the live members; raises RecycleError if the root is lost."""
 
         def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return Broadcast(held, place[root])
@@ -174,7 +163,7 @@ class MemberGroup(Several, dist.ProcessGroup):
             Asked("broadcast", make, tensors, lambda: self._place(root, "broadcast from"), writes=root != self._rank)
         )
 
-    def barrier(self, opts: Any = None) -> dist.Work:  # torch passes it by this name
+    def barrier(self, opts: Any = None) -> dist.Work:  # torch passes ``opts`` by name
         """torch.distributed's ``barrier`` of the live members."""
         return self._run(Asked("barrier", lambda *_: Barrier()))
 
@@ -193,9 +182,8 @@ class MemberGroup(Several, dist.ProcessGroup):
         return self._whole("gather", make, outputs[0] if outputs else inputs, inputs, writes=bool(outputs))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> dist.Work:
-        """torch.distributed's ``scatter`` to the live members; raises RecycleError where the root is lost.
-
-        All of them get all of it, so that a loss finds nobody through with it whose part somebody else still needs.
+        """torch.distributed's ``scatter`` to the live members; raises RecycleError if the root is lost. All members get
+        all parts: none can be through while another still needs its part.
         """
 
         def take() -> None:
@@ -270,7 +258,7 @@ class MemberGroup(Several, dist.ProcessGroup):
     alltoall_base: Any = all_to_all_single
 
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
-        """torch.distributed's ``send`` to a logical member; raises RecycleError where that worker is lost."""
+        """torch.distributed's ``send`` to a logical member; raises RecycleError if that worker is lost."""
 
         def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return Send(_one(held), place[destination], tag)
@@ -287,7 +275,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         )
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        """torch.distributed's ``recv`` from a logical member; raises RecycleError where that worker is lost."""
+        """torch.distributed's ``recv`` from a logical member; raises RecycleError if that worker is lost."""
 
         def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return Receive(_one(held), place[source], tag)
@@ -310,8 +298,7 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     def gather_rows(self, called: str, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Fill the row of each live member with its ``own``, for ``called``; rows of the lost stay as they are.
-
-        ``rows`` has two dimensions, a row for each logical member.
+        ``rows`` has two dimensions, with one row per logical member.
         """
 
         def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
@@ -326,23 +313,20 @@ class MemberGroup(Several, dist.ProcessGroup):
         return [rank for place, rank in enumerate(self._ranks) if place not in self._flight.position]
 
     def live_position(self) -> tuple[int, int]:
-        """Which of the live members this one is, and how many there are."""
+        """Return this member's position among the live ones, and their number."""
         return self._flight.position[self._rank], len(self._flight.position)
 
     def sum_into(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], factor: float) -> None:
-        """Write to ``flat``, of one dimension, the sum over the live members of ``parts``, one behind the other, times
-        ``factor``.
-
-        All members give parts of the same sizes, which stay as they are.  After an interruption ``flat`` is not to be
-        read.
+        """Write ``factor`` times the sum over the live members of the concatenated ``parts`` to the 1-D ``flat``. All
+        members pass parts of the same sizes, which stay unchanged. After an interruption ``flat`` must not be read.
         """
         in_pieces(self._flight, Asked("all_reduce", _sum, [flat]), flat, parts, factor)
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
-        """Give each live member its part of ``source``, and write what comes from each to ``target``.
+        """Send each live member its part of ``source``, and write what each sends to ``target``.
 
-        Both are in host memory and have one dimension; ``incoming`` and ``outgoing`` are the lengths of the parts by
-        live position.  After an interruption ``target`` is not to be read.
+        Both are 1-D, in host memory; ``incoming`` and ``outgoing`` have the parts' lengths by live position. After an
+        interruption ``target`` must not be read.
         """
         if self.live_position()[1] == 1:
             target.copy_(source)
@@ -358,14 +342,12 @@ class MemberGroup(Several, dist.ProcessGroup):
         return self._note(self._begin(asked))
 
     def _begin(self, asked: Asked) -> BaseWork:
-        """Start what the script or stock code asks for, if it can be right where it is called
-        (runtime/collectives/callers.py).
-        """
+        """Start a call of the script or stock code if it can be right here (runtime/collectives/callers.py)."""
         if self._session.hooks.seat_group is self and self._callers.in_layer:
             self._seat_link.run(asked)
             return Finished()
         self._callers.admit(asked.called, self._ranks)
-        # a script's parameters are committed first, which may bring another membership
+        # commits a script's pending parameters first, which may bring another membership
         touch(asked.tensors, asked.given)
         if not self._callers.is_own:
             return TorchWork(self._flight, self._flight.begin(asked))
@@ -383,10 +365,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         writes: bool = True,
         op: dist.ReduceOp | None = None,
     ) -> dist.Work:
-        """Start an operation that needs every logical member, and has something to do for a single one too.
-
-        Positions in it are logical.
-        """
+        """Start an operation that needs every logical member and runs for a single one too; positions are logical."""
         line = calling_line()
 
         def check() -> None:
@@ -403,7 +382,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         )
 
     def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
-        """The check to make before each try of a reduction."""
+        """Return the check to make before each try of a reduction."""
         if not _is_mean(op):
             line = "" if self._callers.is_own or any(op == one for one in OF_THE_LIVE) else calling_line()
             scales = op == dist.ReduceOp.SUM
@@ -418,7 +397,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         return bool
 
     def _adjust(self, op: dist.ReduceOp) -> Adjust | None:
-        """What becomes of each result of a reduction, by how many took part."""
+        """Return the change to each result of a reduction by the number that took part, if any."""
         if _is_mean(op):
             return torch.Tensor.div_
         scales = op == dist.ReduceOp.SUM and self._session.group_sums == SCALE and not self._callers.is_own
@@ -430,7 +409,7 @@ class MemberGroup(Several, dist.ProcessGroup):
 
 
 def _beside(held: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` where the buffers of an operation are, in host memory or on a device."""
+    """Return ``tensor`` where an operation's buffers ``held`` are, in host memory or on a device."""
     what, there = "what goes to other workers", held[0]
     if on_host(tensor):
         return tensor if on_host(there) else put(tensor, there.device, what)
@@ -451,5 +430,5 @@ def _is_mean(op: dist.ReduceOp) -> bool:
 
 
 def _added(op: dist.ReduceOp) -> dist.ReduceOp:
-    """The operation for the link: an average is a sum that is divided here, by how many took part."""
+    """Return the link's operation: an average is a sum, divided later by the number that took part."""
     return dist.ReduceOp(dist.ReduceOp.SUM) if _is_mean(op) else op

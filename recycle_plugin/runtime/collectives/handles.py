@@ -1,4 +1,4 @@
-"""What a script holds of the operations that it has asked for: torch's ``Work``, of one, of several, of none."""
+"""torch's ``Work`` objects that a script gets for its operations: for one, for several, for none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from recycle_plugin.runtime.collectives.in_flight import Flight
 
 
 class BaseWork(dist.Work):
-    """What torch's ``Work`` can be asked, by what :meth:`wait` and :meth:`is_completed` say; ``tensors`` get the
-    result.
-    """
+    """torch's ``Work`` in terms of :meth:`wait` and :meth:`is_completed`; ``tensors`` get the result."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -27,19 +25,17 @@ class BaseWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """torch.distributed's ``Work.is_success``: whether it is over, and well."""
+        """torch.distributed's ``Work.is_success``: whether it has ended without an error."""
         return self.is_completed()
 
     def result(self) -> list[torch.Tensor]:
-        """torch.distributed's ``Work.result``: the tensors that have it, once it is over; raises its error."""
+        """torch.distributed's ``Work.result``: wait, and return the tensors with the result; raises its error."""
         self.wait()
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """torch.distributed's ``Work.get_future``, of :meth:`result`: it returns once the operation is over.
-
-        Who waits for a future, or for several, does so where no recovery could begin; so nobody gets one that is
-        still to come.
+        """torch.distributed's ``Work.get_future``, already with :meth:`result`: blocks until the operation is over. A
+        wait on an open future would happen where no recovery could begin, so nobody gets one.
         """
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self.result())
@@ -47,7 +43,7 @@ class BaseWork(dist.Work):
 
 
 class TorchWork(BaseWork):
-    """The torch.distributed ``Work`` that a script gets for a call."""
+    """The torch.distributed ``Work`` of one call."""
 
     def __init__(self, flight: Flight, call: Call) -> None:
         super().__init__(call.asked.tensors)
@@ -59,20 +55,20 @@ class TorchWork(BaseWork):
         return True
 
     def is_completed(self) -> bool:
-        """torch.distributed's ``Work.is_completed``: whether it is over, well or badly."""
+        """torch.distributed's ``Work.is_completed``: whether it has ended, also with an error."""
         return self._flight.poll(self._call)
 
     def is_success(self) -> bool:
-        """torch.distributed's ``Work.is_success``: whether it is over, and well."""
+        """torch.distributed's ``Work.is_success``: whether it has ended without an error."""
         return self.is_completed() and self._call.error is None
 
     def exception(self) -> BaseException | None:
-        """torch.distributed's ``Work.exception``: the error with which it is over, if any."""
+        """torch.distributed's ``Work.exception``: the error that it has ended with, if any."""
         return self._call.error
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """torch.distributed's ``Work.get_future``, as :meth:`BaseWork.get_future`; raises RecycleError for a message,
-        of which the other end may wait for what this one does next.
+        """torch.distributed's ``Work.get_future``. Raises RecycleError for a message: blocking there could deadlock,
+        since the other end may wait for this worker's next call.
         """
         if isinstance(self._call.asked.gives, Channel):
             raise RecycleError(
@@ -90,27 +86,27 @@ class TorchWork(BaseWork):
 
 
 class Together(BaseWork):
-    """The torch.distributed ``Work`` of several operations that a script has asked for at once."""
+    """The torch.distributed ``Work`` of several operations that a script asked for at once."""
 
     def __init__(self, works: Sequence[BaseWork]) -> None:
         super().__init__([tensor for work in works for tensor in work._tensors])
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """torch.distributed's ``Work.wait``: of each of them, in their order; ``timeout`` is for each."""
+        """torch.distributed's ``Work.wait``: wait for each in order; ``timeout`` holds for each."""
         return all(work.wait(timeout) if timeout else work.wait() for work in self._works)
 
     def is_completed(self) -> bool:
-        """torch.distributed's ``Work.is_completed``: whether all are over."""
+        """torch.distributed's ``Work.is_completed``: whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """torch.distributed's ``Work.is_success``: whether all are over, and well."""
+        """torch.distributed's ``Work.is_success``: whether all have ended without an error."""
         return all(work.is_success() for work in self._works)
 
 
 class PartOfWork(BaseWork):
-    """The torch.distributed ``Work`` of ``work``, of whose result ``take`` writes a part to ``tensor``."""
+    """The torch.distributed ``Work`` of which ``take`` writes a part of the result of ``work`` to ``tensor``."""
 
     def __init__(self, work: BaseWork, tensor: torch.Tensor, take: Callable[[], object]) -> None:
         super().__init__([tensor])
@@ -123,7 +119,7 @@ class PartOfWork(BaseWork):
         return over
 
     def is_completed(self) -> bool:
-        """torch.distributed's ``Work.is_completed``: whether it is over, well or badly."""
+        """torch.distributed's ``Work.is_completed``: whether it has ended, also with an error."""
         over = self._work.is_completed()
         if over and self._work.is_success():
             self._take()
@@ -131,12 +127,12 @@ class PartOfWork(BaseWork):
 
 
 class Finished(BaseWork):
-    """The torch.distributed ``Work`` of what is over when it has been called."""
+    """The torch.distributed ``Work`` of an operation that was over when its call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """torch.distributed's ``Work.wait``: at once."""
+        """torch.distributed's ``Work.wait``: return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """torch.distributed's ``Work.is_completed``: always."""
+        """torch.distributed's ``Work.is_completed``: always True."""
         return True

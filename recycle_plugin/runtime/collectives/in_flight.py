@@ -1,20 +1,17 @@
-"""The operations of one process group that are under way, over whichever link its live members have.
+"""The operations of one process group that are under way, over the links of its live members.
 
-What is asked for is started at once and goes on by itself: in the background, in the order of the calls.  A membership
-change inside a training step breaks it, and recovery deals with that.  What the script has asked for between steps
-survives: with another membership everybody leaves behind what is not over, says what is
-(runtime/collectives/outcomes.py), and then, once all have said so, takes the result from who has it, or starts it again
-among those who are left, still in the calls' order.
+Each call starts at once and runs in the background, in call order. A membership change inside a training step breaks
+it, and recovery handles that. The script's calls between steps survive: each member leaves its unfinished calls, and
+says which ones are behind it (runtime/collectives/outcomes.py). Once all have said so, a member takes a result from one
+that has it, or starts the call again among the remaining members, still in call order.
 
-Who comes into a group, in the place of a lost member, takes part in what is asked for from then on.  What had been
-asked for by all before goes on among those who asked, over a link of their own.  Before that, its script runs alone
-(runtime/collectives/startup.py).
+A newcomer takes part in calls made after it came in. Earlier calls of all go on among those that made them, over a link
+of their own. Before that its script runs alone (runtime/collectives/startup.py).
 
-What is broken off leaves nothing half done: an operation of the script has buffers of its own
-(runtime/collectives/link.py), each try new ones, and the script's tensors are written when it has succeeded.  They are
-in host memory, or beside the tensors where these go over a link of their accelerator's.  The
-plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption. They have
-a link to themselves, since recovery runs them in an order that is not the script's.
+An interruption leaves nothing half done. The script's operations have buffers of their own (runtime/collectives/
+link.py), new ones for each try, in host memory or beside the tensors for a link of their accelerator. The script's
+tensors are written after success. The plugin's own sums go straight to buffers that nobody reads after an interruption.
+These sums have a link of their own, since recovery runs them in another order than the script's.
 """
 
 from __future__ import annotations
@@ -53,13 +50,12 @@ from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
 from recycle_plugin.runtime.movers.tcp import DEATH_S
 from recycle_plugin.runtime.state.touch import tensors_in
 
-NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
+NEWS_TIMEOUT_S = 30.0  # from a broken connection to the coordinator's report of the loss
 
 
 class Flight:
-    """All operations under way of one group, over the links of its present live members.
-
-    ``ranks`` are the members' global ranks, ``rank`` is this worker's logical one; ``name`` is the group's.
+    """All operations under way of one group, over the links of its live members. ``name``: the group's; ``ranks``: its
+    members' global ranks; ``rank``: this worker's logical one.
     """
 
     def __init__(
@@ -74,9 +70,9 @@ class Flight:
         self._session, self._outcomes = session, outcomes
         self._name, self._ranks, self._rank, self._timeout = name, ranks, rank, timeout
         self._lock = threading.RLock()
-        self._calls: list[Call] = []  # not over, or not noticed to be
-        self._links: dict[str, tuple[Link, Handle]] = {}  # each with that of its connecting
-        # by logical position; None: that is not known yet, and what the script asks for has to wait
+        self._calls: list[Call] = []  # not over, or not yet noticed to be
+        self._links: dict[str, tuple[Link, Handle]] = {}  # each with the handle of its connecting
+        # by logical member; None: not known yet, so the script's calls have to wait
         self._said: dict[int, dict[str, Said]] | None
         self._join()
         outcomes.follow(self)
@@ -84,9 +80,8 @@ class Flight:
     # --- calls ----------------------------------------------------------------------------------------
 
     def begin(self, asked: Asked, link: str = SCRIPT) -> Call:
-        """Start what is asked for, or queue it until all members have said what is behind them.
-
-        Raises the error of a call that fails at once, and RecycleError where its check refuses it.
+        """Start the call, or queue it until all members have said which calls are behind them. Raises the error of a
+        call that fails at once, and RecycleError if its check refuses it.
         """
         if link == SCRIPT and self._on_device(asked):
             link = SCRIPT_ON_DEVICE
@@ -124,28 +119,27 @@ class Flight:
         return call
 
     def _on_device(self, asked: Asked) -> bool:
-        """Whether what the script asks for goes over a link of its accelerator's: messages between two do not.
-
-        The members agree on that by what each writes to, or gives where it writes to nothing.
+        """Whether a script's call goes over a link of its accelerator; messages between two members do not. The members
+        agree since each decides by the tensors it writes to, or by those it gives if it writes to none.
         """
         decide = [*tensors_in(asked.tensors or asked.given)]
         return not isinstance(asked.gives, Channel) and stays_there(self._session, decide, asked.op)
 
     def _refuse(self, asked: Asked) -> None:
-        """Count a refused call as over: another member may hear of a loss, or of a return, before or after its own."""
+        """Count a refused call as over: other members may hear of the loss or return before or after their own call."""
         number = self._number_of(asked)
         if number is not None:
             self._outcomes.add(self._line(asked.gives), number, None)
 
     def _replay(self, call: Call, startup: Startup) -> None:
-        """Give a newcomer's script what its predecessor's got."""
+        """Give a newcomer's script the result that its predecessor's got."""
         asked = call.asked
         kept = startup.replay(self._line(asked.gives), asked.called, asked.tensors, self._ranks)
         call.asked, call.held = replace(asked, writes=bool(kept.values)), kept.values or []
         call.source, call.over = kept.source, True
 
     def _count_on(self) -> None:
-        """Take over where the others are in this group's sequences, as a newcomer does once."""
+        """Continue the others' numbers in this group's sequences, once, as a newcomer."""
         while (hear := self._outcomes.count_on(self._name, self.live_ranks())) is not None:
             try:
                 self._session.waiting.run(f"where the others are in {self._name}", hear)
@@ -155,9 +149,8 @@ class Flight:
                 self._session.hooks.between_steps()
 
     def finish(self, call: Call, timeout_s: float = 0) -> None:
-        """Return when it is over and its caller has the result; raises its error.
-
-        A membership change interrupts it inside a step; between steps recovery comes first, and then it goes on.
+        """Return when the call is over and its caller has the result; raises its error. A membership change interrupts
+        it inside a step. Between steps recovery runs first, then the call goes on.
         """
         while not call.over:
             self._see_to(
@@ -174,7 +167,7 @@ class Flight:
             self._hand_over_finished()
 
     def poll(self, call: Call) -> bool:
-        """Whether it is over; if so its caller has the result."""
+        """Return whether the call is over; if so without error, its caller has the result."""
         if not call.over:
             self._see_to(call, self._session.view.check)
         if call.over and call.error is None:
@@ -195,7 +188,7 @@ class Flight:
             self._session.hooks.between_steps()
 
     def break_off(self, call: Call) -> None:
-        """Leave a call inside a step, which begins it anew; what the script has asked for between steps stays."""
+        """Leave a call inside a step, since the step makes it anew; the script's calls between steps stay."""
         with self._lock:
             if not call.lasts:
                 self._forget(call)
@@ -207,10 +200,8 @@ class Flight:
             self._calls.remove(call)
 
     def _number_of(self, asked: Asked) -> int | None:
-        """The script's number for a call; None for a receive from any source, whose end says from whom it has come.
-
-        Raises RecycleError for another receive beside such a one: after a loss it would be open which message each was
-        to get.
+        """Number a script's call; None for a receive from any source, whose sequence is known only at its end. Raises
+        RecycleError for a second receive beside such a one: after a loss nobody could tell which gets which message.
         """
         way = asked.gives
         if isinstance(way, Channel) and way.target == self._rank:
@@ -230,13 +221,13 @@ class Flight:
         return self._outcomes.take_number(self._line(asked.gives))
 
     def _line(self, gives: str | Channel) -> str:
-        """The name of the sequence in which a call is counted."""
+        """Return the name of the sequence that counts a call."""
         return lines_of(self._name) + gives.name if isinstance(gives, Channel) else self._name
 
     # --- tries ----------------------------------------------------------------------------------------
 
     def _go_on_with(self, call: Call) -> None:
-        """Start a call whose turn it is, or take its result from others; all have said what is behind them."""
+        """Start a call whose turn it is, or take its result from others, after all have said what is behind them."""
         try:
             if not call.lasts or not self._taken(call):
                 call.asked.check()
@@ -252,7 +243,7 @@ class Flight:
         except torch.OutOfMemoryError as error:
             self._leave_device(call, error)
             return
-        # whether two members ask before somebody comes in or after it, each for itself, makes no difference to them
+        # it makes no difference whether two members ask before or after a third comes in
         of_two = isinstance(asked.gives, Channel)
         call.members = [logical for logical in self._live if of_two or logical in call.asking]
         if len(call.members) == 1 and not asked.alone:
@@ -262,7 +253,7 @@ class Flight:
         try:
             with call.order.kept():
                 operation = asked.make(call.held, _positions(call.members))
-        except RuntimeError as error:  # tensors that do not fit together, or a device without room
+        except RuntimeError as error:  # tensors that do not fit together, or a full device
             self._leave_device(call, error)
             return
         where = call.held[0].device if call.link in ON_DEVICE else HOST
@@ -272,15 +263,15 @@ class Flight:
         call.handle.when_over(self._wake)
 
     def _leave_device(self, call: Call, error: BaseException) -> None:
-        """End a call that could not be launched; if on an accelerator with its link, on which what comes next would
-        meet what the others have begun: operations there have no numbers.
+        """End a call that could not be launched. On an accelerator its link goes too: without numbers, the next
+        operation would meet the one that the others have begun.
         """
         if call.link in ON_DEVICE:
             self.give_up_links()
         self._end(call, error)
 
     def _notice(self, call: Call) -> Broken | None:
-        """Take down what has become of the present try; returns what broke it."""
+        """Record the outcome of the present try; returns what broke it, if anything."""
         with self._lock:
             handle = call.handle
             if call.over or handle is None or not handle.poll():
@@ -301,7 +292,7 @@ class Flight:
         self._wake()
 
     def _count(self, call: Call) -> None:
-        """Record that a call is behind this worker, also where it has failed, as it has elsewhere then."""
+        """Record that a call is behind this worker. A failed call counts too: it has failed elsewhere as well."""
         if call.kept is not None:
             here = [fetch(value, call.asked.called) for value in call.held if call.error is None]
             self._outcomes.startup.fill(call.kept, here, call.source, call.error)
@@ -321,7 +312,7 @@ class Flight:
             self._session.waiting.changed.notify_all()
 
     def _hand_over_finished(self) -> None:
-        """Give all finished calls their results, also to callers who have not asked."""
+        """Hand all finished calls their results, also those that nobody has waited for."""
         with self._lock:
             for call in self._calls:
                 self._notice(call)
@@ -340,7 +331,7 @@ class Flight:
             return
         call.handed = True
         with torch.no_grad(), call.order.kept():
-            # else autograd would take the tensor for changed
+            # without no_grad, autograd would treat the tensor as modified
             for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():
                 if value is not tensor:
                     write(tensor, value, call.asked.called)
@@ -348,36 +339,34 @@ class Flight:
     # --- membership -----------------------------------------------------------------------------------
 
     def live_ranks(self) -> tuple[int, ...]:
-        """The global ranks of the group's members that are alive, in the group's order."""
+        """Return the global ranks of the live members, in the group's order."""
         if self._session.view.generation is None:
             return self._ranks
         live = set(self._session.view.roster.ranks)
         return tuple(rank for rank in self._ranks if rank in live)
 
     def _join(self) -> None:
-        """Take the session's membership: who is alive, and each one's position in the links."""
+        """Adopt the session's membership: the live members, and each one's position in links."""
         self._generation = self._session.view.number
         live = set(self.live_ranks())
         self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
         self.position = _positions(self._live)
         self._others = [logical for logical in self._live if logical != self._rank]
         self._said = None if self._generation and self._others else {}
-        self._ends: dict[str, int] = {}  # of each line, after the last one that is over on anyone
+        self._ends: dict[str, int] = {}  # one past the last call that is over elsewhere
         self._asking = False
 
     def give_up_links(self) -> None:
-        """End what is under way on accelerators, since the membership will change at once.
-
-        It takes no lock: whoever holds that may wait for the device.
+        """Abort links on accelerators, since the membership is about to change. Takes no lock: a thread that holds it
+        may be waiting for the device.
         """
         for which, (link, _) in list(self._links.items()):
             if which.startswith(ON_DEVICE):
                 link.abort()
 
     def cut(self) -> list[Handle]:
-        """Leave behind what is not over, since the membership has changed; calls inside a step end with Interrupted.
-
-        Returns the ends of links.
+        """Leave unfinished calls after a membership change; those inside a step end with Interrupted. Returns the
+        handles of aborted links.
         """
         with self._lock:
             for call in self._calls:
@@ -388,15 +377,14 @@ class Flight:
                 call.fetched = None
                 if not call.lasts and not call.over:
                     self._end(call, Interrupted(f"the membership has changed during {call.asked.called}"))
-            # of some of the members that there were, or on accelerators
+            # links of part of the old members, or on accelerators
             ends = [self._links.pop(which)[0].abort() for which in self._links.keys() - {SCRIPT, SUMS}]
             self._join()
         return ends
 
     def go_on(self) -> None:
-        """Resume calls that survive the membership change, once it is known what is behind the other members.
-
-        A newcomer asks for that at once: two of the others may be about to meet on the link of all.
+        """Resume calls that survive the membership change, once it is known which are behind the other members. A
+        newcomer asks for that at once: two of the others may be about to meet on the link of all.
         """
         with self._lock:
             if self._said is not None:
@@ -414,15 +402,14 @@ class Flight:
         ).start()
 
     def _hear(self, generation: int, others: list[int]) -> None:
-        """Ask what is behind the others, in a thread of its own.
-
-        Where one of them does not speak, whoever waits has a deadline.
+        """Learn which calls are behind the others, in a thread of its own. If one of them stays silent, this returns:
+        the waiting caller has its own deadline.
         """
         try:
             said = self._outcomes.of_others(generation, others, self._name)
         except WaitTimeout:
             return
-        except RecycleError as error:  # one of them says nonsense
+        except RecycleError as error:  # one of them has sent nonsense
             with self._lock:
                 for call in self._calls:
                     if generation == self._generation and call.lasts and not call.over:
@@ -443,9 +430,8 @@ class Flight:
                 self._go_on_with(call)
 
     def _taken(self, call: Call) -> bool:
-        """Whether a call is behind other members: then it is over here too, with their result, once that has come.
-
-        Raises RecycleError where the result can't be had again.
+        """Return whether a call is behind other members; if so it ends here too, with their result once that has come.
+        Raises RecycleError if the result is no longer available.
         """
         asked, ahead, holders = call.asked, None, []
         if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
@@ -474,7 +460,7 @@ class Flight:
         return False
 
     def _fetch(self, call: Call, holder: int, line: str, number: int) -> None:
-        """Ask ``holder`` for the result of a call."""
+        """Ask member ``holder`` for the result of a call."""
         reading = self._outcomes.ask(self._ranks[holder], line, number)
         call.fetched = holder, reading
         reading.when_news(lambda: self._take_result(call, holder, reading))
@@ -500,7 +486,7 @@ class Flight:
         )
 
     def _sources(self, gives: str | Channel) -> list[int]:
-        """The members that may be through with a call."""
+        """Return the members that may be through with a call."""
         if not isinstance(gives, Channel):
             return self._others
         ends = {gives.source, gives.target}
@@ -526,10 +512,8 @@ class Flight:
         return f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:
-        """Wait until it is known who is lost, or, where nobody is, until all come to another barrier; raises
-        Interrupted.
-
-        Raises RecycleError where there is no news after 30 s.
+        """Wait until the coordinator names a lost worker or has all meet again; raises Interrupted. After DEATH_S the
+        coordinator is told of the failure; RecycleError follows after another NEWS_TIMEOUT_S.
         """
         name, session = self._name_of(call), self._session
         what = f"news of a lost worker after {name} failed"
@@ -539,7 +523,7 @@ class Flight:
             session.send(Missing(session.rank, session.view.number, name, ""))
         try:
             session.waiting.until(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
-        except WaitTimeout:  # before the start nobody can be told to meet again
+        except WaitTimeout:  # before the job's start nobody can be told to meet again
             raise RecycleError(
                 f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network "
                 "between their hosts, "
@@ -549,22 +533,21 @@ class Flight:
     # --- links ----------------------------------------------------------------------------------------
 
     def apart(self, called: str) -> Link:
-        """A link of all members, named ``called``, that no change of the membership breaks."""
+        """Open a link of all members, named ``called``, that no membership change breaks."""
         return self._open(0, called, range(len(self._ranks)))
 
     def _open(self, generation: int, called: str, members: Sequence[int], where: torch.device = HOST) -> Link:
-        """A link of these logical members for tensors at ``where``, which is called so in this group."""
+        """Open a link of these logical members, named ``called`` in this group, for tensors at ``where``."""
         ranks = [self._ranks[logical] for logical in members]
         return open_link(self._session, generation, f"{called} of {self._name}", ranks, self._timeout, where)
 
     def link_of(self, flat: torch.Tensor) -> str:
-        """The link over which the plugin's own sums of such a tensor go."""
+        """Return the link for the plugin's own sums of such a tensor."""
         return SUMS_ON_DEVICE if stays_there(self._session, [flat], ReduceOp(ReduceOp.SUM)) else SUMS
 
     def _link(self, which: str, members: Sequence[int], where: torch.device = HOST) -> tuple[Link, Handle]:
-        """The link of the present membership among these logical members, and the handle of its connecting.
-
-        The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
+        """Return the present membership's link among these logical members, and the handle of its connecting. The
+        previous link is aborted once this one stands: nobody needs it by then, and that ends all waits on it.
         """
         some = "" if len(members) == len(self._live) else f" of {_listed(members)}"
         last, _ = self._links.get(which + some, (None, None))
@@ -577,7 +560,7 @@ class Flight:
 
 
 def _positions(members: Sequence[int]) -> dict[int, int]:
-    """The position in a link of each of its logical members."""
+    """Return {logical member: position in the link}."""
     return {logical: place for place, logical in enumerate(members)}
 
 
@@ -586,7 +569,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def _adjust(call: Call) -> None:
-    """Change the results of ``call`` by how many took part, where it asks for that."""
+    """Apply the call's ``adjust`` to its results."""
     if (adjust := call.asked.adjust) is not None:
         with torch.no_grad(), call.order.kept():
             for tensor in call.held:
@@ -594,9 +577,8 @@ def _adjust(call: Call) -> None:
 
 
 def _buffer(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    """What the present try of ``call`` may write to in the place of ``tensor``, laid out alike on all members.
-
-    It is the tensor itself where nobody reads that after an interruption.
+    """Return the buffer for ``tensor`` in the present try of ``call``, laid out alike on all members. It is the tensor
+    itself if nobody reads that after an interruption.
     """
     if call.link == SUMS_ON_DEVICE or (on_host(tensor) and not call.lasts):
         return tensor

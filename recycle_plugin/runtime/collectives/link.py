@@ -1,12 +1,11 @@
 """The port to a collective group of one generation: connect it, start operations, leave them behind, break it.
 
-A membership change finds operations that wait for who is gone, or for who has left them.  So nothing here blocks but
-:meth:`Handle.wait`, which has a deadline, and what is started can be walked away from at any time.
+A membership change finds operations that wait for a lost member, or for one that has left them. So nothing here blocks
+except :meth:`Handle.wait`, which has a deadline, and a caller can leave any operation at any time.
 
-**The buffers of an operation are its own**, from :meth:`Link.start` until its handle is over, and for ever once it was
-left behind: threads of the link may go on reading and writing them.  They stay allocated as long, and nothing else is
-touched.  So a caller that may be broken off, and needs a tensor afterwards, gives copies of it, and takes the result
-from them when the handle has succeeded.
+**The buffers of an operation are its own** from :meth:`Link.start` until its handle is over, and forever if it was
+left: threads of the link may go on reading and writing them, and they stay allocated. So a caller that may be
+interrupted passes copies of tensors that it needs afterwards, and reads the results once the handle has succeeded.
 
 An implementation passes tests/support/link_port.py.
 """
@@ -25,17 +24,16 @@ from recycle_plugin.errors import RecycleError, WaitTimeout
 
 
 class Broken(RuntimeError):
-    """A connection of the group has broken, or the group was aborted; who is lost, the coordinator says."""
+    """A connection of the group has broken, or the group was aborted; the coordinator says who is lost."""
 
 
-# --- operations: every member of the link starts the same ones in the same order, but for sends and receives
-# ------------- Members go by their position in the link.  Tensors are contiguous, and alike on all members where not
-# said otherwise.
+# --- operations. Except for Send and Receive, every member of the link starts the same ones in the same order. Members
+# go by their position in the link. Tensors are contiguous, and alike on all members unless said otherwise.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllReduce:
-    """Combine ``tensors`` of all members by ``op``, in place, so that every member has the result."""
+    """Combine ``tensors`` of all members by ``op``, in place on every member."""
 
     tensors: Sequence[torch.Tensor]
     op: ReduceOp
@@ -43,7 +41,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Broadcast:
-    """Fill ``tensors`` of all members with those of ``root``, which are only read."""
+    """Fill ``tensors`` of all members with those of ``root``."""
 
     tensors: Sequence[torch.Tensor]
     root: int
@@ -51,7 +49,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllGather:
-    """Collect everybody's ``source`` in ``outputs``, one for each member, on every member."""
+    """Collect every member's ``source`` in ``outputs``, one per member, on all members."""
 
     outputs: Sequence[torch.Tensor]
     source: torch.Tensor
@@ -59,9 +57,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """Collect everybody's ``source`` in ``outputs`` of ``root``, one for each member; elsewhere ``outputs`` is
-    empty.
-    """
+    """Collect every member's ``source`` in ``outputs`` of ``root``, one per member; empty on other members."""
 
     outputs: Sequence[torch.Tensor]
     source: torch.Tensor
@@ -70,10 +66,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReduceScatter:
-    """Combine everybody's ``source`` by ``op``, and give each member, as ``output``, its part of the result.
-
-    There are as many equal parts as members.
-    """
+    """Combine every member's ``source`` by ``op``, and write each member's equal part of the result to ``output``."""
 
     output: torch.Tensor
     source: torch.Tensor
@@ -82,10 +75,8 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllToAll:
-    """Give each member its part of everybody's ``source``, in ``output``.
-
-    ``outgoing`` and ``incoming`` are the parts' lengths in the first dimension, empty where all are equal; they may
-    differ from member to member.
+    """Write to ``output`` this member's part of every member's ``source``. ``outgoing`` and ``incoming``: the parts'
+    lengths in the first dimension, empty if all are equal. They may differ from member to member.
     """
 
     output: torch.Tensor
@@ -96,14 +87,13 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Barrier:
-    """Wait until all members have started it."""
+    """Wait until all members have started the barrier."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Send ``tensor`` to member ``to``; it may be over before it is received.
-
-    With one ``tag`` nothing overtakes anything else to the same member.
+    """Send ``tensor`` to member ``to``; may be over before it is received. Sends with the same ``tag`` to the same
+    member keep their order.
     """
 
     tensor: torch.Tensor
@@ -113,7 +103,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receive:
-    """Receive into ``tensor`` from member ``source``, or with None from any one, whom the handle then names."""
+    """Receive into ``tensor`` from member ``source``; if None, from any member, which the handle then names."""
 
     tensor: torch.Tensor
     source: int | None
@@ -121,16 +111,15 @@ class Receive:
 
 
 def unheard() -> None:
-    """What is called where nobody wants to know that an operation was launched."""
+    """Do nothing: the default for ``launched``."""
 
 
 Operation = AllReduce | Broadcast | AllGather | Gather | ReduceScatter | AllToAll | Barrier | Send | Receive
 
 
 class Handle:
-    """Something under way on a link, named ``what``; any thread may use it.
-
-    ``error`` is the one with which it is over, if any; ``source`` the member from which a :class:`Receive` has come.
+    """Something under way on a link, named ``what``; any thread may use it. ``error``: the error it has ended with, if
+    any. ``source``: the member whose message a :class:`Receive` got.
     """
 
     def __init__(self, what: Callable[[], str] | str) -> None:
@@ -143,18 +132,15 @@ class Handle:
 
     @property
     def what(self) -> str:
-        """What it is, in words, as messages name it."""
+        """What it is, in the words of messages."""
         return self._what if isinstance(self._what, str) else self._what()
 
     def poll(self) -> bool:
-        """Whether it is over, well or badly; never so once it was left behind."""
+        """Return whether it is over, also with an error; False once it was left."""
         return self._over
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it has succeeded.
-
-        Raises its error, WaitTimeout past the deadline (it goes on), RecycleError where it was left behind.
-        """
+        """Return when it has succeeded. Raises its error, WaitTimeout (it goes on), or RecycleError if it was left."""
         if not self._over and not self._left:
             over = threading.Event()
             self.when_over(over.set)
@@ -166,16 +152,11 @@ class Handle:
             raise self.error
 
     def leave(self) -> bool:
-        """Abandon it: its result is not wanted any more.  Returns False, and changes nothing, if it was over
-        already.
-        """
+        """Abandon it: nobody wants its result. Returns False, and changes nothing, if it was over or left already."""
         return self._finish(left=True)
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` once, in any thread, when it is over or left behind; at once where it already is.
-
-        ``tell`` must not block.
-        """
+        """Call ``tell`` once, in any thread, when it is over or left; at once if it already is. It must not block."""
         with self._lock:
             if not self._over and not self._left:
                 self._tell.append(tell)
@@ -183,7 +164,7 @@ class Handle:
         tell()
 
     def end(self, error: Exception | None = None, source: int | None = None) -> None:
-        """Called by the link: it is over.  Only the first end counts, and none once it was left behind."""
+        """End it, on behalf of the link. Only the first end counts, and none after it was left."""
         self._finish(error, source)
 
     def _finish(self, error: Exception | None = None, source: int | None = None, left: bool = False) -> bool:
@@ -200,42 +181,41 @@ class Handle:
 class Link(Protocol):
     """A collective group of the members of one ``generation``.
 
-    A member's death breaks what others have under way with that member itself, unless their tensors are on an
-    accelerator.  There, and if a member waits for a live one, which in turn waits for the dead, it may not hear of it
-    before somebody aborts.
+    A member's death breaks the others' operations with that member, unless their tensors are on an accelerator. There,
+    or if a member waits for a live one that waits for the dead, nothing may break before somebody aborts.
     """
 
     generation: int
 
     @property
     def connected(self) -> bool:
-        """Whether the connections to all members stand."""
+        """Whether all members are connected."""
 
     def connect(self) -> Handle:
-        """Start connecting to the other members.  The handle, always the same one, names whoever has not come."""
+        """Start connecting. The handle is the same at each call, and names the members that have not come."""
 
     def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
-        """Begin ``operation`` once connected, after all that was started before.
+        """Start ``operation`` once connected, after all earlier ones.
 
-        ``launched()`` is called, in any thread, once it can't fail to begin any more; it must not block.  The handle
-        ends with the operation's error: :class:`Broken`, or what says that the group can't do it.
+        ``launched()`` is called, in any thread, once the operation can no longer fail to start; it must not block. The
+        handle ends with the operation's error: :class:`Broken`, or the reason that the group cannot run it.
         """
 
     def abort(self) -> Handle:
-        """Break the connections: whoever waits for one of its handles gets :class:`Broken`, here at once and elsewhere
-        as soon as it is known there.  Returns at once; until the handle is over, the device may be stuck.
+        """Break the connections, and return at once. Waits for this link's handles end with :class:`Broken`: here at
+        once, elsewhere once they notice. Until the returned handle is over, the device may be stuck.
         """
 
 
 def done() -> Handle:
-    """What is over from the beginning."""
+    """Return a handle that is over."""
     handle = Handle("nothing")
     handle.end()
     return handle
 
 
 def with_values(options: Any, **values: Any) -> Any:
-    """One of torch's objects of options, with these values."""
+    """Set these attributes on torch's ``options``, and return them."""
     for name, value in values.items():
         setattr(options, name, value)
     return options

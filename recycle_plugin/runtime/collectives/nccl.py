@@ -1,19 +1,19 @@
-"""The links of groups (runtime/collectives/link.py) over NCCL: tensors stay on their accelerator.
+"""Links (runtime/collectives/link.py) over NCCL: tensors stay on their accelerator.
 
-Whoever waits for a lost member waits in a kernel, which nothing ends but an abort.  An abort ends all kernels of the
-group with garbage in their outputs, and the events behind them happen all the same (measured).  Therefore:
+A wait for a lost member is a kernel, which only an abort ends. An abort ends all kernels of the group with garbage in
+their outputs, and the events behind them happen all the same (measured). Therefore:
 
-* A handle succeeds only if the host has seen the operation's event while the link had no end.  :meth:`NcclLink.abort`
-  sets the end before it aborts.  So whoever writes state has to wait for the handle first, and not for a stream.
-  Another member's abort may still have come first: runtime/collectives/confirmed.py.
-* Each link has a thread that launches and looks, and one that aborts: of several groups that are aborted one after the
-  other none ends (measured).  Nothing of NCCL's is called by any other thread, nor under a lock.
-* The call that makes a group holds a lock that an abort needs (measured), for as long as ``nccl_door.LIMIT`` says.  So
-  it is given up after that, and made again: what it began goes on, and in between an abort has its turn.
-* Each link has a stream of its own, and NCCL's are of another priority: torch has 32 of each, and then gives the first
-  again.  Two links on one stream would wait for each other's peers.
-* :meth:`NcclLink.abort` returns the handle of the abort's end.  Until then the device may be stuck, so whoever goes on
-  after a loss waits for that, with a deadline.
+* A handle succeeds only if the host has seen the operation's event while the link was intact: :meth:`NcclLink.abort`
+  marks the link before it aborts. So whoever writes state must wait for the handle, not for a stream. Another member
+  may still have aborted earlier: see runtime/collectives/confirmed.py.
+* Each link has a thread that launches and polls, and one that aborts: several groups aborted one after the other never
+  end (measured). No other thread calls NCCL, and nobody does so under a lock.
+* The call that makes a group holds a lock that an abort needs (measured), for up to ``nccl_door.LIMIT`` seconds. Then
+  it is given up and repeated: its work goes on, and in between an abort has its turn.
+* Each link has a stream of its own, and NCCL's have another priority: torch reuses streams after 32 of a priority. Two
+  links on one stream would wait for each other's peers.
+* Until the handle that :meth:`NcclLink.abort` returns is over, the device may be stuck. Recovery waits for that, with a
+  deadline.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from recycle_plugin.runtime.collectives.link import (
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.accelerator import LONGEST_S, Lane, StreamEvent
 
-ABORT_S = 20.0  # for the end of a group; measured on one H200: 0.1 to 0.5 s
-THIN_CTAS = 2  # with which 41 MiB an end were measured
-IN_PROGRESS = "NCCL timeout in"  # in torch's error of a call that has not ended in time
+ABORT_S = 20.0  # for the end of a group; took 0.1 to 0.5 s on one H200
+THIN_CTAS = 2  # with these each end took 41 MiB
+IN_PROGRESS = "NCCL timeout in"  # in torch's error of a call past its deadline
 DTYPES = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -61,39 +61,38 @@ DTYPES = frozenset(
     }
 )
 OPS: tuple[Any, ...] = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
-GroupMade = Callable[[dist.Store, int, int, timedelta], Any]  # at a store, of a position among so many members
+# of a store, a position, the number of members and a timeout
+GroupMade = Callable[[dist.Store, int, int, timedelta], Any]
 
 
 def takes(dtype: torch.dtype, op: ReduceOp | None) -> bool:
-    """Whether NCCL carries such numbers, and combines them by ``op`` as Gloo does; truth values it adds otherwise."""
+    """Whether NCCL carries this dtype, and reduces it by ``op`` as Gloo does; it adds booleans differently."""
     return dtype in DTYPES and (op is None or (dtype is not torch.bool and any(op == one for one in OPS)))
 
 
 def process_group(store: dist.Store, position: int, members: int, timeout: timedelta, most_ctas: int = 0) -> Any:
-    """torch's group, of which each communicator can be aborted at any moment, also while it is being made.
-
-    ``most_ctas``: blocks of a kernel, of which each takes memory; 0: as many as NCCL wants.
+    """Return torch's NCCL group, whose communicators can be aborted at any moment, also while they are made.
+    ``most_ctas``: limit on a kernel's blocks, each of which takes memory; 0: NCCL's choice.
     """
     kind: Any = dist.ProcessGroupNCCL  # only builds with NCCL have it
     options = kind.Options()
     options.config.blocking, options._timeout = 0, timeout
-    options.is_high_priority_stream = True  # from another pool of torch's than those of lanes, which wait for it
+    options.is_high_priority_stream = True  # of another pool than those of lanes, which wait for it
     if most_ctas:
         options.config.max_ctas = most_ctas
     return kind(store, position, members, options)
 
 
 def thin_group(store: dist.Store, position: int, members: int, timeout: timedelta) -> Any:
-    """One that takes little memory, since a worker has many: of two."""
+    """Return a group for two that takes little memory, since a worker has many."""
     return process_group(store, position, members, timeout, THIN_CTAS)
 
 
 class Meeting(dist.Store):
-    """Where the members of one link meet: boards at the coordinator, which knows who speaks.
+    """Where the members of one link meet: boards at the coordinator, which knows who posts.
 
-    ``called`` is the link's name in the job, ``ranks`` are its members' in their order, of which the worker of
-    ``session`` is one.  To NCCL it is a store, on which the first member sets the group's id.  ``wanted()`` says
-    whether anybody still waits for the link.
+    ``called``: the link's name in the job. ``ranks``: its members' in order. ``wanted()``: whether anybody still waits
+    for the link. To NCCL it is a store, on which the first member sets the group's id.
     """
 
     def __init__(self, session: Session, called: str, ranks: Sequence[int]) -> None:
@@ -105,33 +104,33 @@ class Meeting(dist.Store):
         self.wanted: Callable[[], bool] = lambda: True
 
     def come(self, timeout: timedelta) -> None:
-        """Say that this member is there, and return once all are; raises WaitTimeout."""
+        """Post that this member is there, and return once all are; raises WaitTimeout."""
         if len(self.ranks) > 1:
             self._post("members", b"")
             self._here = self._read("members", self.ranks)
             self._await(self._here, self.ranks, timeout.total_seconds())
-        else:  # also a newcomer's, which takes part in no membership yet
+        else:  # a group of one may be a newcomer's, which is in no membership yet
             self._here = Reading()
             self._here.values[self._session.rank] = b""
 
     def missing(self) -> list[int]:
-        """The members that have not come, by their ranks."""
+        """Return the ranks of the members that have not come."""
         return list(self.ranks) if self._here is None else self._here.missing(self.ranks)
 
     def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
-        """NCCL's call at the first member: post the group's id."""
+        """Post the group's id. Called by NCCL at the first member."""
         if len(self.ranks) > 1:
             self._post(key, value)
         self._keys[key] = Reading()
         self._keys[key].values[self.ranks[0]] = value
 
     def get(self, key: str) -> bytes:
-        """NCCL's call: the group's id, once the first member has posted it."""
+        """Return the group's id, once the first member has posted it. Called by NCCL."""
         self.wait([key])
         return self._keys[key].values[self.ranks[0]]
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
-        """NCCL's call: return once these keys are set.  Raises WaitTimeout."""
+        """Return once these keys are set; raises WaitTimeout. Called by NCCL."""
         limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else self._session.waiting.timeout_s
         for key in keys:
             if key not in self._keys:
@@ -139,7 +138,7 @@ class Meeting(dist.Store):
             self._await(self._keys[key], self.ranks[:1], limit_s)
 
     def close(self) -> None:
-        """Forget it all: the members are connected, or never will be."""
+        """Forget all posts: the members are connected, or never will be."""
         for key in ("members", *self._keys):
             self._session.boards.forget(self._board(key))
 
@@ -159,9 +158,7 @@ class Meeting(dist.Store):
 
 @dataclass(eq=False)
 class Begun:
-    """An operation from its start on: behind ``mark`` on the device, and launched once there is ``over``, which is told
-    by ``launched()``.
-    """
+    """An operation that follows ``mark`` on the device. Once launched it has ``over``, and ``launched()`` is called."""
 
     operation: Operation
     handle: Handle
@@ -171,9 +168,8 @@ class Begun:
 
 
 class NcclLink:
-    """A link over NCCL among the workers that meet at ``meeting``, whose kernels are in the order of ``lane``.
-
-    ``name`` is for messages, as "ranks 0, 1"; no other link meets there.  ``make`` makes NCCL's group.
+    """A link over NCCL among the workers that meet at ``meeting``; its kernels run in the order of ``lane``. ``name``
+    is for messages, as "ranks 0, 1"; no other link meets at the same place. ``make`` makes NCCL's group.
     """
 
     def __init__(
@@ -185,17 +181,17 @@ class NcclLink:
         self._connecting: Handle | None = None
         self._thread: threading.Thread | None = None
         self._group: Any = None
-        self._made = self.connected = False  # whether there may be something of NCCL's, and whether it was used
+        self._made = self.connected = False  # ``_made``: something of NCCL's may exist; ``connected``: it has been used
         self._waiting: deque[Begun] = deque()
         self._launched: deque[Begun] = deque()
-        self._end: Broken | None = None  # what is over from now on may be garbage
+        self._end: Broken | None = None  # set: whatever ends from now on may be garbage
         self._down = done()
         meeting.wanted = lambda: self._end is None
 
     # --- the port -------------------------------------------------------------------------------------
 
     def connect(self) -> Handle:
-        """Start connecting, once, in the link's thread; the handle names the members that have not come."""
+        """Start connecting, once, in the link's thread. The handle names the members that have not come."""
         with self._changed:
             if self._connecting is None:
                 self._connecting = Handle(self._who_is_missing)
@@ -207,8 +203,8 @@ class NcclLink:
         return self._connecting
 
     def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
-        """Queue ``operation`` for the link's thread, behind what the caller has started on the device; after
-        :meth:`abort` its handle ends as Broken.
+        """Queue ``operation`` for the link's thread, after the caller's earlier work on the device. After :meth:`abort`
+        its handle ends as Broken.
         """
         begun = Begun(operation, Handle(f"{type(operation).__name__} among {self._name}"), self._lane.mark(), launched)
         if type(operation) not in STARTS:
@@ -224,9 +220,8 @@ class NcclLink:
         return begun.handle
 
     def abort(self) -> Handle:
-        """End all that is under way, as Broken here and now, and on the device by a thread of its own.
-
-        The handle is over once nothing of the link is stuck on the device.
+        """End all operations as Broken, here at once, and on the device in a thread of its own. The handle is over once
+        nothing of the link is stuck on the device.
         """
         return self._give_up(Broken(f"the connections among {self._name} were given up"))
 
@@ -255,7 +250,7 @@ class NcclLink:
         try:
             self._lane.take_thread()
             self._meet()
-        except Exception as error:  # of NCCL's, the device's or the boards'; whoever waits gets it
+        except Exception as error:  # of NCCL, the device or the boards; the waiting callers get it
             self._give_up(Broken(str(error)))
             return
         while self._end is None:
@@ -270,7 +265,7 @@ class NcclLink:
             self._look()
 
     def _meet(self) -> None:
-        """Make the group, and use it once: only then it is connected."""
+        """Make the group, and use it once: it is connected only after that."""
         self._meeting.come(self._timeout)
         with self._changed:
             if self._end is not None:
@@ -298,7 +293,7 @@ class NcclLink:
         self._connecting.end()
 
     def _start_first(self, begun: Begun) -> None:
-        """Start the sum whose call makes the group, again and again until it is made, or the link has an end."""
+        """Start the sum whose call makes the group; repeat until it is made, or the link has an end."""
         until = time.monotonic() + self._timeout.total_seconds()
         while True:
             try:
@@ -312,13 +307,13 @@ class NcclLink:
             if self._end is not None:
                 raise self._end
             for work in STARTS[type(begun.operation)](self._group, begun.operation, self._lane.where):
-                work.wait()  # in the lane's order: the host goes on
+                work.wait()  # in the lane's order; does not block the host
             begun.over = self._lane.event(begun.handle.what)
 
     def _launch(self, begun: Begun) -> None:
         try:
             self._start(begun)
-        except Exception as error:  # whatever it is, what comes behind would meet what the others have begun: no tags
+        except Exception as error:  # without tags the next operation would meet the one that the others have begun
             broken = Broken(str(error))
             begun.handle.end(broken if isinstance(error, dist.DistError) else error)
             self._give_up(broken)
@@ -326,7 +321,7 @@ class NcclLink:
         begun.launched()
 
     def _look(self) -> None:
-        """End the handles of what is over.  The end is asked for after the event: an abort sets it before."""
+        """End the handles of finished operations. It reads the link's end after the event, as aborts set it before."""
         while self._launched and (over := self._launched[0].over) is not None and over.poll():
             error: Exception | None = None
             try:
@@ -335,7 +330,7 @@ class NcclLink:
                 error = failed
             with self._changed:
                 if self._end is not None:
-                    return  # its handle has ended, and its tensors stay until the device is done
+                    return  # its handle has ended; its tensors stay until the device is done
                 begun = self._launched.popleft()
             begun.handle.end(error)
 
@@ -351,7 +346,7 @@ class NcclLink:
             if self._thread.is_alive():
                 raise WaitTimeout(f"waited {ABORT_S:g} s for a call of NCCL's among {self._name} to return")
             self._lane.event(self._down.what).wait(ABORT_S)
-        except Exception as error:  # whoever waits for the end gets it
+        except Exception as error:  # whoever waits for the abort's end gets it
             self._down.end(error)
             return
         self._launched.clear()
@@ -366,7 +361,7 @@ class NcclLink:
 
 
 Works = list[Any]
-STARTS: dict[type, Callable[[Any, Any, torch.device], Works]] = {  # of a group, an operation, and where its tensors are
+STARTS: dict[type, Callable[[Any, Any, torch.device], Works]] = {  # of a group, an operation, and its tensors' device
     AllReduce: lambda group, one, where: [
         group.allreduce([tensor], with_values(dist.AllreduceOptions(), reduceOp=one.op)) for tensor in one.tensors
     ],

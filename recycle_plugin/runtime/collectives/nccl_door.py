@@ -1,6 +1,6 @@
-"""What has to be so before a group over NCCL can lose a member: variables of the environment, and NCCL's release.
+"""Preconditions for losing members of a group over NCCL: environment variables, and NCCL's release.
 
-torch is imported only where a process is asked what it has loaded: ``recycle doctor`` does without.
+torch is imported only to ask what this process has loaded; ``recycle doctor`` runs without it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from recycle_plugin.errors import RecycleError
 
 UNSET = ""
 NO = ("0", "false", "False", "n", "no", "off")
-CALL_S, LONGEST_S = 10, 20  # of a call of NCCL's: what is set, and at most
-OLDEST_TORCH = "2.7.1"  # earlier ones hang where a group is bound to a device
+CALL_S, LONGEST_S = 10, 20  # seconds of a call of NCCL's: the value we set, and the most allowed
+OLDEST_TORCH = "2.7.1"  # earlier ones hang if a group is bound to a device
 OLDEST, FIRST_UNTRIED = (2, 26, 2), (2, 31, 0)
 BAD = (((2, 28, 3), (2, 28, 8), "crash where a group is aborted"),)
 
@@ -26,7 +26,7 @@ STORE = "else torch asks a group's store for what boards do not have, and ends t
 
 
 class Variable(NamedTuple):
-    """A variable that gets ``value`` where it is unset; whoever has set it has to have set one of ``fits``."""
+    """A variable that gets ``value`` if it is unset; a value set by others must be in ``fits``."""
 
     name: str
     value: str
@@ -58,34 +58,34 @@ VARIABLES = (
         "with one connection all streams stand behind a stuck sum",
     ),
 )
-AT_START = {  # what CUDA reads as a process starts with it, so that the launcher sets it
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # else many links share a queue, and one that is stuck holds up the others
+AT_START = {  # read by CUDA as a process starts, so the launcher sets them
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # else links share a queue, and a stuck one holds up the others
     "CUDA_MODULE_LOADING": "EAGER",  # a kernel that is loaded beside a stuck one waits for it (measured)
 }
 CALLER = "libtorch_cuda.so"
-LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds, of a call whose peer is gone; so long an abort may wait for it
+LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds that a call to a lost peer may take; an abort may wait as long
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Set what is unset in the environment of this process; raises RecycleError for what can't be."""
+    """Set the unset variables in the environment of this process; raises RecycleError for unfit values and releases."""
     for wrong in (*objections(environment), *unfit()):
         raise RecycleError(wrong)
     environment.update(sets(environment))
 
 
 def sets(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the plugin sets, since nobody has."""
+    """Return the variables that the plugin sets, since nobody has."""
     wanted = {variable.name: variable.value for variable in VARIABLES} | {LIMIT: str(CALL_S)}
     return {name: value for name, value in wanted.items() if value != UNSET and name not in environment}
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher sets for workers, since nobody has."""
+    """Return the variables that the launcher sets for workers, since nobody has."""
     return {name: value for name, value in AT_START.items() if name not in environment}
 
 
 def objections(environment: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the environment, a line each."""
+    """Yield what is wrong with the environment, one line each."""
     for variable in VARIABLES:
         given = environment.get(variable.name)
         if given is not None and given not in variable.fits:
@@ -102,7 +102,7 @@ def objections(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def unfit() -> Iterator[str]:
-    """What is wrong with the releases that this process has loaded, a line each."""
+    """Yield what is wrong with the releases that this process has loaded, one line each."""
     import torch
 
     if not torch.distributed.is_nccl_available():
@@ -116,10 +116,10 @@ def unfit() -> Iterator[str]:
 
 
 def loaded_release() -> tuple[int, int, int] | None:
-    """The release of NCCL that torch calls in this process; None where it calls none.
+    """Return the release of NCCL that torch calls in this process; None if it calls none.
 
-    torch.cuda.nccl.version() gives the one that torch was compiled with, and several may be loaded: torch loads its own
-    beside one of LD_PRELOAD, and calls that.  So it is asked for as the linker finds it from torch's library.
+    torch.cuda.nccl.version() is the one torch was compiled with. Several may be loaded: torch loads its own beside one
+    of LD_PRELOAD, and calls the latter. So this resolves the symbol as the linker does from torch's library.
     """
     mapped = Path("/proc/self/maps").read_text().split()
     code = ctypes.c_int()
@@ -132,7 +132,7 @@ def loaded_release() -> tuple[int, int, int] | None:
 
 
 def wrong_release(release: tuple[int, int, int] | None) -> str | None:
-    """Why groups over this release of NCCL can't lose members, in one line; None if they can."""
+    """Return why groups over this release of NCCL cannot lose members, in one line; None if they can."""
     if release is None:
         return 'recycle.device_link is "nccl", and no library of NCCL\'s is loaded that tells its release: write "host"'
     if release < OLDEST:

@@ -1,4 +1,4 @@
-"""Which workers have links of two between them, for boundary tensors (runtime/collectives/pairs.py).  Without torch."""
+"""Which workers have links of two for boundary tensors (runtime/collectives/pairs.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections import Counter
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster
 
-MOST_ENDS = 16  # of links, of one worker
-END_BYTES = 41 << 20  # that an end takes of its device's memory; measured on one H200, at two CTAs
+MOST_ENDS = 16  # of links, per worker
+END_BYTES = 41 << 20  # of device memory that an end takes; measured on one H200, at two CTAs
 
 
 def wanted(roster: Roster) -> list[tuple[Member, Member]]:
-    """The senders and receivers between which a plan for these members moves boundary tensors, in the order in which
-    all members make their links.
+    """Return the (sender, receiver) pairs of boundary tensors, in the order in which all members make their links.
 
-    A replica's own neighbours come first; where it has lost a worker, any of that stage may take its work.  Of pairs
-    that would have more than MOST_ENDS at one worker, the later ones are left out.  Costs a pass over the members for
-    each seat that is lost, and sorting the pairs.
+    A replica's own neighbours come first. If it has lost a worker, any worker of that stage may take its work. Pairs
+    that would exceed MOST_ENDS at one worker are left out, the last ones first. Costs a pass over the members per lost
+    seat, and sorting the pairs.
     """
     stages = {member.seat.stage for member in roster}
     replicas = sorted({member.seat.replica for member in roster})
@@ -42,6 +41,6 @@ def wanted(roster: Roster) -> list[tuple[Member, Member]]:
 
 
 def ends(roster: Roster) -> int:
-    """The most ends of links that one of these members has."""
+    """Return the largest number of link ends that one member has."""
     counted = Counter(member for pair in wanted(roster) for member in pair)
     return max(counted.values(), default=0)

@@ -1,19 +1,19 @@
-"""Results of the script's last collectives, kept for members whom a loss has cut off from them.
+"""Results of the script's last collectives, kept for members that a loss has cut off from them.
 
-A loss may find some members through with a collective, and others in it, or before it.  Those that are through don't
-come back: they go on to the next one, or to a training step.  If the others simply tried again, they would meet them
-there, and take one sum for another.  So collectives are counted, and with each membership everybody posts which of each
-group are behind it, and of which it has the result, which for most is the same for all members
-(core/coordinator/facts/boards.py).  A worker that was cut off asks one of the others for that result.  All of it goes
-over the connections to the coordinator: a forged result would be a wrong number.
+A loss may find some members through with a collective, and others in it or before it. The first do not come back: they
+go on to the next collective, or to a step. If the others simply tried again, they would meet them there, and take one
+sum for another. So collectives are numbered. In each membership every worker posts which ones of each group are behind
+it, and which results it has (core/coordinator/facts/boards.py); most results are the same for all members. A worker
+that was cut off asks another for its result. All of it goes over the connections to the coordinator: a forged result
+would be a wrong number.
 
-A worker posts results of at most 4 MiB in one membership.  What it says of its sequences are some 30 bytes for each; of
-those with most recently something to say, if they are more than MOST_LINES.  Where a collective was under way among
-all, each member reads what each has said: that grows with the square of their number.
+A worker posts at most 4 MiB of results in one membership, and about 30 bytes for each sequence, for at most MOST_LINES
+of those used last. If a collective of all was under way, each member reads all posts: that grows with the square of
+their number.
 
-Collectives are counted in sequences: one for each group, and one for each channel from one member to another.  A
-sequence goes by its name, here ``line``.  Who comes into a job that trains counts on where the others are when they let
-it in, which all do at the same place of the script, before the same step.
+There is one sequence of collectives per group, and one per channel between two members; ``line`` is its name here. A
+newcomer continues the numbers that the others have when they let it in. They all do so at the same place of the script,
+before the same step.
 """
 
 from __future__ import annotations
@@ -38,17 +38,15 @@ from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import COPY_S, Copy
 from recycle_plugin.runtime.state.packing import packed, unpacked
 
-LARGEST = 1 << 20  # bytes of what is kept of one collective
-KEPT, KEPT_BYTES = 64, 4 * LARGEST  # of each line: with operations in flight some members may be ahead by many
-MOST_LINES = 10_000  # sequences of which a worker speaks
+LARGEST = 1 << 20  # bytes kept of one collective
+KEPT, KEPT_BYTES = 64, 4 * LARGEST  # per sequence: with operations in flight some members may be many ahead
+MOST_LINES = 10_000  # sequences that a worker posts
 Values = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LineWords:
-    """What a worker says of one sequence: see :class:`Said`.  ``kept``: of which collectives it has the result, in
-    ranges of numbers, with their ends.
-    """
+    """A worker's word on one sequence, see :class:`Said`. ``kept``: (first, end) ranges of the results that it has."""
 
     count: int
     after: tuple[int, ...]
@@ -58,12 +56,12 @@ class LineWords:
 
 @dataclass(frozen=True)
 class Words:
-    """What a worker says of its sequences, by their names."""
+    """A worker's word on its sequences, by name."""
 
     lines: dict[str, LineWords]
 
 
-ABORT_S = 60.0  # for what is stuck on a device; each link names what it waits for earlier
+ABORT_S = 60.0  # for a stuck device; each link names its own wait earlier
 LANGUAGE = Language((Words,))
 
 
@@ -71,27 +69,24 @@ class Follower(Protocol):
     """A group that is told of membership changes."""
 
     def give_up_links(self) -> None:
-        """There will be another membership at once: end what is under way on accelerators.  Does not block."""
+        """End operations on accelerators: another membership is about to come. Does not block."""
 
     def cut(self) -> list[Handle]:
-        """There is another membership: leave behind what is not over, and add what is over to the outcomes.
-
-        Until the handles are over, devices may be stuck.
+        """Leave unfinished operations, and add finished ones to the outcomes: the membership has changed. Until the
+        returned handles are over, devices may be stuck.
         """
 
     def go_on(self) -> None:
-        """This worker has told the others what is behind it: resume what survives the change."""
+        """Resume what survives the change: this worker has told the others what is behind it."""
 
 
 @dataclass
 class Said:
-    """What one worker has behind it of one sequence of collectives: the first ``count``, and those numbered in
-    ``after``.
+    """What one worker has behind it of one sequence: the first ``count`` collectives, and those in ``after``.
 
-    ``values`` has what the last ones gave to all, on its way to host memory; None where each member got something else,
-    or it is too much to keep.
-    ``begun``: how many it has begun, as far as it has said so.  Of another worker there is ``kept`` in the place of
-    ``values``: of which ones it has them.
+    ``begun``: how many it has started, as far as it has said. ``values``: this worker's last results for all, on their
+    way to host memory; None if each member got something else, or the result is too large. Another worker's entry has
+    ``kept`` instead: the (first, end) ranges of its results.
     """
 
     count: int = 0
@@ -108,7 +103,7 @@ class Said:
 
     @property
     def under_way(self) -> int:
-        """How many it has begun that were not over when it said so."""
+        """How many it had started that were not over when it posted."""
         return self.begun - self.count - len(self.after)
 
     def is_over(self, number: int) -> bool:
@@ -116,11 +111,11 @@ class Said:
         return number < self.count or number in self.after
 
     def has(self, number: int) -> bool:
-        """Whether the other worker that has said this has the result of the collective with this number."""
+        """Whether the worker that posted this has the result of the collective with this number."""
         return any(first <= number < end for first, end in self.kept)
 
     def words(self, begun: int) -> LineWords:
-        """The same for other workers; ``begun``: how many collectives this worker has begun."""
+        """Return the post for other workers; ``begun``: how many collectives this worker has started."""
         kept: list[tuple[int, int]] = []
         for number in sorted(number for number, values in self.values.items() if values is not None):
             if kept and kept[-1][1] == number:
@@ -130,8 +125,8 @@ class Said:
         return LineWords(self.count, tuple(sorted(self.after)), begun, tuple(kept))
 
     def add(self, number: int, values: Values | None) -> None:
-        """Count the collective ``number`` as over, and keep ``values`` while they are small (1 MiB each, 4 MiB in
-        all); they are as the calling thread's order on their device has them, and nobody changes them.
+        """Count collective ``number`` as over, and keep small ``values`` (1 MiB each, 4 MiB in all). They are read in
+        the calling thread's order on their device; nobody may change them.
         """
         self.values[number] = _kept(values)
         self._bytes += _bytes(self.values[number])
@@ -153,38 +148,36 @@ class Outcomes:
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.whereabouts = Whereabouts(session.boards)
-        self._offered: dict[str, dict[int, Copy | None]] = {}  # by sequence, what it had then
-        self._room = KEPT_BYTES  # for results that others ask for, in this generation
-        self._asked: list[str] = []  # boards, of results
+        self._offered: dict[str, dict[int, Copy | None]] = {}  # per sequence, the results at the last post
+        self._room = KEPT_BYTES  # bytes left for results that others ask for, in this generation
+        self._asked: list[str] = []  # boards of awaited results
         self._counted_on: set[str] = set()  # groups
         self.startup = session.hooks.startup = Startup(session)
         session.when_adopted, session.when_regrouping = self._tell, self._give_up_links
         session.wanted, session.follow = self._give, self.follow
 
     def follow(self, group: Follower) -> None:
-        """Tell ``group`` of membership changes from now on, as long as it exists."""
+        """Tell ``group`` of membership changes from now on, for as long as it exists."""
         self._followers.add(group)
 
     def next_number(self, line: str) -> int:
-        """The number that the next collective of ``line`` will get from :meth:`take_number`."""
+        """Return the number that :meth:`take_number` will give the next collective of ``line``."""
         return self._numbers.get(line, 0)
 
     def take_number(self, line: str) -> int:
         """Number the next collective of ``line``, from 0 on."""
         number = self._numbers.pop(line, 0)
-        self._numbers[line] = number + 1  # behind all others, as the last one that was used
+        self._numbers[line] = number + 1  # moves it to the end: the most recently used
         return number
 
     def add(self, line: str, number: int, values: Values | None) -> None:
-        """Record that a collective is behind this worker, and gave ``values`` to all; None: something else to each."""
+        """Record that a collective is behind this worker. ``values``: its result if all members have the same."""
         with self._lock:
             self._own.setdefault(line, Said()).add(number, values)
 
     def of_others(self, generation: int, ranks: Sequence[int], group: str) -> dict[int, dict[str, Said]]:
-        """What the workers ``ranks`` have said, in membership ``generation``, about the sequences of ``group``: by
-        rank, by name.
-
-        Blocks until all have said so.  Raises RecycleError where one does not in time, or says what is no word.
+        """Return {rank: {name: word}} of what ``ranks`` have posted in ``generation`` about the sequences of ``group``.
+        Blocks until all have posted. Raises WaitTimeout past the deadline, RecycleError for an unreadable post.
         """
         session, reading = self._session, self.whereabouts.read(generation)
         what = f"what of the collectives of {group} is behind the others"
@@ -200,7 +193,7 @@ class Outcomes:
         }
 
     def ask(self, holder: int, line: str, number: int) -> Reading:
-        """Ask the worker of rank ``holder`` for the result of a collective, which it has."""
+        """Ask the worker of rank ``holder``, which has it, for the result of a collective."""
         session, board = self._session, _board(line, number, self._session.view.number)
         self._asked.append(board)
         reading = session.boards.read(board, (holder,), session.view.number)
@@ -209,7 +202,7 @@ class Outcomes:
 
     @staticmethod
     def result(holder: int, reading: Reading) -> Values | None:
-        """The result that was asked for, once it has come; None where it can't be had any more."""
+        """Return the result that was asked for, once it has come; None if it is no longer available."""
         return unpacked(reading.values[holder]) if reading.values[holder] else None
 
     def _give(self, wanted: WantResult) -> None:
@@ -217,33 +210,33 @@ class Outcomes:
         with self._lock:
             offered = self._offered.get(wanted.line, {})
             if wanted.generation != self._session.view.number or wanted.number not in offered:
-                return  # it is over, or was posted for another one
+                return  # no longer available, or posted already
             values = offered.pop(wanted.number)
             fits = values is not None and values.nbytes <= self._room
             self._room -= _bytes(values) if fits else 0
             given = values if fits else None
         if given is None or given.poll():
             self._post(wanted, given)
-        else:  # the calling thread is that which hears the coordinator
+        else:  # do not block this thread, which hears the coordinator
             name = "recycle: a result on its way to the host"
             threading.Thread(target=self._post, args=(wanted, given), name=name, daemon=True).start()
 
     def _post(self, wanted: WantResult, given: Copy | None) -> None:
-        """Post what is ``given``, or, where it is nothing or has failed, that it can't be had."""
+        """Post the result; an empty text if there is none, or its copy to the host has failed."""
         text = b""
         try:
             text = packed([*given.wait(COPY_S)]) if given is not None else b""
-        except Exception as error:  # of the device; whoever has asked is told that there is nothing
+        except Exception as error:  # of the device; the asking worker is told that there is no result
             self._session.note("warning", f"a result of {wanted.line}, which others need, can't be read: {error}")
         self._session.boards.post(_board(wanted.line, wanted.number, wanted.generation), text, wanted.generation)
 
     # --- of a newcomer -----------------------------------------------------------------------------
 
     def count_on(self, group: str, ranks: Sequence[int]) -> Callable[[], None] | None:
-        """What a newcomer has to do before it counts collectives of ``group``, whose live members are ``ranks``; None
-        where it is done, or nobody has to.
+        """Return what a newcomer has to run before it numbers collectives of ``group``, with live members ``ranks``;
+        None if nothing.
 
-        It blocks until the others have said where they are, and raises as :meth:`of_others` does.
+        The returned function blocks until the others have posted their positions, and raises as :meth:`of_others`.
         """
         let_in = self.whereabouts.let_in
         if let_in is None or group in self._counted_on:
@@ -255,7 +248,7 @@ class Outcomes:
 
     @property
     def lets_in(self) -> bool:
-        """Whether the membership in force is that which has let this worker in, as a newcomer."""
+        """Whether the membership in force is the one that let this worker in as a newcomer."""
         let_in = self.whereabouts.let_in
         return let_in is not None and let_in is self._session.view.generation
 
@@ -284,7 +277,7 @@ class Outcomes:
             group.go_on()
 
     def _words(self) -> bytes:
-        """Where this worker is; from now on it gives the results that it has by now to those who ask."""
+        """Return this worker's post. From now on it gives the results that it has by now to those that ask."""
         with self._lock:
             said = {line: self._own.get(line, Said()) for line in [*self._numbers][-MOST_LINES:]}
             self._offered, self._room = {line: dict(each.values) for line, each in said.items()}, KEPT_BYTES
@@ -301,12 +294,12 @@ def _await_ends(ends: Sequence[Handle]) -> None:
 
 
 def lines_of(group: str) -> str:
-    """The prefix of the names of a group's channels."""
+    """Return the prefix of the names of a group's channels."""
     return f"{group}\n"
 
 
 def _kept(values: Values | None) -> Copy | None:
-    """Start copying ``values`` to host memory, where they may already be, if they are small enough to keep."""
+    """Start copying ``values`` to host memory if they are small enough to keep."""
     if values is None or sum(value.nbytes for value in values) > LARGEST:
         return None
     where = values[0].device if values else HOST
@@ -318,7 +311,7 @@ def _bytes(kept: Copy | None) -> int:
 
 
 def _board(line: str, number: int, generation: int) -> str:
-    """The name of the board for the result of a collective."""
+    """Return the name of the board for a collective's result."""
     return f"the result of number {number} of {line}, in generation {generation}"
 
 

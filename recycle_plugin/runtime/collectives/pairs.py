@@ -1,19 +1,18 @@
-"""The mover of boundary tensors that stay on their accelerator: links of two (runtime/collectives/link.py), beside TCP.
+"""The mover of boundary tensors that stay on their accelerator: links of two (runtime/collectives/link.py), and TCP.
 
-* Each *direction* of a pair of neighbours has a link of its own, so that the order of its operations is the sender's.
-  A link has no names: so a tensor is announced over TCP (runtime/movers/wire.py, Apart), by its name, its shape and the
-  number of its operation, once that has been launched, and the receiver begins its half when it hears of it.
-* A tensor is handed over once its operation counts, which a link decides (runtime/collectives/confirmed.py): an aborted
+* Each *direction* between two neighbours has its own link, so the order of its operations is the sender's. A link knows
+  no names, so TCP announces each tensor (runtime/movers/wire.py, Apart) by name, shape and operation number, once the
+  operation is launched. The receiver starts its half when it hears that.
+* A tensor is delivered once its operation counts, which the link decides (runtime/collectives/confirmed.py): an aborted
   kernel ends with garbage.
-* Links are made anew for each membership, in the background, in one order that all members have, and none keeps the
-  others waiting for longer than a deadline.  Until a link stands, and beyond MOST_ENDS of one worker, tensors pass
-  through host memory.
-* Where an operation fails, on either side, the link is over for that membership, the other side is told, and the sender
-  sends by the host what is not known to have come.  A number that is not the next one is such a failure, and so is an
-  operation that takes longer than STUCK_S: kernels of different streams may share a queue of the hardware, where two
-  workers' sends can each stand in front of what the other one waits for.
-* At the first word of a loss all links are aborted.  What was under way is made good by the recovery, as what is on its
-  way over TCP: everybody says what it holds.
+* Links are made anew for each membership, in the background, in one order for all members; no link holds up the others
+  past a deadline. Until a link stands, and beyond MOST_ENDS of one worker, tensors pass through host memory.
+* If an operation fails on either side, the link is over for that membership, and the other side is told. The sender
+  then sends through the host what is not known to have come. A number that is not the next one is a failure. So is an
+  operation that takes longer than STUCK_S: kernels of different streams may share a hardware queue, where two workers'
+  sends can each block what the other waits for.
+* The first word of a loss aborts all links. Recovery replaces what was under way, as for TCP: all report what they
+  hold.
 """
 
 from __future__ import annotations
@@ -40,25 +39,25 @@ from recycle_plugin.runtime.movers.outbox import Message, Outbox, Word
 from recycle_plugin.runtime.movers.tcp import DEATH_S, LINGER_S, Transport
 from recycle_plugin.runtime.movers.wire import Apart, LinkOver, dtype_of, shapes_of
 
-CONNECT_S = 15.0  # for one link to be made, whose first operation may be stuck too: sooner than workers are given up
-LOST_S = 10.0  # until what a broken link has lost has come by the host; then the coordinator hears of it
-STUCK_S = 10.0  # for an operation, from its start here on: sooner than workers are given up by default
-LOOK_S = 1.0  # between two looks at what is under way
+CONNECT_S = 15.0  # to make one link, whose first operation may be stuck too: shorter than until workers are given up
+LOST_S = 10.0  # for a broken link's tensors to come through the host; then the coordinator is told
+STUCK_S = 10.0  # for an operation, from its start here: shorter than the default until workers are given up
+LOOK_S = 1.0  # between two checks of what is under way
 OpenPair = Callable[[Session, int, str, Sequence[int], timedelta, torch.device], Link]
 
 
 class Room(Protocol):
-    """An order on the device at ``where`` in which memory for what comes is made."""
+    """A device order at ``where``, in which memory for arriving tensors is made."""
 
     where: torch.device
 
     def alone(self) -> AbstractContextManager[None]:
-        """A context: what the calling thread starts inside, memory too, is in this order."""
+        """Return a context in which the calling thread's device work, allocations too, is in this order."""
 
 
 class Parcel(NamedTuple):
-    """A datum on its way over a link, since ``begun`` of time.monotonic.  ``tensors``: the sender's, as it keeps them,
-    or where the receiver takes them.
+    """A datum on its way over a link since ``begun`` (time.monotonic). ``tensors``: the sender's, as it keeps them, or
+    the receiver's, to be filled.
     """
 
     datum: Datum
@@ -70,47 +69,46 @@ class Parcel(NamedTuple):
 class Way:
     """One direction between this worker and the one at ``address``, in one membership, over ``link``.
 
-    ``name``: what goes over it.  ``sends``: it is this worker's to send.  ``begun`` operations so far, of which those
-    ``under_way`` are not over, by their numbers.  ``over``: nothing begins any more; ``left``: for a membership change,
-    or at this worker's end.
+    ``name``: of its tensors, in messages. ``sends``: this worker is the sender. ``begun``: operations started so far;
+    ``under_way``: the unfinished ones by number. ``over``: nothing starts any more; ``left``: that is for a membership
+    change or this worker's end.
     """
 
     def __init__(self, address: str, sends: bool, link: Link, name: str = "") -> None:
         self.address, self.sends, self.link, self.name = address, sends, link, name
-        self.outbox: Outbox | None = None  # where it is announced, once something was
+        self.outbox: Outbox | None = None  # for announcements, once something was sent
         self.begun = 0
         self.under_way: dict[int, Parcel] = {}
         self.over = self.left = False
-        self.turn = threading.Lock()  # of receiving: a peer's connection may be made anew
+        self.turn = threading.Lock()  # of receiving: a peer may connect anew
 
     @property
     def stands(self) -> bool:
-        """Whether what is sent may go over it: its announcement would come."""
+        """Whether tensors may be sent over it: the link is connected, and announcements would arrive."""
         return not self.over and self.link.connected and not (self.outbox is not None and self.outbox.broken)
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way, and the peer may still be there."""
+        """Whether something is under way to or from a peer that may still be there."""
         return bool(self.under_way) and not (self.outbox is not None and self.outbox.broken)
 
     def is_stuck(self) -> bool:
-        """Whether something is under way for longer than STUCK_S."""
+        """Return whether something has been under way for longer than STUCK_S."""
         oldest = min((parcel.begun for parcel in [*self.under_way.values()]), default=None)
         return not self.over and oldest is not None and time.monotonic() - oldest > STUCK_S
 
     def leave(self) -> Handle:
-        """Abandon what is under way; the handle is over once nothing is stuck on the device."""
+        """Abandon what is under way. The handle is over once nothing is stuck on the device."""
         self.over = self.left = True
         self.under_way.clear()
         return self.link.abort()
 
 
 class LinkedPairs:
-    """The mover (runtime/movers/mover.py) over links that ``open_pair`` opens, and over ``tcp`` for all that does not
-    go there.  It is a follower of membership changes (runtime/collectives/outcomes.py).
+    """The mover (runtime/movers/mover.py) over links that ``open_pair`` opens, and over ``tcp`` for everything else.
 
-    ``room`` is where tensors arrive.  ``by_link`` and ``by_host`` count tensors of the accelerator that were sent, by
-    the way that they took.
+    It follows membership changes (runtime/collectives/outcomes.py). ``room``: where tensors arrive. ``by_link`` and
+    ``by_host`` count sent tensors of the accelerator by their way.
     """
 
     def __init__(self, session: Session, tcp: Transport, open_pair: OpenPair, room: Room) -> None:
@@ -119,11 +117,12 @@ class LinkedPairs:
         self.by_link = self.by_host = 0
         self._out: dict[str, Way] = {}  # by the peer's address
         self._in: dict[str, Way] = {}
-        self._given_up = 0  # how often all links were
-        self._heard = 0  # of these as the last ones were cut
-        self._lost: set[Datum] = set()  # by links that broke, and not yet come by the host
+        self._given_up = 0  # how often all links were given up
+        self._heard = 0  # ``_given_up`` when the last links were cut
+        self._lost: set[Datum] = set()  # by broken links, and not yet come through the host
         self._once, self._closed = threading.Lock(), threading.Event()
-        self._again: SimpleQueue[tuple[Way, int]] = SimpleQueue()  # what goes by the host after all
+        # operations whose tensors go through the host after all
+        self._again: SimpleQueue[tuple[Way, int]] = SimpleQueue()
         self._resends = False
         tcp.hear = self._hear
         session.follow(self)
@@ -131,7 +130,7 @@ class LinkedPairs:
     # --- the port -------------------------------------------------------------------------------------
 
     def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
-        """Send a datum to a peer without blocking, over a link if it is on the accelerator and one stands."""
+        """Send a datum to a peer without blocking; over a link if it is on the accelerator and a link stands."""
         way = self._out.get(address)
         if isinstance(tensors, Kept):
             if way is not None and way.stands and self._goes_over_links(tensors):
@@ -142,7 +141,7 @@ class LinkedPairs:
         self._tcp.send(address, datum, tensors, valid_from)
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """What has come since this was asked last, by either way; see Mover.arrivals."""
+        """Yield what has come since the last call, by either way; see Mover.arrivals."""
         for arrived in self._tcp.arrivals():
             self._lost.discard(arrived[0])
             yield arrived
@@ -159,12 +158,12 @@ class LinkedPairs:
         self._tcp.wait_sent(addresses)
 
     def hears(self) -> bool:
-        """Whether this worker's own listener lets peers in."""
+        """Return whether this worker's own listener lets peers in."""
         return self._tcp.hears()
 
     def hear_out(self, peers: Collection[str]) -> bool:
-        """Take what peers other than ``peers`` have sent before they went; see Mover.hear_out.  What is under way over
-        a link gets up to 1 s, unless the link is aborted.
+        """Take what peers other than ``peers`` have sent before they went; see Mover.hear_out. What is under way over a
+        link gets up to 1 s, unless the link is aborted.
         """
         gone = [way for address, way in self._in.items() if address not in peers]
         with self._session.waiting.changed:
@@ -172,11 +171,11 @@ class LinkedPairs:
         return self._tcp.hear_out(peers)
 
     def listen_to(self, peers: Iterable[str]) -> None:
-        """Take from now on also what ``peers`` send."""
+        """From now on also take what ``peers`` send."""
         self._tcp.listen_to(peers)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Send nothing more to anybody but ``members``."""
+        """From now on send only to ``members``."""
         peers = set(members)
         for way in self._ways():
             if way.address not in peers:
@@ -184,9 +183,8 @@ class LinkedPairs:
         self._tcp.keep_only(peers)
 
     def close(self) -> None:
-        """Stop receiving; what is under way to live peers still gets there, within a second.
-
-        Links stay as they are: they go with the process.
+        """Stop receiving; what is under way to live peers still gets there, within a second. Links stay as they are,
+        and end with the process.
         """
         with self._session.waiting.changed:
             sending = [*self._out.values()]
@@ -199,14 +197,14 @@ class LinkedPairs:
     # --- membership changes (runtime.collectives.outcomes.Follower) -----------------------------------
 
     def give_up_links(self) -> None:
-        """End what is under way, since the membership will change at once."""
+        """End what is under way: the membership is about to change."""
         self._given_up += 1
         for way in self._ways():
             way.leave()
         self._wake()
 
     def cut(self) -> list[Handle]:
-        """Leave the links of the membership that there was; returns their ends."""
+        """Leave the old membership's links; returns their ends."""
         self._heard = self._given_up
         ends = [way.leave() for way in self._ways()]
         self._out, self._in = {}, {}
@@ -220,7 +218,7 @@ class LinkedPairs:
         self._out = {way.address: way for way in ways if way.sends}
         self._in = {way.address: way for way in ways if not way.sends}
         if self._given_up != self._heard or self._session.view.interruption() is not None:
-            self.give_up_links()  # the next change has come meanwhile
+            self.give_up_links()  # another change is coming already
             return
         for does, name in ((self._connect, "links of two"), (self._watch, "what is stuck")):
             threading.Thread(target=does, args=(ways,), name=f"recycle: {name}", daemon=True).start()
@@ -241,17 +239,17 @@ class LinkedPairs:
                 yield Way(peer.address, sends, link, name)
 
     def _connect(self, ways: Sequence[Way]) -> None:
-        """Make links one after the other: each member is at the first of those that it has still to make."""
+        """Make links one after the other. All use one order, so each member works at the first one still missing."""
         for way in ways:
             if way.over:
                 continue
             try:
                 way.link.connect().wait(CONNECT_S)
-            except Exception:  # the deadline's, NCCL's, the device's: what would go over it goes by the host
+            except Exception:  # a deadline, or an error of NCCL or the device: its tensors go through the host
                 self._fail(way)
 
     def _watch(self, ways: Sequence[Way]) -> None:
-        """Give up links on which something is stuck, until all are over."""
+        """Give up stuck links, until all links are over."""
         while not all(way.over for way in ways) and not self._closed.wait(LOOK_S):
             for way in filter(Way.is_stuck, ways):
                 self._fail(way)
@@ -261,7 +259,7 @@ class LinkedPairs:
     # --- sending --------------------------------------------------------------------------------------
 
     def _goes_over_links(self, kept: Kept) -> bool:
-        """Whether all of it is on the accelerator, and there is something of it."""
+        """Whether all non-empty tensors are on the accelerator, and there is one."""
         whole = [tensor for tensor in kept.tensors if tensor.numel()]
         return bool(whole) and all(
             tensor.device == self._room.where and tensor.layout is torch.strided for tensor in whole
@@ -281,7 +279,7 @@ class LinkedPairs:
         return way.outbox
 
     def _sent(self, way: Way, number: int, handle: Handle) -> None:
-        """Take down what has become of an operation; called in any thread."""
+        """Record the outcome of an operation; called in any thread."""
         if handle.error is None:
             if way.under_way.pop(number, None) is not None:
                 self.by_link += 1
@@ -293,7 +291,7 @@ class LinkedPairs:
             self._again.put((way, number))
 
     def _fail(self, way: Way) -> None:
-        """End a way for this membership, and tell the other side; it blocks nobody."""
+        """End a way for this membership, and tell the other side; does not block."""
         with self._once:
             if way.over:
                 return
@@ -308,7 +306,7 @@ class LinkedPairs:
         self._outbox(way).send(Word(LinkOver(way.link.generation, way.sends)))
 
     def _send_again(self) -> None:
-        """Send by the host what a link has not brought; a thread of its own, as the copy to the host may wait."""
+        """Send through the host what a link has not brought, in a thread of its own: the copy to the host may block."""
         session = self._session
         while True:
             way, number = self._again.get()
@@ -321,7 +319,7 @@ class LinkedPairs:
             message = Message(parcel.datum, parcel.valid_from, parcel.tensors, session.waiting.timeout_s)
             try:
                 self._outbox(way).send(message)
-            except Exception as error:  # of the copy to the host, which the thread that trains has to know
+            except Exception as error:  # of the copy to the host; the training thread has to know
                 self._tcp.failed(RecycleError(f"{message} could not be sent: {error}"))
             way.under_way.pop(number, None)
             self._wake()
@@ -329,7 +327,7 @@ class LinkedPairs:
     # --- receiving ------------------------------------------------------------------------------------
 
     def _hear(self, sender: str, message: object) -> None:
-        """Take what a peer says beside its headers, in a thread of that peer's; raises Nonsense."""
+        """Handle a peer's words beside its headers, in that peer's thread; raises Nonsense."""
         if isinstance(message, Apart):
             self._tcp.check_step(message.datum)
             self._begin_receiving(sender, message)
@@ -344,11 +342,11 @@ class LinkedPairs:
         way = self._in.get(sender)
         if way is None or way.link.generation != message.generation:
             if message.generation < self._session.view.number:
-                return  # of a membership that is over: it is sent again if it is needed
+                return  # of a past membership: it is sent again if needed
             raise Nonsense(f"{message.datum} over a link of generation {message.generation}, which there is not")
         with way.turn:
             if way.over:
-                return  # its sender hears of that, and sends it by the host
+                return  # its sender is told, and sends it through the host
             if message.number != way.begun:
                 self._fail(way)
                 return
@@ -359,14 +357,14 @@ class LinkedPairs:
                 handle = way.link.start(Broadcast(_as_bytes(tensors), 0))
             except Nonsense:
                 raise
-            except Exception:  # of this worker's device, without room perhaps: by the host it may still find a place
+            except Exception:  # this worker's device may be full; through the host it may still fit
                 way.under_way.pop(message.number, None)
                 self._fail(way)
                 return
         handle.when_over(lambda: self._came(way, message.number, handle))
 
     def _places_for(self, message: Apart) -> Tensors:
-        """Uninitialised tensors on the device.  Raises Nonsense for shapes that can't be."""
+        """Allocate uninitialised tensors on the device. Raises Nonsense for impossible shapes."""
         dtypes = [dtype_of(name) for name, _ in message.tensors]
         try:
             with self._room.alone():
@@ -380,7 +378,7 @@ class LinkedPairs:
             raise Nonsense(f"tensors of shapes {str(message.tensors)[:80]}: {str(error)[:200]}") from None
 
     def _came(self, way: Way, number: int, handle: Handle) -> None:
-        """Hand over what has come and counts; called in any thread."""
+        """Deliver a tensor whose operation counts; called in any thread."""
         parcel = way.under_way.pop(number, None)
         if parcel is not None and handle.error is None:
             assert not isinstance(parcel.tensors, Kept), "what comes is kept by nobody yet"
@@ -394,7 +392,7 @@ class LinkedPairs:
         self._wake()
 
     def _complain(self, way: Way, datum: Datum) -> None:
-        """Tell the coordinator of what neither the link nor the host has brought, if the membership is the same."""
+        """Tell the coordinator of a tensor that came by neither way, if the membership is still the same."""
         if datum in self._lost and not way.left and not self._tcp.has(datum):
             self._tcp.say_broken(way.address, f"{datum} over a link of two", way.link.generation)
 
@@ -404,5 +402,5 @@ class LinkedPairs:
 
 
 def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:
-    """Their memory, as what every link carries, whatever dtypes it knows; nothing of those without elements."""
+    """View the non-empty tensors as bytes, which every link carries whatever their dtypes."""
     return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]

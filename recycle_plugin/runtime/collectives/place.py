@@ -1,4 +1,4 @@
-"""A worker's place in a job without DeepSpeed's topology: which seat it holds, with whom, and its groups."""
+"""A worker's place in a job without DeepSpeed's topology: its seat, those it shares it with, and its groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recycle_plugin.runtime.control.session import Session
 
 @dataclass(frozen=True)
 class HeldSeat:
-    """The place of a worker in a job of shape ``topology``: ``shard`` of ``seat``, which so many ``shards`` hold
-    together.  ``peers``: the group of those with the same shard of the same stage.
+    """The place of a worker in a job of shape ``topology``: ``shard`` of ``seat``, which ``shards`` workers hold
+    together. ``peers``: the group of the workers with the same shard of the same stage.
     """
 
     topology: Topology
@@ -29,8 +29,8 @@ class HeldSeat:
 
 
 def meet(line: Session, topology: Topology, shards: int = 1) -> HeldSeat:
-    """The place of this worker, whose groups all workers make: by its rank, which goes by stage, then by replica, then
-    by shard.
+    """Return the place of this worker by its rank, which counts stages, then replicas, then shards. Collective: all
+    workers make all groups.
     """
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
@@ -51,6 +51,6 @@ def meet(line: Session, topology: Topology, shards: int = 1) -> HeldSeat:
 
 @torch.no_grad()
 def make_alike(tensors: Iterable[torch.Tensor], peers: dist.ProcessGroup) -> None:
-    """Give all ``peers`` what the first of them has: layers may have been made outside, from whatever seed."""
+    """Give all ``peers`` the first one's values: layers may come from outside, with any seed."""
     for tensor in tensors:
         dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)

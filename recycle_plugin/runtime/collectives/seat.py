@@ -1,10 +1,9 @@
-"""The process group of the workers that hold one seat together, for layers of which each of them has a part.
+"""The process group of the workers that hold one seat together, for layers that are split between them.
 
-Between steps it is a group like any other.  Inside of F, I, B and STEP, where no other group may be used
-(runtime/collectives/callers.py), its members are always there: they begin these together, and nothing that happens
-elsewhere interrupts them (core/worker/lockstep.py).  So what layers, and the steps of sharded replicas, ask for there
-goes over a link of its own, which no change of the membership breaks; where a member dies, the others are given up with
-it.
+Between steps it is a group like any other. Inside F, I, B and STEP no other group may be used
+(runtime/collectives/callers.py). This one may: its members start these together, and nothing elsewhere interrupts them
+(core/worker/lockstep.py). Calls of layers and sharded replicas' steps there go over a link of their own, which no
+membership change breaks. If a member dies, the others are given up with it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from recycle_plugin.runtime.devices.kinds import fetch, write
 
 
 def seat_group() -> dist.ProcessGroup:
-    """The group of this process's seat; see recycle_plugin.seat_group."""
+    """Return the group of this process's seat; see recycle_plugin.seat_group."""
     group = session.of_this_process().hooks.seat_group
     if group is None:
         raise RecycleError(
@@ -36,18 +35,15 @@ def seat_group() -> dist.ProcessGroup:
 
 
 class SeatLink:
-    """The link among all of ``ranks``, as what is ``asked`` for inside of a layer; ``open`` makes one of a given
-    name.
-    """
+    """The link among all ``ranks`` for calls inside layers; ``open(name)`` makes one."""
 
     def __init__(self, session: Session, ranks: tuple[int, ...], open: Callable[[str], Link]) -> None:
         self._session, self._ranks, self._open = session, ranks, open
         self._link: Link | None = None
 
     def run(self, asked: Asked) -> None:
-        """Do what a layer asks for, and write the result to its tensors.
-
-        Raises its error; where another member is gone this one is about to be ended, and waits for that.
+        """Run a layer's call, and write the result to its tensors. If the operation fails, another member is gone, and
+        this worker is about to be ended. It waits for that, up to NEWS_TIMEOUT_S, then raises WaitTimeout.
         """
         held = [_copy(tensor) for tensor in asked.tensors]
         handle = self._connected().start(asked.make(held, {place: place for place in range(len(self._ranks))}))
@@ -64,7 +60,7 @@ class SeatLink:
                 write(tensor, value, asked.called)
 
     def _connected(self) -> Link:
-        """The link, which the processes that hold the seat now make once."""
+        """Return the link; the seat's present processes make it once."""
         if self._link is None:
             workers = [f"{one.rank}.{one.incarnation}" for one in self._session.view.roster.of_ranks(self._ranks)]
             self._link = self._open(f"seat of {' '.join(workers)}")

@@ -1,4 +1,4 @@
-"""Calls of torch.distributed for several operations at once, each of which is asked for by itself, in their order."""
+"""Calls of torch.distributed for several operations at once; each operation is started by itself, in order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Several:
-    """The part of a process group that is such calls; the other part has those for one operation."""
+    """A process group's calls for several operations; its other part has those for one."""
 
-    _begun: list[BaseWork] | None = None  # inside of torch's coalescing manager: what has been asked for there
+    _begun: list[BaseWork] | None = None  # inside torch's coalescing manager: the calls so far
 
     def allreduce_coalesced(self: Any, tensors: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_reduce_coalesced``, and ``all_reduce`` in its coalescing manager."""
@@ -41,17 +41,17 @@ class Several:
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """torch's coalescing manager begins: what is asked for until its end is waited for together."""
+        """Begin torch's coalescing manager: calls up to its end are waited for together."""
         self._begun = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """torch's coalescing manager ends."""
+        """End torch's coalescing manager."""
         begun, self._begun = self._begun, None
         assert begun is not None, "it has begun"
         return Together(begun)
 
     def _note(self, work: BaseWork) -> BaseWork:
-        """Take down what has been asked for; returns it."""
+        """Record a call for the coalescing manager, if one is open; returns it."""
         if self._begun is not None:
             self._begun.append(work)
         return work

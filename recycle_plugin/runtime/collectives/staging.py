@@ -1,9 +1,9 @@
-"""The plugin's own sums, piece by piece, so that what is under way is bounded whatever a gradient's size.
+"""The plugin's own sums, piece by piece, so that memory under way is bounded for gradients of any size.
 
-What is on the host is added up where it is; several pieces at once keep the network busy while one is added. So is what
-is on an accelerator that has links of its own (the setting ``device_link``); else it goes through host memory: while
-one piece is added up over the network, the next ones are on their way down, and the last ones on their way back. All
-members cut alike, so that they start the same operations in the same order.
+Host tensors are summed in place; several pieces at once keep the network busy while one is added. The same holds on an
+accelerator with links of its own (the setting ``device_link``). Otherwise pieces go through host memory: while one is
+summed over the network, the next ones are copied down, and the last ones back. All members cut alike, so they start the
+same operations in the same order.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from recycle_plugin.runtime.devices.kinds import write
 from recycle_plugin.runtime.devices.pieces import on_the_host
 
 Parts = Sequence[torch.Tensor]
-UNDER_WAY = 4  # pieces in sums at a time; of an accelerator's as many are on the way down, all in pinned memory
-HOST_PIECE = 4 * SUM_PIECE  # numbers: in smaller pieces three and more members take longer than in one
+UNDER_WAY = 4  # pieces in sums at a time; as many more are copied down from an accelerator, all in pinned memory
+HOST_PIECE = 4 * SUM_PIECE  # numbers: with smaller pieces three and more members take longer than in one piece
 DEVICE_PIECE = 16 * SUM_PIECE  # over a link of the device's own
 
 
 def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (), factor: float = 1.0) -> None:
-    """Do what is ``asked`` for with ``flat``, a tensor of one dimension, in place, with at most UNDER_WAY pieces under
-    way.
+    """Run ``asked`` on the 1-D tensor ``flat`` in place, with at most UNDER_WAY pieces under way.
 
-    ``parts``: what is written to ``flat`` before, one behind the other; each piece goes on its way once it is there.
-    ``factor``: by which each result is multiplied, while the next pieces are under way.  Raises what the operation
-    raises; an interruption leaves ``flat`` partly changed.
+    ``parts``: written to ``flat`` first, concatenated; each piece starts once it is filled. ``factor``: multiplies each
+    result while the next pieces are under way. Raises the operation's error; an interruption leaves ``flat`` partly
+    changed.
     """
     under_way: deque[tuple[torch.Tensor, Call]] = deque()
 
@@ -62,7 +61,7 @@ def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (
 def _cut(
     flat: torch.Tensor, parts: Parts, called: str, through_host: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pieces of ``flat``, each where it is and where it is added up, once ``parts`` are written to it."""
+    """Yield (piece of ``flat``, where it is summed) once ``parts`` are written to that piece."""
     filled = _filled(flat, parts)
     if not through_host:
         there, size = 0 if parts else flat.numel(), HOST_PIECE if on_host(flat) else DEVICE_PIECE
@@ -77,7 +76,7 @@ def _cut(
 
 
 def _filled(flat: torch.Tensor, parts: Parts) -> Iterator[int]:
-    """Writes ``parts`` to ``flat``; yields how many numbers are there."""
+    """Write ``parts`` to ``flat``; yields how many numbers are there."""
     there = 0
     for part in parts:
         for some in part.detach().reshape(-1).split(HOST_PIECE):

@@ -1,14 +1,12 @@
-"""A script's collectives before its first training step, kept for a newcomer, which runs the same script alone.
+"""A script's collectives before its first step, kept for a newcomer, which runs the same script alone.
 
-A worker that comes back has nobody to meet: the others train.  What its script asks for before its first step gives it
-what it gave its predecessor, the first worker of the same rank: everybody keeps that until training begins, and then
-posts it for newcomers of its rank (core/coordinator/facts/boards.py).  It goes by the order of the calls in each group,
-and in each channel from one member to another.  What can't be had this way is refused by the name of the call and its
-line.
+A newcomer has nobody to meet: the others train. Before its first step its script's calls get the results that its
+predecessor's got, the first worker of the same rank. Every worker keeps these until training begins, and then posts
+them for newcomers of its rank (core/coordinator/facts/boards.py). Calls are matched by their order in each group and in
+each channel. A call that cannot be served is refused with its name and line.
 
-What is written to parameters that are trained is not kept: they are a part of the state that a newcomer gets from its
-peers later.  Of what is too large only a hash is kept; whoever has the same bytes already, as frozen weights that are
-made by a seed or read from a file, needs no more.
+Writes to trained parameters are not kept: a newcomer gets these with its peers' state. Of large values only a hash is
+kept: that is enough if the newcomer has the same bytes already, such as frozen weights from a seed or a file.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.packing import packed, unpacked, unpacked_objects
 
-MOST = 4 << 20  # bytes that are kept of a worker
-OF_MODELS = MOST // 4  # and of these, of what frameworks send when they build a model
-EACH_CALL = 256  # bytes, beside its values
-POSTED = 2 * MOST  # bytes of all of it as it is posted, with what describes it
+MOST = 4 << 20  # bytes kept by a worker
+OF_MODELS = MOST // 4  # part of MOST for what frameworks send when they build a model
+EACH_CALL = 256  # bytes per call beside its values
+POSTED = 2 * MOST  # bytes of the whole post
 BOARD = "the beginning"
 ADVICE = 'leave it out, let on_join(callback, state) bring a newcomer what it gives, or set recycle.rejoin to "never"'
 NOT_OVER = "it was under way when training began"
@@ -39,11 +37,11 @@ NOT_OVER = "it was under way when training began"
 
 @dataclass
 class Kept:
-    """What one collective has given: ``values`` in host memory, or their ``digests``, neither where it has ``arrives``,
-    that is, comes with the stage's state.
+    """What one collective gave: ``values`` in host memory, or their ``digests``; neither if it ``arrives`` with the
+    stage's state.
 
-    ``called`` is the function of torch.distributed, ``line`` the script's, ``forms`` are the dtypes and shapes of the
-    tensors that it was given.  ``source``: the logical member from whom a receive came.  ``why`` there is nothing.
+    ``called``: the function of torch.distributed; ``line``: the script's; ``forms``: dtypes and shapes of the call's
+    tensors; ``source``: the logical member that a receive came from; ``why``: the reason if there is no result.
     """
 
     called: str
@@ -57,38 +55,36 @@ class Kept:
 
 
 class Startup:
-    """The beginning of one worker's script: kept, or, where ``session`` is a newcomer's, had from its predecessor."""
+    """The beginning of one worker's script: kept, or, if ``session`` is a newcomer's, had from its predecessor."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Lock()
-        self._calls: dict[str, list[Kept]] = {}  # own ones, or the predecessor's
+        self._calls: dict[str, list[Kept]] = {}  # this worker's, or its predecessor's
         self._remembered: dict[str, bytes] = {}
-        self._next: dict[str, int] = {}  # a newcomer's place in them
+        self._next: dict[str, int] = {}  # a newcomer's position in each sequence
         self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
         self._read = self._training = self._member = self._apart = False
         self._begins = False  # a member's script has not come to its first step
-        # by address, what is trained, while a model is built
+        # while a model is built: the trained parameters by address
         self._arriving: dict[int, list[torch.Tensor]] | None = None
-        self._awaited: list[tuple[str, torch.Tensor]] = []  # of the call, and what it was to fill
+        self._awaited: list[tuple[str, torch.Tensor]] = []  # (call, tensor) of trained parameters that should arrive
 
     @property
     def alone(self) -> bool:
-        """Whether the script runs by itself: it is a newcomer's, and that is no member yet, or is one whose script has
-        not come to its first step yet, but for what it does apart.
+        """Whether the script runs by itself, except for what it does :meth:`apart`. So it does for a newcomer that is
+        no member yet, or whose script has not come to its first step.
         """
         return self.outside or (self._begins and not self._apart and self._session.hooks.between_steps is not None)
 
     @property
     def outside(self) -> bool:
-        """Whether this worker is a newcomer, in groups of one, and no member yet."""
+        """Whether this worker is a newcomer and no member yet."""
         return self._session.view.newcomer and not self._member
 
     @contextmanager
     def building(self, trained: Iterable[torch.Tensor]) -> Iterator[None]:
-        """A context in which a framework gives all replicas the same model, of which ``trained`` are the parameters
-        that steps change.
-        """
+        """Return a context in which a framework makes all replicas' models equal; ``trained``: what steps change."""
         self._arriving = {}
         for tensor in trained:
             self._arriving.setdefault(_address(tensor), []).append(tensor)
@@ -98,16 +94,14 @@ class Startup:
             self._arriving = None
 
     def built(self) -> None:
-        """Note that a framework has built its model, and that all trained parameters which it has filled come with the
-        state, wherever it has put them since.
+        """Record that a framework has built its model. All trained parameters it has filled come with the state,
+        wherever it has moved them since.
         """
         self._awaited.clear()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context for what a newcomer does not do over again, a checkpoint or an evaluation: calls in it are not
-        kept.
-        """
+        """Return a context for what a newcomer does not repeat, such as a checkpoint: its calls are not kept."""
         before, self._apart = self._apart, True
         try:
             yield
@@ -115,9 +109,8 @@ class Startup:
             self._apart = before
 
     def begin_training(self, trained: Iterable[torch.Tensor]) -> None:
-        """Note that the first step begins; ``trained``: the parameters that steps change.  Later calls do nothing.
-
-        Raises RecycleError where a newcomer lacks something that does not come with these.
+        """Record that the first step begins; ``trained``: the parameters that steps change. Later calls do nothing.
+        Raises RecycleError if a newcomer lacks a value that does not come with these.
         """
         if self._training:
             return
@@ -137,8 +130,8 @@ class Startup:
         self._calls, self._remembered = {}, {}
 
     def join(self) -> None:
-        """Note that this worker is a member from now on: its script runs with the others', or from its first step on
-        where scripts push.
+        """Record that this worker is a member from now on. With pushed programs its script runs with the others' from
+        its first step on, else at once.
         """
         self._member, self._begins = True, self._session.hooks.pushed
         if not self._begins:
@@ -148,10 +141,10 @@ class Startup:
     # --- of who starts with the job ----------------------------------------------------------------
 
     def keep(self, line: str, called: str, tensors: Sequence[torch.Tensor], gives: bool) -> Kept | None:
-        """Make room for what the call ``called`` on ``tensors`` will give them, if it ``gives`` anything; it is the
-        next one of the sequence ``line``.
+        """Make room for the result of ``called`` on ``tensors``, the next call of the sequence ``line``.
 
-        None where it is none of the script's beginning, or nothing more is kept.
+        ``gives``: whether the tensors get a result. None if training has begun, inside :meth:`apart`, in a newcomer, or
+        if there is no more room.
         """
         if self._training or self._apart or self._session.view.newcomer:
             return None
@@ -166,7 +159,7 @@ class Startup:
         return kept
 
     def fill(self, kept: Kept, held: Sequence[torch.Tensor], source: int | None, error: BaseException | None) -> None:
-        """Add what it has given: ``held`` in host memory, from logical member ``source``, or ``error``."""
+        """Record a call's result: ``held`` in host memory, from logical member ``source``, or ``error``."""
         with self._lock:
             if self._training:
                 return
@@ -181,9 +174,7 @@ class Startup:
                 kept.digests = [fingerprint(value) for value in held]
 
     def remember(self, what: str, value: Any) -> None:
-        """Keep ``value``, named ``what``, for a newcomer, which has it by :meth:`recall`, if it is small and can be
-        pickled.
-        """
+        """Keep ``value``, named ``what``, for a newcomer's :meth:`recall`, if it is small and can be pickled."""
         try:
             text = packed(value)
         except Exception:  # a script's objects may raise anything
@@ -204,10 +195,8 @@ class Startup:
     # --- of a newcomer -----------------------------------------------------------------------------
 
     def replay(self, line: str, called: str, tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> Kept:
-        """What the call ``called`` on ``tensors``, the next one of the sequence ``line`` in the group of ``ranks``, has
-        given the predecessor; without values nothing is to be written.
-
-        Raises RecycleError where that can't be had.
+        """Return what ``called`` on ``tensors``, the next call of the sequence ``line`` in the group of ``ranks``, gave
+        the predecessor. Without values nothing is to be written. Raises RecycleError if the result is not available.
         """
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
         if self._training:
@@ -234,12 +223,12 @@ class Startup:
         return kept
 
     def remembered(self, what: str) -> bool:
-        """Whether the predecessor has remembered something by the name ``what``."""
+        """Return whether the predecessor has remembered something named ``what``."""
         self._record()
         return what in self._remembered
 
     def recall(self, what: str) -> Any:
-        """What the predecessor has remembered by the name ``what``; raises RecycleError where it has not."""
+        """Return what the predecessor has remembered under ``what``; raises RecycleError if it has not."""
         if self._training:
             raise RecycleError(
                 f"{what}, called at {calling_line()}, between steps that were over before this worker came back: a "
@@ -267,7 +256,7 @@ class Startup:
         )
 
     def _record(self) -> dict[str, list[Kept]]:
-        """The predecessor's calls, asked for at the first question."""
+        """Return the predecessor's calls; the first call asks for them."""
         with self._lock:
             text = None if self._read else self._session.boards.predecessors(BOARD)
             if text is not None:
@@ -277,8 +266,8 @@ class Startup:
             return self._calls
 
     def _arrives(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether what is written to ``tensors`` comes with the state: they are trained, or look like it.  Where the
-        framework has moved a parameter, its former memory may be anything's.
+        """Whether values written to ``tensors`` come with the state: the tensors are trained, or views of trained ones.
+        If the framework has moved a parameter, its former memory may hold anything.
         """
         of_model = self._arriving or {}
         return bool(tensors) and all(
@@ -289,7 +278,7 @@ class Startup:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins, which views share."""
+    """Return the address of a tensor's memory, which views share."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 

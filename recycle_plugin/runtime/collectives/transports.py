@@ -1,6 +1,6 @@
-"""What connects workers, made here and nowhere else: a group's links, and the mover of boundary tensors.
+"""The links of groups and the movers of boundary tensors; they are made here and nowhere else.
 
-Both go by the kind of device whose tensors they carry.  What is not in these tables passes through host memory; so do
+The kind of the tensors' device chooses both. Kinds that are not in these tables pass through host memory. So do
 messages, and collectives and boundary tensors too unless the setting ``device_link`` says otherwise.
 """
 
@@ -32,10 +32,10 @@ MakeLink = Callable[[Session, int, str, Sequence[int], timedelta, torch.device],
 
 
 class Way(NamedTuple):
-    """How collectives on one kind of device are carried: ``prepare`` sets the environment, or raises RecycleError.
+    """How collectives on one kind of device are carried. ``prepare`` sets the environment, or raises RecycleError.
 
-    ``takes`` says of a dtype whether it can be carried, and combined by an operation.  ``open_thin`` opens links of
-    which a worker has many, for boundary tensors; by default as others.
+    ``takes(dtype, op)``: whether these can be carried and combined. ``open_thin``: opens links for boundary tensors, of
+    which a worker has many; by default as others.
     """
 
     open: MakeLink
@@ -59,7 +59,7 @@ def over_nccl(
     timeout: timedelta,
     where: torch.device,
 ) -> Link:
-    """A link over NCCL, whose groups are made by ``make``, confirmed over Gloo."""
+    """Open a link over NCCL, whose groups ``make`` makes, confirmed over Gloo."""
     meeting, lane = Meeting(session, called, ranks), accelerator_at(where).lane()
     link = NcclLink(generation, meeting, _name(ranks), lane, timeout, make)
     return ConfirmedLink(link, _over_gloo(session, generation, f"{called}, confirmed", ranks, timeout, where))
@@ -77,9 +77,7 @@ MOVERS: dict[str, Callable[[Session, Device], Mover]] = {HOST.type: Transport}
 
 
 def stays_there(session: Session, tensors: Sequence[torch.Tensor], op: ReduceOp | None) -> bool:
-    """Whether a collective of the script on ``tensors`` goes over a link of their device's own, and not through host
-    memory; ``op`` is how it combines them, if it does.
-    """
+    """Whether a collective on ``tensors``, reducing by ``op`` if any, goes over a link of their device."""
     kind = tensors[0].device.type if tensors else HOST.type
     if session.device_link == THROUGH_HOST or kind == HOST.type or kind not in LINKS:
         return False
@@ -90,9 +88,8 @@ def stays_there(session: Session, tensors: Sequence[torch.Tensor], op: ReduceOp 
 
 
 def carry_on_device(session: Session, by: str, kind: str, environment: MutableMapping[str, str]) -> None:
-    """Have collectives on devices of this ``kind`` carried as the setting ``device_link`` says.
-
-    Raises RecycleError where that can't be.
+    """Have collectives on devices of ``kind`` carried as the setting ``device_link``, ``by``, says; raises RecycleError
+    if that is impossible.
     """
     if by != THROUGH_HOST:
         if kind == HOST.type or kind not in LINKS:
@@ -106,21 +103,21 @@ def carry_on_device(session: Session, by: str, kind: str, environment: MutableMa
 def open_link(
     session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, where: torch.device = HOST
 ) -> Link:
-    """A link of ``generation`` among ``ranks``, which is ``called`` so in the job, for tensors at ``where``."""
+    """Open a link of ``generation`` among ``ranks`` for tensors at ``where``; ``called``: its name in the job."""
     return LINKS[where.type].open(session, generation, called, ranks, timeout, where)
 
 
 def open_thin_link(
     session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, where: torch.device
 ) -> Link:
-    """A link for boundary tensors at ``where``; see :func:`open_link`."""
+    """Open a link for boundary tensors at ``where``; see :func:`open_link`."""
     way = LINKS[where.type]
     return (way.open_thin or way.open)(session, generation, called, ranks, timeout, where)
 
 
 def open_mover(session: Session, device: Device) -> Mover:
-    """The mover of this worker's boundary tensors, which are computed with on ``device``: over links of two beside its
-    own where the setting ``device_link`` says so.
+    """Return the mover of this worker's boundary tensors, which are computed on ``device``: over links of two beside
+    TCP if the setting ``device_link`` says so.
     """
     if session.device_link == THROUGH_HOST:
         return MOVERS.get(device.kind, Transport)(session, device)
