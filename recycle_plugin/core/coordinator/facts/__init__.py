@@ -1,4 +1,3 @@
-"""What a job's coordinator knows: the facts of one subject in each module, with the rules on these alone.
-
-None of them decides for another.  All that follows from a change is in the modules above (core/coordinator/state.py).
+"""What a job's coordinator knows: one subject per module, with the rules on that subject alone. No module here decides
+for another. What follows from a change is in the modules above (core/coordinator/state.py).
 """

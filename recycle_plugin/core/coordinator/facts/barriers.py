@@ -1,9 +1,9 @@
 """Barriers: what all live workers do together outside a step, agreed on through the coordinator.
 
-Saving and loading a checkpoint and an evaluation must be done by all or by nobody, also where somebody dies in them.  A
-collective can't tell: it may be through on some workers and broken on others.  The coordinator's word can, because it
-reaches all in the same order: either everybody had arrived at a barrier, which has a *name*, before the membership
-changed, and all hear of that first, or nobody hears of it and all hear of the change.
+Saving or loading a checkpoint and an evaluation must be done by all or by nobody, also if a worker dies meanwhile. A
+collective can't tell: it may be complete on some workers and broken on others. The coordinator's messages can, because
+they reach all in the same order. Either all had arrived at the named barrier before the membership changed, and all
+hear of that first. Or nobody hears of it, and all hear of the change.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Barriers:
         members: AbstractSet[WorkerId],
         enough: bool = True,
     ) -> dict[str, Any] | None:
-        """Notes that ``worker`` has arrived at the barrier named ``place``.  Returns what all have brought along, if
-        with this one every one of ``members`` is there, and they are ``enough`` to do anything; else None.
+        """Record that ``worker`` has arrived at the barrier ``place``. If all ``members`` are there now and ``enough``
+        holds, return the merged values that all have brought; else None.
 
-        ``generation`` is in force: whoever has arrived anywhere in an earlier one arrives once more.  Nobody is at two
-        places: who arrives at another one is at that.  Costs time in proportion to the members, and to the places at
-        which some wait.
+        ``generation`` is in force: arrivals in an earlier one are dropped. A worker is at one barrier at a time:
+        arriving at another removes it from the first. Costs time in proportion to the members and to the barriers with
+        somebody waiting.
         """
         if generation != self._generation:
             self._generation = generation
@@ -52,5 +52,5 @@ class Barriers:
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}
 
     def waiting(self, generation: int) -> bool:
-        """Whether some are at a barrier in ``generation``, and not all yet."""
+        """Return whether some, but not all, have arrived at a barrier in ``generation``."""
         return generation == self._generation and bool(self._arrived)

@@ -1,18 +1,16 @@
-"""Boards: what workers post at the coordinator for each other, on connections that know who speaks.
+"""Boards: what workers post at the coordinator for each other, on connections that are known to be theirs.
 
-A board has a name, and on it each rank has at most one value, of bytes that the coordinator does not read.  Posted are
-
+On a named board each rank has at most one value of bytes, which the coordinator does not read. Posted are:
 * where a worker listens for the links of its groups (runtime/collectives/gloo.py),
-* which of the script's collectives are behind it, with results that others have asked for
-  (runtime/collectives/outcomes.py), and
-* what the script's beginning gave it (runtime/collectives/startup.py): that is for newcomers of the same rank, and
-  stays (ALWAYS).  All else is of a generation.
+* which of the script's collectives are behind it, with results that others asked for (runtime/collectives/outcomes.py),
+* what the beginning of the script gave it (runtime/collectives/startup.py): for newcomers of the same rank, and kept
+  for good (ALWAYS). All else belongs to a generation.
 
-A reader gets the values that are there, and then each later one as it is posted.
+A reader gets the values that are there, then each later one as it is posted.
 
-*What is kept.*  What a rank has posted and asked for in a generation goes when the rank speaks of a later one, and the
-values on a board once all ranks that are on it have read it.  A rank has at most SHARE bytes on all boards, so what is
-kept grows with the number of ranks, and not with time.
+What a rank has posted and asked for in a generation is dropped when it speaks of a later one, and the values on a board
+once all ranks on it have read it. A rank has at most SHARE bytes on all boards, so the memory grows with the number of
+ranks, not with time.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from recycle_plugin.core.messages.from_coordinator import Posted
 from recycle_plugin.core.messages.from_workers import ALWAYS, Post, ReadBoard
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-SHARE = 12 << 20  # bytes that are kept of one rank: one message can carry them
-PIECE = 4 << 20  # bytes after which an answer goes on in another message
-EACH = 256  # bytes that a value counts for beside its own, and a wish
-EACH_RANK = 16  # bytes that a wish counts for, for each rank
+SHARE = 12 << 20  # bytes kept of one rank: one message can carry them
+PIECE = 4 << 20  # bytes after which an answer continues in another message
+EACH = 256  # bytes that a value counts for beside its own, and that a wish counts for
+EACH_RANK = 16  # bytes that a wish counts for in addition, for each rank
 
 
 @dataclass
 class Wish:
-    """What a rank has asked for: the values of ``ranks`` on one board, of which some are ``missing``."""
+    """The request of a rank for the values of ``ranks`` on one board, of which some are ``missing``."""
 
     ranks: tuple[int, ...]
     missing: set[int]
@@ -50,22 +48,20 @@ class OfRank:
 
 
 class Boards:
-    """All boards of a job.  The first value that a rank posts on a board stays."""
+    """All boards of a job. The first value that a rank posts on a board stays."""
 
     def __init__(self) -> None:
         self._always: dict[int, OfRank] = {}
         self._present: dict[int, OfRank] = {}
-        self._readers: dict[str, set[int]] = {}  # by board the ranks that have a wish there
+        self._readers: dict[str, set[int]] = {}  # by board, the ranks with a wish there
 
     def has_room(self, message: Post | ReadBoard) -> bool:
-        """Whether ``message`` fits into its rank's share."""
+        """Return whether ``message`` fits into its rank's share."""
         size = _size(message.value) if isinstance(message, Post) else _wish_size(message.ranks)
         return self._used(self._always.get(message.rank)) + self._used(self._of(message)) + size <= SHARE
 
     def post(self, post: Post, is_gone: Callable[[WorkerId], bool], out: CoordinatorOutput) -> None:
-        """Keep a value, and send it to those who wait for it, but for whom ``is_gone``.  Cost: one look at each
-        reader of the board.
-        """
+        """Keep a value, and send it to those of the board's readers that wait for it and are not gone. O(readers)."""
         of_rank = self._of(post)
         if of_rank is None or post.board in of_rank.values or not self.has_room(post):
             return
@@ -80,7 +76,7 @@ class Boards:
                 self._clear_if_read(post.board, wish)
 
     def read(self, asked: ReadBoard, out: CoordinatorOutput) -> None:
-        """Answer with the values that are there, at once, also if there are none."""
+        """Answer at once with the values that are there, even if there are none. The rest follows as it is posted."""
         kept = self._always if asked.generation == ALWAYS else self._present
         there = [rank for rank in asked.ranks if rank in kept and asked.board in kept[rank].values]
         found: dict[str, bytes] = {}
@@ -98,7 +94,7 @@ class Boards:
             self._clear_if_read(asked.board, wish)
 
     def _keep(self, message: Post | ReadBoard, of_rank: OfRank) -> None:
-        """Have this be the rank's record from now on; what it had wished for in an earlier one goes."""
+        """Make ``of_rank`` the rank's record. The wishes of its earlier record are dropped."""
         kept = self._always if message.generation == ALWAYS else self._present
         before = kept.get(message.rank)
         kept[message.rank] = of_rank
@@ -112,8 +108,8 @@ class Boards:
             del self._readers[board]
 
     def _of(self, message: Post | ReadBoard) -> OfRank | None:
-        """The record of the message's rank in its generation, a new one if need be; None if the rank has spoken of a
-        later generation, or has a later process.
+        """Return the rank's record in the message's generation, perhaps a new one. None if the rank has a later record,
+        or one for good of another process.
         """
         kept = self._always if message.generation == ALWAYS else self._present
         new = OfRank(message.worker, message.generation)

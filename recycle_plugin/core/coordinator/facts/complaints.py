@@ -1,16 +1,13 @@
-"""Complaints of workers that miss something from a live one: how often they may try again, and who goes where that does
-not help.
+"""Complaints of workers that miss something from a live one: how often they may try again, and who goes if that fails.
 
-Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with three
-exceptions:
+The coordinator can't see which of the two is at fault. The worker that is not heard goes, with three exceptions:
+* The complainer goes if the other is the last one of its stage and the complainer is not.
+* The complainer goes if it has missed something from more workers than have missed something from the other: it is more
+  likely deaf than all of them dumb.
+* A worker that does not hear itself goes before anybody else: all waiting ends at it.
 
-* The other goes where the stage of the first would have nobody left, and its own has somebody.
-* The other goes where it has missed something from more workers than have missed something from this one: it is rather
-  deaf than all of them dumb.
-* Who says that it does not hear itself goes before anybody else: all that waits, waits for it in the end.
-
-A collective does not say whose connection it is.  Where one fails again and again the job ends; but who can't finish
-one collective after the other goes itself.
+A collective does not tell whose connection failed. If one fails again and again the job ends. But a worker that can't
+finish one collective after another goes itself.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
-TRIES = 2  # to send something over a new line
+TRIES = 2  # of sending over a new line
 
 
 class Complaint(NamedTuple):
-    """A complaint that has been weighed.  ``why``: in words; ``tries``: the how manieth since the last commit that is
-    held against the same worker; ``doubted``: that worker, None for a collective of many.
+    """A complaint that has been weighed. ``why``: in words. ``doubted``: the worker at fault, None for a collective of
+    many. ``tries``: how many complaints since the last commit count against it.
     """
 
     why: str
@@ -35,26 +32,22 @@ class Complaint(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Whether to try once more over new connections, before somebody goes."""
+        """Whether to try once more over new connections before a worker goes."""
         return self.tries <= TRIES
 
 
 class Complaints:
-    """The complaints since the last commit.  They are few, since all regroup after each; one more is as much work as
-    there are.
-    """
+    """The complaints since the last commit. They are few, since all regroup after each; adding one looks at all."""
 
     def __init__(self) -> None:
         self._committed = 0
-        self._pairs: dict[tuple[WorkerId, WorkerId], int] = {}  # by who misses something from whom
-        self._collectives: dict[tuple[WorkerId, str], int] = {}  # by who could not finish which
+        self._pairs: dict[tuple[WorkerId, WorkerId], int] = {}  # by (who misses something, from whom)
+        self._collectives: dict[tuple[WorkerId, str], int] = {}  # by (who could not finish, which)
 
     def add(self, missing: Missing, roster: Roster, committed: int, holds: bool) -> Complaint | None:
-        """Weighs a new complaint.  ``committed``: the last committed step; ``holds``: whether ``missing`` is of the
-        membership in force.
-
-        Returns None where that is not so (what a worker says of itself then counts only with the next complaint), or
-        where one of the two is no member any more.
+        """Weigh a new complaint. ``committed``: the last committed step. ``holds``: ``missing`` is of the membership in
+        force. Return None if the complaint is of an older membership, or if one of the two is no member any more. A
+        worker's old complaint of not hearing itself is still recorded: it counts with the next complaint.
         """
         member = roster.member(missing.worker)
         source = _source(missing, member, roster) if member is not None and missing.source else None
@@ -81,7 +74,7 @@ class Complaints:
         return Complaint(why, tries, None)
 
     def _weigh(self, member: Member, source: Member, what: str, roster: Roster) -> Complaint:
-        """Decides which of the two, or who else, is to be doubted, and how often there was reason to."""
+        """Decide who is doubted, and count how often there was reason to."""
         pairs = self._pairs
         why = f"{member} misses {what}" + f" from {source}" * (source != member)
         deaf = min((near for near, far in pairs if near == far and near in roster.workers), default=None)

@@ -1,14 +1,13 @@
-"""The end of a job: at once where nobody can go on, or after a step that all come to; and that it has come, when all
-have left.
+"""The end of a job: at once if nobody can go on, or after a step that all reach.
 
-* A planned end holds from a step which nobody can have started.  The first one stays; only a failure goes before it.
-* A failure is final, is said once, and names the checkpoint to go on from where it may cost steps.
-* At a planned end all steps are committed, and a loss after that is one only for those who do something with the others
-  yet, as saving the last state.
-* Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies
-  after that is no loss, as long as of each stage somebody's script comes to its end.  What a script does behind the
-  last step counts: where that ends with an error, or is done by nobody of a stage, so does the job, once the others are
-  through.
+* A planned end holds from a step that nobody can have started. The first planned end stays; only a failure overrides
+  it.
+* A failure is final, is reported once, and names the checkpoint to go on from if it may cost steps.
+* At a planned end all steps are committed. A loss after that matters only to workers that still do something together,
+  such as saving the last state.
+* Once a worker has left that was not asked to, its training script is through, so all steps are committed. A death
+  after that is no loss, as long as a script of each stage comes to its end. What a script does behind the last step
+  counts: if it ends with an error, or no worker of a stage finishes it, the job fails once the others are through.
 * All scripts end after the same step, or the job has failed.
 """
 
@@ -19,16 +18,18 @@ from recycle_plugin.core.messages.from_coordinator import End, Over
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
-NAMED = 3  # causes in a line: one signal may reach all supervisors
-MOST = 100  # causes that are counted
-KEPT = 20  # checkpoints, of which the last may have been removed
+NAMED = 3  # causes in an event: one signal may reach all supervisors
+MOST = 100  # causes kept
+KEPT = 20  # earlier checkpoints: the last may have been removed
 
 
 class Ending:
-    """The way in which a job ends.  ``ended``: how, once that is decided; ``finishing``: a training script is through;
-    ``stranded``: why, at a planned end, those left can't go on; ``checkpoints``: the paths of those that are saved, and
-    not removed, in order; ``causes``: of a planned end, all that asked for it; ``held``: whose scripts are through, and
-    who may not go yet; ``undone``: why the job has failed though all steps are committed, once all are through.
+    """How a job ends.
+
+    ``ended``: how, once decided. ``finishing``: a training script is through. ``stranded``: why those left can't go on
+    at a planned end. ``checkpoints``: paths of saved checkpoints that were not removed, in order. ``causes``: all
+    requests for a planned end. ``held``: workers whose scripts are through and that may not go yet. ``undone``: why the
+    job has failed though all steps are committed.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Ending:
         self.held: set[WorkerId] = set()
         self.undone = ""
         self._code = 0
-        self._said = False  # that all have left
+        self._said = False  # whether "finished" was reported
         self._first_through: tuple[str, int] | None = None  # whose script was through first, and after which step
 
     @property
@@ -54,11 +55,11 @@ class Ending:
         return self.checkpoints[-1] if self.checkpoints else ""
 
     def saved(self, path: str) -> None:
-        """Notes that the checkpoint at ``path`` is whole."""
+        """Record that the checkpoint at ``path`` is whole."""
         self.checkpoints = [each for each in self.checkpoints if each != path][-KEPT:] + [path]
 
     def unusable(self, path: str) -> None:
-        """Notes that the checkpoint at ``path`` is nothing to go on from."""
+        """Record that the job can't go on from the checkpoint at ``path``."""
         self.checkpoints = [each for each in self.checkpoints if each != path]
 
     @property
@@ -67,13 +68,11 @@ class Ending:
         return f"Last checkpoint: {self.checkpoint}" if self.checkpoint else "No checkpoint was saved"
 
     def through(self, committed: int) -> bool:
-        """Whether all steps up to a planned end are committed, where ``committed`` is the last one."""
+        """Return whether all steps up to a planned end are committed, if ``committed`` is the last committed step."""
         return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
 
     def fail(self, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
-        """Ends the job at once, with an error, and says so; once only.  ``cause``: what has led to ``reason``;
-        ``killed``: a rank whose worker was killed.
-        """
+        """End the job at once with an error, once. ``cause``: of ``reason``. ``killed``: rank of a killed worker."""
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
@@ -86,9 +85,7 @@ class Ending:
         out.tell(SUPERVISORS, Over(1))
 
     def plan(self, committed: int, reason: str, code: int, out: CoordinatorOutput, cause: str = "") -> None:
-        """Ends the job after a step that all come to; the first such end stays.  ``cause``: what has led to
-        ``reason``.
-        """
+        """End the job after a step that all reach. The first such end stays. ``cause``: what has led to ``reason``."""
         why = reason + f" ({cause})" * bool(cause)
         if why not in self.causes and len(self.causes) < MOST:
             self.causes.append(why)
@@ -97,25 +94,21 @@ class Ending:
             out.tell(WORKERS, self.ended)
 
     def goodbye(self, code: int, finished: bool) -> None:
-        """Notes that a worker ends with exit code ``code``, and the job ends with the largest.  ``finished``: it was
-        not to leave before.
-        """
+        """Record a worker's exit code; the job ends with the largest. ``finished``: it was not asked to leave."""
         self._code = max(self._code, code)
         self.finishing |= finished
 
     @property
     def some_through(self) -> bool:
-        """Whether somebody's script has ended after a step that others' may go beyond."""
+        """Whether a script has ended after a step that other scripts may go beyond."""
         return self._first_through is not None
 
     def scripts_end(self, member: Member, step: int) -> None:
-        """Notes that the script of ``member`` has ended, after ``step``."""
+        """Record that the script of ``member`` has ended after ``step``."""
         self._first_through = self._first_through or (str(member), step)
 
     def uneven(self, member: Member, step: int) -> str:
-        """The reason why ``member``, which is in ``step``, can't go on since another script has ended before; else
-        empty.
-        """
+        """Return why ``member`` can't go on in ``step`` if another script ended before that step; else ""."""
         if self._first_through is None or step <= self._first_through[1]:
             return ""
         who, last = self._first_through
@@ -125,11 +118,9 @@ class Ending:
         )
 
     def finish(self, committed: int, crash: str, out: CoordinatorOutput) -> None:
-        """Says that all have left, and after which step.  ``crash``: the errors of scripts that had come to the last
-        step.
-        """
+        """Report that all have left, and after which step. ``crash``: errors of scripts that reached the last step."""
         out.tell(SUPERVISORS, Over(self._code or int(bool(crash))))
-        if self._said:  # somebody was still to leave who was no member any more
+        if self._said:  # a worker that was no member any more has left only now
             return
         self._said = True
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""

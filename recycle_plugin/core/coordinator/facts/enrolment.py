@@ -11,19 +11,19 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
 class Enrolment:
-    """The workers that are ready, of a job of so many ``ranks``."""
+    """The workers that are ready, of a job of ``ranks`` ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ready: dict[int, Ready] = {}  # by rank
 
     def add(self, ready: Ready) -> bool:
-        """Adds a worker that is ready; returns whether all are there."""
+        """Record a worker that is ready. Return whether all are there."""
         self._ready[ready.worker.rank] = ready
         return len(self._ready) >= self._ranks
 
     def is_stranger(self, worker: WorkerId) -> bool:
-        """Whether another worker has the rank of ``worker``."""
+        """Return whether another worker already has the rank of ``worker``."""
         first = self._ready.get(worker.rank)
         return first is not None and first.worker != worker
 
@@ -32,7 +32,7 @@ class Enrolment:
         return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:
-        """The reason why they can't train together: what they want differently, and who wants what; else None."""
+        """Return why the workers can't train together: which settings differ, and who wants what. None if they can."""
         wants = {
             rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped}
             for rank, ready in sorted(self._ready.items())
@@ -47,7 +47,7 @@ class Enrolment:
         return f"workers were started with different recycle settings or from different checkpoints: {found}"
 
     def _misplaced(self) -> str | None:
-        """The reason why these can't be the workers of the job that they want: they don't hold its seats; else None."""
+        """Return why the workers' seats are not those of their job; None if they are."""
         try:
             shape, roster = next(iter(self._ready.values())).job.shape, self.roster
         except ValueError as error:
@@ -61,20 +61,19 @@ class Enrolment:
         )
 
 
-CHANGES = frozenset({"micro_batches", "batch"})  # while a job goes on
-HOSTS = frozenset({"folders"})  # may be each host's own
-WHERE = HOSTS | {"run_dir", "metrics", "console"}  # the job's own counts
+CHANGES = frozenset({"micro_batches", "batch"})  # fields that change while a job goes on
+HOSTS = frozenset({"folders"})  # fields that may differ between hosts
+WHERE = HOSTS | {"run_dir", "metrics", "console"}  # fields of which the job's own value counts
 
 
 def unlike(job: JobSpec, newcomers: JobSpec) -> str:
-    """What a newcomer wants otherwise than the job that it comes back to, in words; empty where it wants the same."""
+    """Return how a newcomer's settings differ from the job's, in words; "" if they agree."""
     ours, theirs = _flat(asdict(job)), _flat(asdict(newcomers))
     names = [name for name in ours | theirs if name not in CHANGES | WHERE and ours.get(name) != theirs.get(name)]
     return "; ".join(f"{name} is {ours.get(name)} in the job and {theirs.get(name)} there" for name in names)
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by dotted names."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

@@ -1,29 +1,29 @@
-"""Newcomers, from their word that they are there to the generation in which they have work.
+"""Newcomers, from their first message to the generation in which they have work.
 
     behind -> catching up -> caught up -> announced -> entered -> a member like all
 
-* *Behind*: its script replays what is committed.  Nobody else is concerned.
+* *Behind*: its script replays the committed steps. Nobody else is concerned.
 * *Catching up*: the stage's workers serve it.
-* *Caught up*: it follows.  Its state and that of its stage's workers after the step under way are hashed and compared.
-* *Announced*: a generation is published, from a step that nobody can have started, in which it has work.  That comes
-  about only if the hashes are equal by then.  Otherwise the newcomer follows on, and is announced again once they are.
+* *Caught up*: it follows. Its state and its stage's are hashed after the step under way, and compared.
+* *Announced*: a generation in which it has work is published, from a step that nobody can have started. This generation
+  comes about only if the hashes are equal by then. Otherwise the newcomer follows on, and is announced again once they
+  are.
 * *Entered*: it has reported for that generation, and is waited for like all.
 
-A loss, or its being late, takes it back to where it follows, and it is announced anew; a rejected step does not.  Each
-of these states has a deadline and a way on (docs/architecture.md).  What becomes of any of this for the job
-core/coordinator/returns.py decides.
+A loss, or the newcomer being late, takes it back to following, and it is announced again. A rejected step does not.
+Each state has a deadline and a way on (docs/architecture.md). core/coordinator/returns.py decides what follows for the
+job.
 
-Those that are given up as one, the shards of a seat or all workers of a replica, come back together: they are
-announced when all of them have caught up, have entered when all have, and are called off together.  Each is compared
-with its peers, which hold the same shard of other seats of its stage.  So a replica that is the unit takes part only
-when it is whole: until its last worker has caught up, those that were quicker follow the others' steps, and cost nobody
-anything.
+Newcomers of one failure domain (the shards of a seat, or all workers of a replica) come back together: they are
+announced once all have caught up, have entered once all have, and are called off together. Each is compared with its
+peers, which hold the same shard of the stage's other seats. So if replicas are the domain, a replica takes part only
+when it is whole. Its quicker workers follow the others' steps meanwhile, and cost nobody anything.
 
-Where nobody is left in its stage it goes another way (core/coordinator/replays.py):
+If its stage is empty, a newcomer goes another way (core/coordinator/replays.py):
 
     behind -> replaying -> replayed -> entered -> a member like all
 
-and one that comes to a stage which another one replays is *waiting* until that has done so.
+A newcomer of a stage that another one replays is *waiting* until that replay is done.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ COMING = (Phase.CATCHING_UP, Phase.CAUGHT_UP, Phase.ANNOUNCED)
 
 @dataclass
 class NewcomerRecord:
-    """One of them.  ``generation``: the one that it was announced for last, from step ``from_step`` on;
-    ``awaited_at``: since when all others have reported for that, in seconds of the failure detector's clock;
-    ``reported``: it has done so; ``told``, ``told_evaluations``: how many steps and evaluations its script was told of.
+    """What is known of a newcomer.
 
-    ``sources``: who is to serve it, and ``came``: who of them does; ``comparison``: that of its state; ``equal``: the
-    result.
+    ``generation``, ``from_step``: the generation that it was last announced for, and the step from which that holds.
+    ``awaited_at``: since when all others have reported for that generation, in seconds of the failure detector's clock.
+    ``reported``: it has reported too. ``told``, ``told_evaluations``: how many steps and evaluations its script was
+    told of. ``sources``: who is to serve it; ``came``: those who do. ``comparison``: the pending comparison of its
+    state; ``equal``: the result of the last one.
     """
 
     member: Member
@@ -90,12 +91,11 @@ class NewcomerRecord:
 
     @property
     def seat(self) -> Seat:
-        """The seat that it is to hold, or a shard of it."""
         return self.member.seat
 
 
 class Comparison(NamedTuple):
-    """A comparison of the states after ``step`` of those that hold ``shard`` of ``stage``."""
+    """A comparison of the states after ``step`` between the holders of ``shard`` of ``stage``."""
 
     stage: int
     shard: int
@@ -103,15 +103,13 @@ class Comparison(NamedTuple):
 
 
 class Joining:
-    """The newcomers of a job in which so many workers (``size``) are given up as one, by ``domain``, and the hashes
-    that are said for their sake.
-    """
+    """The newcomers of a job, and the state hashes sent for them. ``size`` workers come as one, by ``domain``."""
 
     def __init__(self, size: int = 1, domain: FailureDomain = FailureDomain.SEAT) -> None:
         self._size, self._domain = size, domain
         self._newcomers: dict[WorkerId, NewcomerRecord] = {}
-        self._patient = False  # hashes take longer than it takes to enter
-        self._asked: dict[Comparison, set[WorkerId]] = {}  # whose hashes are to be equal
+        self._patient = False  # announce only after equal hashes: they take longer than entering
+        self._asked: dict[Comparison, set[WorkerId]] = {}  # whose hashes are compared
         self._hashes: dict[Comparison, dict[WorkerId, str]] = {}
 
     def __bool__(self) -> bool:
@@ -121,22 +119,20 @@ class Joining:
         return iter(list(self._newcomers.values()))
 
     def get(self, worker: WorkerId) -> NewcomerRecord | None:
-        """The newcomer that ``worker`` is; None for anybody else."""
+        """Return the record of the newcomer ``worker``; None for anybody else."""
         return self._newcomers.get(worker)
 
     def add(self, member: Member) -> NewcomerRecord:
-        """Takes in that a newcomer is there."""
+        """Record a new newcomer, and return its record."""
         newcomer = self._newcomers[member.worker] = NewcomerRecord(member)
         return newcomer
 
     def forget(self, worker: WorkerId) -> NewcomerRecord | None:
-        """Takes in that a newcomer is gone, or is one no more; returns it."""
+        """Drop a newcomer that is gone, or is a member now. Return its record."""
         return self._newcomers.pop(worker, None)
 
     def tell(self, recorder: Recorder, committed: int, places: Mapping[int, Place], out: CoordinatorOutput) -> None:
-        """Tells all newcomers' scripts what is over that they have not been told of, and at which of ``places`` their
-        replicas' plain iterators stand.  Costs a message for each.
-        """
+        """Tell each newcomer's script the steps and evaluations that it has not heard of, and its replica's place."""
         for each in self:
             for message in recorder.told(committed, each.told, each.told_evaluations):
                 out.tell(each.member.worker, replace(message, place=places.get(each.member.seat.replica)))
@@ -145,7 +141,7 @@ class Joining:
     # --- on its way --------------------------------------------------------------------------------
 
     def catch_up(self, newcomer: NewcomerRecord, roster: Roster, out: CoordinatorOutput) -> None:
-        """Has the stage's workers serve a newcomer.  Costs a message to each of them."""
+        """Have the stage's workers serve a newcomer. Costs a message to each of them."""
         newcomer.phase, newcomer.awaited_at = Phase.CATCHING_UP, None
         newcomer.comparison, newcomer.equal, newcomer.came = None, False, set()
         newcomer.sources = frozenset(each.worker for each in roster.peers(newcomer.stage, newcomer.member.shard))
@@ -160,11 +156,13 @@ class Joining:
         committed: int,
         out: CoordinatorOutput,
     ) -> None:
-        """Has the state of a newcomer, which follows the sums of ``sources``, compared with that of its stage's
-        workers, after the first step that nobody can have gone beyond.  Costs a message to each of them.
+        """Have a newcomer's state compared with that of its stage's workers. The newcomer follows the sums of
+        ``sources``. Costs a message to each of them.
 
-        Who applies step committed + 2 has heard that the one before is committed, which is said after this.  Of a
-        source that is gone the newcomer may have known before the coordinator: it says nothing more of that.
+        The comparison is after step committed + 1, which nobody can have gone beyond: a worker applies committed + 2
+        only after it has heard of that step's commit, which is sent after this message. The newcomer may have known
+        before the coordinator that a source is gone, and then reports nothing more of it: hence ``came`` is cut down to
+        ``sources``.
         """
         newcomer.came &= {*sources}
         if newcomer.phase is Phase.CATCHING_UP:
@@ -178,8 +176,9 @@ class Joining:
             out.tell(worker, HashAfter(of.step))
 
     def see_sources(self, roster: Roster) -> list[NewcomerRecord]:
-        """Takes in who is left; returns the newcomers that have no source any more.  A newcomer that was served by one
-        of those who are gone gets a part of its state anew, and says so; of others it hears nothing.
+        """Drop sources that are gone. Return the newcomers that have none left. A newcomer that was served by a lost
+        source gets that part of its state again, and reports having caught up anew. The loss of a source that has not
+        served it is not reported.
         """
         left = []
         for each in self:
@@ -193,19 +192,16 @@ class Joining:
         return left
 
     def with_(self, newcomer: NewcomerRecord) -> list[NewcomerRecord]:
-        """The newcomers that come as one with ``newcomer``, itself included, as far as they are there.  Costs one look
-        at each newcomer.
-        """
+        """Return the newcomers that are there and come as one with ``newcomer``, itself included. O(newcomers)."""
         unit = self._domain.unit(newcomer.member)
         return [each for each in self if self._domain.unit(each.member) == unit]
 
     def _whole(self, newcomers: Collection[NewcomerRecord]) -> list[NewcomerRecord]:
-        """Those of ``newcomers`` that are all of their unit."""
         counts = Counter(self._domain.unit(each.member) for each in newcomers)
         return [each for each in newcomers if counts[self._domain.unit(each.member)] == self._size]
 
     def ready(self) -> list[NewcomerRecord]:
-        """The newcomers that only wait for a generation."""
+        """Return the newcomers that only wait for a generation."""
         waiting = [
             each
             for each in self
@@ -216,11 +212,11 @@ class Joining:
         return self._whole(waiting)
 
     def planned(self, roster: Roster) -> Roster:
-        """The roster of a generation to come: ``roster``, with those who wait for it."""
+        """Return ``roster`` with the newcomers that wait for a generation."""
         return Roster((*roster, *(each.member for each in self.ready() if each.member.worker not in roster.workers)))
 
     def unproven(self, roster: Roster) -> list[NewcomerRecord]:
-        """The newcomers in ``roster`` whose state is not known to be right; none is announced so early again."""
+        """Return newcomers in ``roster`` without proof of equal state. From then on, only proven ones are announced."""
         found = [
             each for each in self if each.phase in COMING and not each.equal and each.member.worker in roster.workers
         ]
@@ -228,44 +224,38 @@ class Joining:
         return found
 
     def announced(self, generation: int, roster: Roster, from_step: int) -> None:
-        """Notes that ``generation``, of ``roster``, is published, which holds from ``from_step`` on."""
+        """Record that ``generation``, of ``roster``, is published and holds from ``from_step`` on."""
         for each in self.ready():
             if each.member.worker in roster.workers:
                 each.phase, each.generation, each.from_step = Phase.ANNOUNCED, generation, from_step
                 each.reported = False
         for each in self:
             if each.phase is Phase.ANNOUNCED and each.member.worker not in roster.workers:
-                each.phase = Phase.CAUGHT_UP  # another one that comes as one with it is not ready any more
+                each.phase = Phase.CAUGHT_UP  # another newcomer of its unit is not ready any more
 
     def called_off(self, roster: Roster) -> Roster:
-        """The part of ``roster`` that a generation which holds at once is made of: who was announced and has not
-        entered follows on, and waits for another one.
-        """
+        """Return ``roster`` without announced newcomers that have not entered; these follow on and wait anew."""
         waiting = [each for each in self if each.phase is Phase.ANNOUNCED]
         for each in waiting:
             each.phase, each.awaited_at = Phase.CAUGHT_UP, None
         return roster.without({each.member.worker for each in waiting})
 
     def left_out(self, roster: Roster) -> list[NewcomerRecord]:
-        """Takes back to where they follow those that have entered a generation which never came in force, in whose
-        place one of ``roster`` comes; returns them.
-        """
+        """Return entered newcomers that ``roster``, which replaces their generation, lacks; they follow again."""
         left = [each for each in self if each.phase is Phase.ENTERED and each.member.worker not in roster.workers]
         for each in left:
             each.phase, each.awaited_at = Phase.CAUGHT_UP, None
         return left
 
     def awaits(self, roster: Roster, clock: float) -> bool:
-        """Whether somebody who is announced for a generation of ``roster`` has not reported, as all members have now;
-        ``clock``: of the failure detector, in seconds.
-        """
+        """Return whether announced newcomers in ``roster`` are to report; their deadline starts at ``clock`` (s)."""
         awaited = [each for each in self if each.phase is Phase.ANNOUNCED and each.member.worker in roster.workers]
         for each in awaited:
             each.awaited_at = clock if each.awaited_at is None else each.awaited_at
         return bool(awaited)
 
     def admitted(self, roster: Roster) -> list[NewcomerRecord]:
-        """The newcomers that a generation of ``roster``, which has come about, makes members like all."""
+        """Drop and return the newcomers that a generation of ``roster``, now in force, makes members like all."""
         done = [
             each
             for each in self
@@ -277,16 +267,15 @@ class Joining:
 
     @staticmethod
     def may_enter(newcomer: NewcomerRecord, generation: int, roster: Roster) -> bool:
-        """Whether a newcomer that reports for ``generation`` comes in by that; not where it was announced for a later
-        one, in place of one that was called off, or has replayed a stage while ``roster`` waits for others to.
+        """Return whether a newcomer that reports for ``generation`` comes in by that report. Not if it was announced
+        for a later generation, in place of one that was called off. Not if it has replayed a stage while ``roster``
+        waits for others that replay.
         """
         announced = newcomer.phase is Phase.ANNOUNCED and generation >= newcomer.generation
         return announced or (newcomer.phase is Phase.REPLAYED and newcomer.member.worker in roster.workers)
 
     def reported(self, newcomer: NewcomerRecord) -> list[NewcomerRecord]:
-        """Notes that a newcomer has reported for the generation that it was announced for, or let in by; returns who
-        has entered by that: all that come as one with it, once every one of them has reported.
-        """
+        """Record a newcomer's report for its admission generation. Return its unit if all of it has reported, or []."""
         newcomer.reported = True
         unit = self.with_(newcomer)
         if len(unit) < self._size or not all(each.reported for each in unit):
@@ -296,7 +285,7 @@ class Joining:
         return unit
 
     def late(self, clock: float, limit_s: float) -> list[NewcomerRecord]:
-        """The newcomers that all others have waited for, for more than ``limit_s`` seconds."""
+        """Return the newcomers that all others have waited for, for more than ``limit_s`` seconds."""
         return [
             each
             for each in self
@@ -307,17 +296,17 @@ class Joining:
 
     @property
     def comparisons(self) -> int:
-        """How many are still to be made."""
+        """How many comparisons are pending."""
         return len(self._asked)
 
     def add_hash(self, message: StateHash, member: Member) -> None:
-        """Takes in the hash of the state of ``member``, who says it."""
+        """Record the hash of ``member``'s own state, if a comparison asks for it."""
         of = Comparison(member.seat.stage, member.shard, message.step)
         if of in self._asked:
             self._hashes.setdefault(of, {})[message.worker] = message.digest
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
-        """What differs among those of whom all hashes are there.  A newcomer has no say in what is right."""
+        """Yield the differences in comparisons with all hashes there. A newcomer has no say in what is right."""
         for of, asked in list(self._asked.items()):
             said = self._hashes.get(of, {})
             trusted = [member for member in roster.peers(of.stage, of.shard) if member.worker in asked]
@@ -342,6 +331,6 @@ class Joining:
                 yield Mismatch(step, (each.member,), majority=True)
 
     def loaded(self) -> None:
-        """Takes in that the states which were to be compared are no more: all members have loaded the same one."""
+        """Drop the pending comparisons: all members have loaded another state."""
         self._asked.clear()
         self._hashes.clear()

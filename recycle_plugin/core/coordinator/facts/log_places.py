@@ -1,7 +1,6 @@
-"""Where the logs of a job are: in which folder each worker's is, on which hosts that is, and who serves it there.
-
-Two workers that have found the same token are in one folder, whatever hosts they are on: a shared one is there as long
-as any of its hosts is.  One of a host's own goes with that host, and with it the logs in it.
+"""Where the logs of a job are: each worker's folder, on which hosts it is, and who serves it there. Workers that found
+the same token are in one folder, whatever their hosts. A shared folder is there as long as one of its hosts is. A
+folder of one host is gone with that host, and so are the logs in it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
 class EndedLog(NamedTuple):
-    """The log of a ``member`` that is gone, which has nothing behind step ``last``."""
+    """The log of a ``member`` that is gone. It has nothing after step ``last``."""
 
     member: Member
     last: int
@@ -27,37 +26,35 @@ class LogPlaces:
     """The folders of a job's logs."""
 
     def __init__(self) -> None:
-        self._tokens: dict[WorkerId, str] = {}  # of all who have a log, whether they are alive or not
-        self._writers: dict[WorkerId, Member] = {}  # the same
-        self._folders: dict[int, LogFolder] = {}  # by rank, that of its last process
+        self._tokens: dict[WorkerId, str] = {}  # by worker with a log, live or not
+        self._writers: dict[WorkerId, Member] = {}  # likewise
+        self._folders: dict[int, LogFolder] = {}  # by rank, that of its latest process
         self._served: dict[int, LogsServed] = {}  # by rank
-        self._ended: list[EndedLog] = []  # logs of which a replay may need something
+        self._ended: list[EndedLog] = []  # logs that a replay may need something of
 
     def ready(self, message: Ready, out: CoordinatorOutput) -> None:
-        """Takes in where a worker logs; its supervisor is to serve that."""
+        """Record where a worker logs, and have its supervisor serve that folder."""
         if message.logged_in is not None:
             worker = message.worker
             self._tokens[worker], self._writers[worker] = message.logged_in.token, message.member
             self._folders[worker.rank] = message.logged_in
             if worker.rank in self._served and self._served[worker.rank].token != message.logged_in.token:
-                del self._served[worker.rank]  # it has come from elsewhere
+                del self._served[worker.rank]  # the worker has come from another host
             self.supervised(worker.rank, out)
 
     def supervised(self, rank: int, out: CoordinatorOutput) -> None:
-        """Takes in that the supervisor of ``rank`` is there, another one perhaps, which serves nothing yet."""
+        """Have the supervisor of ``rank``, which has come or come again, serve its worker's folder."""
         if rank in self._folders:
             out.tell(SupervisorOf(rank), ServeLogs(rank, self._folders[rank]))
 
     def served(self, message: LogsServed) -> None:
-        """Takes in where a supervisor serves a folder, if that is still its worker's."""
+        """Record where a supervisor serves a folder, if that is still its worker's."""
         folder = self._folders.get(message.rank)
         if folder is not None and folder.token == message.token:
             self._served[message.rank] = message
 
     def of(self, ranks: Collection[int]) -> tuple[LogsAt, ...]:
-        """Where the logs of all processes of ``ranks`` are, as far as they are served; nothing where all see the same
-        folder.  Costs one look at each process and at each supervisor.
-        """
+        """Return where logs of ``ranks`` are served; () if all workers see one folder. O(processes + supervisors)."""
         if len({*self._tokens.values()}) < 2:
             return ()
         wanted: dict[str, set[int]] = {}
@@ -76,17 +73,17 @@ class LogPlaces:
     # --- logs whose writers are gone -----------------------------------------------------------------
 
     def ended(self, worker: WorkerId, committed: int) -> None:
-        """Takes in that a worker is gone, with ``committed`` as the last step; its log is where it was."""
+        """Record that a worker is gone when step ``committed`` was the last one. Its log stays where it was."""
         if worker in self._writers:
             self._ended.append(EndedLog(self._writers[worker], unstarted(committed) - 1))
 
     def durable(self, step: int) -> None:
-        """Takes in that nobody needs anything that is logged up to ``step``."""
+        """Drop ended logs that have nothing after ``step``, which is durable."""
         self._ended = [each for each in self._ended if each.last > step]
 
     def gone(self, is_gone: Callable[[int], bool]) -> list[EndedLog]:
-        """Which logs nobody can reach any more since this was asked last: all hosts of their folder are gone, which
-        ``is_gone(rank)`` says.  Costs one look at each rank, from a loss on until the next checkpoint.
+        """Return the logs that have become unreachable since the last call: all hosts of their folder are gone.
+        O(ranks) from a loss until the next checkpoint, else O(1).
         """
         if not self._ended:
             return []

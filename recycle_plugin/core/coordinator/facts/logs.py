@@ -1,5 +1,5 @@
-"""What is known of a job's logs: which boundaries they have, what they lack, and from which checkpoint on stages can be
-replayed from them, alone or with others (core/coordinator/replays.py).
+"""What is known of a job's logs: the boundaries that they hold, what they lack, and from which checkpoint stages can be
+replayed, alone or with others (core/coordinator/replays.py).
 """
 
 from __future__ import annotations
@@ -14,47 +14,45 @@ from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
 class Logs:
-    """What is known of the logs of a job of ``stages`` stages, where any are ``kept``.
-
-    ``boundaries``: those of which the logs have all that has crossed since the checkpoint that stages are replayed
-    from.  What the workers log is that at least, at any moment: one that goes from what they are told goes here first,
-    and one that comes counts from the next checkpoint on, before which all have been told.
+    """What is known of the logs of a job of ``stages`` stages, if any are ``kept``. ``boundaries``: those of which the
+    logs have everything since the checkpoint that stages are replayed from. Invariant: workers log at least these. A
+    boundary is removed here before workers are told, and counts only from the first checkpoint after all were told.
     """
 
     def __init__(self, kept: bool = False, stages: int = 1, boundaries: Collection[int] | None = None) -> None:
         self.kept, self._stages = kept, stages
         self.boundaries = self._told = frozenset(range(stages - 1) if boundaries is None else boundaries)
-        self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
-        self._resized = 0  # the first step that has another number of micro-batches than those before
+        self._unreadable: dict[int, str] = {}  # by stage of which logged data is not found: why
+        self._resized = 0  # the first step with another number of micro-batches
         self._durable: Durable | None = None
-        self._removed = False  # whether that is there no more
-        self._broken: list[tuple[LogBroken, int]] = []  # with the worker's stage; a log may break off again and again
-        self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
-        self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
+        self._removed = False  # whether the checkpoint was removed
+        self._broken: list[tuple[LogBroken, int]] = []  # with the worker's stage; a log may break off repeatedly
+        self._until: dict[WorkerId, int] = {}  # of gone workers, the last step that they have logged
+        self._written: dict[WorkerId, int] = {}  # the last step reported to be on a worker's disk
         self.passed: list[str] = []  # the barriers since the last commit
 
     @property
     def checkpoint(self) -> Durable:
-        """The checkpoint from which stages are replayed; AssertionError where there is none."""
+        """The checkpoint from which stages are replayed. AssertionError if there is none."""
         assert self._durable is not None, "no checkpoint is durable yet"
         return self._durable
 
     def behind(self, committed: int) -> int | None:
-        """How many steps ``committed`` is behind that checkpoint; None where there is none."""
+        """Return how many steps ``committed`` is past that checkpoint; None if there is none."""
         return None if self._durable is None else committed - self._durable.step
 
     @property
     def some(self) -> bool:
-        """Whether the workers are to log some boundaries only; as long as nobody says so, they log all."""
+        """Whether the workers are to log only some boundaries; until they are told so, they log all."""
         return self.kept and len(self._told) < self._stages - 1
 
     @property
     def told(self) -> LogOnly:
-        """What the workers are told to log."""
+        """The message that tells workers what to log."""
         return LogOnly(tuple(sorted(self._told)))
 
     def durable(self, message: Durable) -> bool:
-        """Takes in that a checkpoint is durable; returns whether it is later than the last one."""
+        """Record that a checkpoint is durable. Return whether it is later than the last one."""
         if not self.kept or (self._durable is not None and message.step <= self._durable.step):
             return False
         told = self._told if message.boundaries is None else frozenset(message.boundaries)
@@ -70,20 +68,20 @@ class Logs:
         return True
 
     def removed(self, path: str) -> None:
-        """Takes in that somebody has removed the checkpoint at ``path``."""
+        """Record that the checkpoint at ``path`` was removed."""
         self._removed |= self._durable is not None and self._durable.path == path
 
     def broken(self, message: LogBroken, stage: int) -> None:
-        """Takes in that the log of a worker of ``stage`` lacks something of a step; of each step once."""
+        """Record that the log of a worker of ``stage`` lacks something of a step; once for each step."""
         if not any((each.worker, each.step) == (message.worker, message.step) for each, _ in self._broken):
             self._broken.append((message, stage))
 
     def heard(self, message: Logged) -> None:
-        """Takes in how much of a worker's log is on its disk."""
+        """Record how much of a worker's log is on its disk."""
         self._written[message.worker] = message.step
 
     def lost(self, member: Member) -> None:
-        """Takes in that a worker is lost, and with it what it had not on its disk yet."""
+        """Record that a worker is lost, and with it what was not yet on its disk."""
         worker, written = member.worker, self._written.pop(member.worker, None)
         if self.kept and written is not None:
             written = max(written, self._durable.step) if self._durable is not None else written
@@ -91,20 +89,20 @@ class Logs:
             self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
 
     def resized(self, step: int) -> None:
-        """Takes in that from ``step`` on there is another number of micro-batches."""
+        """Record that from ``step`` on there is another number of micro-batches."""
         self._resized = step
 
     def unreadable(self, stage: int, why: str) -> None:
-        """Takes in that something that ``stage`` has sent is in no log, and ``why`` one knows."""
+        """Record that something that ``stage`` has sent is in no log. ``why``: how that is known."""
         self._unreadable.setdefault(stage, why)
 
     def begun_anew(self, member: Member, why: str) -> None:
-        """Takes in that ``member`` replays its stage along, and ``why``: its log keeps again what it refused before."""
+        """Record that ``member`` replays its stage as a companion, and ``why``. Its log is complete again."""
         self.unreadable(member.seat.stage, why)
         self._broken = [(each, stage) for each, stage in self._broken if each.worker != member.worker]
 
     def gone(self, ended: EndedLog) -> None:
-        """Takes in that a lost worker's log is gone too, with all that was in it since the last checkpoint."""
+        """Record that a lost worker's log is gone too, with everything since the last checkpoint."""
         worker, step = ended.member.worker, 1 if self._durable is None else self._durable.step + 1
         if ended.last >= step:
             self._until[worker] = ended.last
@@ -112,9 +110,7 @@ class Logs:
             self.broken(LogBroken(worker.rank, step, why, incarnation=worker.incarnation), ended.member.seat.stage)
 
     def replayed(self, by: Member, committed: int) -> None:
-        """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
-        but what ``by`` says that it could not.
-        """
+        """Record a replay of ``by``'s stage to step ``committed``: its logs are whole, but for what ``by`` reports."""
         stage = by.seat.stage
         self._unreadable.pop(stage, None)
         self._broken = [
@@ -123,10 +119,9 @@ class Logs:
         ]
 
     def resume(self, committed: int, held: Mapping[str, Mapping[str, str]], workers: Collection[WorkerId]) -> None:
-        """Takes in that ``workers`` go on behind ``committed`` with what they have ``held``.  What is missing of later
-        steps is made again, and logged by who does so, unless somebody of the stage has its sum already.
-
-        Who is new among them has nothing to log of earlier steps, or has said so.
+        """Record that ``workers`` go on behind ``committed`` with what they have ``held``. What a lost worker's log
+        lacks of later steps is made and logged again, unless a worker of the stage already has its gradient sum. A new
+        worker has nothing to log of earlier steps, or has said so.
         """
         self._written = dict.fromkeys(workers, committed) | self._written
 
@@ -139,14 +134,14 @@ class Logs:
         ]
 
     def rewind(self) -> None:
-        """Takes in that all have loaded another state, to which no log leads."""
+        """Drop everything: all have loaded another state, to which no log leads."""
         self._durable = None
         self._broken.clear()
         self._unreadable.clear()
         self._until.clear()
 
     def why_not(self) -> str:
-        """Why no stage can be replayed, in words; empty where they can."""
+        """Return why no stage can be replayed, in words; "" if stages can."""
         if not self.kept:
             return "nothing is logged (recycle.log)"
         if self._durable is None:
@@ -158,10 +153,9 @@ class Logs:
         return ""
 
     def along(self, committed: int, lost: Collection[int]) -> dict[int, str]:
-        """The live stages that have to be replayed up to ``committed`` along with those ``lost``, each with the reason:
-        what it has sent to one of them can't be read.  What all of these send each other is made again.
-
-        Costs a look at each log that has broken off, for each of them.
+        """Return the live stages that must be replayed up to ``committed`` along with the ``lost`` ones, each with the
+        reason: what they have sent to a replayed stage can't be read. What replayed stages send each other is made
+        again. Costs a look at each broken log for each of these stages.
         """
         found: dict[int, str] = {}
         group = list(lost)
@@ -174,7 +168,6 @@ class Logs:
         return found
 
     def _why_along(self, stage: int, boundary: int, committed: int) -> str:
-        """Why what ``stage`` has sent over ``boundary`` can't be read up to ``committed``; empty where it can."""
         if boundary not in self.boundaries:
             return f"the boundary {boundary}|{boundary + 1} is not logged"
         lacking = [each for each, its in self._broken if its == stage and each.step <= committed]

@@ -1,9 +1,9 @@
-"""Newcomers that do nothing: nobody waits for them, but their seats stay empty for as long.
+"""Newcomers that do nothing: nobody waits for them, but their seats stay empty meanwhile.
 
-A stopped process is given up after the deadline of any other; a script that has not got on, and waits for nobody, after
-``idle_timeout_s``.  What a newcomer waits for has a deadline there, ``wait_timeout_s``, past which its process ends; a
-replay has its own (core/coordinator/replay_deadlines.py).  A process that ends, and a host that is gone,
-core/coordinator/facts/vacancies.py sees.
+A stopped process is given up after the same deadline as any other. A script that makes no progress and waits for nobody
+is given up after ``idle_timeout_s``. A waiting newcomer has a deadline of its own, ``wait_timeout_s``, after which its
+process ends. A replay has its own too (core/coordinator/replay_deadlines.py). Ended processes and lost hosts are seen
+by core/coordinator/facts/vacancies.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass
 class _Doing:
-    """What a newcomer is at since when, and since when its process is stopped; in seconds of the detector's clock."""
+    """What a newcomer does, since when, and since when its process is stopped; in s of the detector's clock."""
 
     last: tuple[object, ...] | None = None
     since: float = 0.0
@@ -27,13 +27,13 @@ class _Doing:
 
 
 class NewcomerWatch:
-    """What newcomers are at, by their own and their supervisors' heartbeats."""
+    """What newcomers do, by their own and their supervisors' heartbeats."""
 
     def __init__(self) -> None:
         self._doing: dict[WorkerId, _Doing] = {}
 
     def hear(self, message: Heartbeat | SupervisorHeartbeat, clock: float) -> None:
-        """Takes in a heartbeat of a newcomer or of its supervisor."""
+        """Record a heartbeat of a newcomer or of its supervisor."""
         doing = self._doing.setdefault(message.worker, _Doing())
         if isinstance(message, SupervisorHeartbeat):
             doing.stopped_at = (clock if doing.stopped_at is None else doing.stopped_at) if message.stopped else None
@@ -48,9 +48,7 @@ class NewcomerWatch:
         idle_s: float,
         clock: float,
     ) -> Iterator[tuple[WorkerId, str]]:
-        """Those of ``newcomers`` that are past a deadline, each once, with the reason in words; ``replaying``: of
-        these, who replays a stage or helps with that.
-        """
+        """Yield ``newcomers`` past a deadline, once each, and why. ``replaying``: those that do or help a replay."""
         self._doing = {worker: doing for worker, doing in self._doing.items() if worker in newcomers}
         for worker, doing in list(self._doing.items()):
             why = ""

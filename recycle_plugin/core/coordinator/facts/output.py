@@ -13,7 +13,7 @@ WORKERS, SUPERVISORS = "workers", "supervisors"
 
 @dataclass(frozen=True)
 class SupervisorOf:
-    """The address of the supervisor that starts the processes of ``rank``; ``former``: and of those that once did."""
+    """The address of the supervisor of ``rank``. ``former``: also of earlier supervisors of that rank."""
 
     rank: int
     former: bool = False
@@ -21,7 +21,7 @@ class SupervisorOf:
 
 @dataclass(frozen=True)
 class Joiner:
-    """The address of a supervisor that asks for a seat, and has no rank yet."""
+    """The address of a supervisor that asks for a seat and has no rank yet."""
 
     number: int
 
@@ -31,7 +31,7 @@ Whom = str | WorkerId | SupervisorOf | Joiner
 
 @dataclass(frozen=True)
 class Event:
-    """An event that a user wants to know of: one line of text, and the same as data."""
+    """An event for the user: one line of text, and the same as data."""
 
     kind: str
     text: str
@@ -40,22 +40,20 @@ class Event:
 
 @dataclass
 class CoordinatorOutput:
-    """The output that a message leads to: messages for workers (all live, or one) and for supervisors, and events for
-    the user.
-    """
+    """What a message leads to: messages for workers (all live, or one) and supervisors, and events for the user."""
 
     messages: list[tuple[Whom, object]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def tell(self, whom: Whom, message: object) -> None:
-        """Adds a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
+        """Add a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
         self.messages.append((whom, message))
 
     def fence(self, worker: WorkerId, why: str) -> None:
-        """Sees to it that ``worker`` does nothing more: its supervisor kills it, and it hears so itself."""
+        """Stop ``worker``: its supervisor kills it, and it is told so itself."""
         for whom in (SupervisorOf(worker.rank, former=True), worker):
             self.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
     def say(self, kind: str, text: str, **details: object) -> None:
-        """Adds an event for the user."""
+        """Add an event for the user."""
         self.events.append(Event(kind, text, details))

@@ -1,9 +1,9 @@
-"""Where each replica's plain iterator stands behind the last step that stays, whoever is lost (the rules:
-core/vocabulary/iterator_draws.py).
+"""Where each replica's plain iterator stands after the last committed step, whoever is lost
+(core/vocabulary/iterator_draws.py has the rules).
 
-Ends say it with each step that they apply.  Of a replica that has lost both its ends nobody says it: what counts of its
-batches in unfinished steps is what others have copies of, by which they go on.  Where also these copies are gone once a
-step is summed, nobody knows how many batches are in that, and the replica has no place any more.
+The workers of a replica's first and last stage, its ends, report the place with each step that they apply. If a replica
+has lost both ends, its batches in unfinished steps are counted from the copies that others hold. If these copies are
+gone too once a step is summed, nobody knows how many batches are in it, and the replica has no place any more.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from recycle_plugin.core.vocabulary.packed_data import PackedData
 
 @dataclass
 class Unfinished:
-    """A step that is not committed: the places ``said`` behind it, by replica; how many batches were ``drawn`` of
-    replicas of which nobody says that; and which iterators of their scripts, by ``numbers``, ends have read for it.
+    """A step that is not committed. ``said``: reported places after it, by replica. ``drawn``: batches drawn of
+    replicas of which nobody reports. ``numbers``: which of their scripts' iterators the ends have read for it.
     """
 
     said: dict[int, Place] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Unfinished:
     numbers: set[int] = field(default_factory=set)
 
     def behind(self, replica: int, before: Place | None) -> Place | None:
-        """The place of ``replica`` behind this step, given that ``before`` it; None where that is not known."""
+        """Return the place of ``replica`` after this step, given the place ``before`` it; None if it is not known."""
         if replica in self.said or not self.drawn.get(replica):
             return self.said.get(replica, before)
         if before is None or len(self.numbers) != 1:
             return None
-        (number,) = self.numbers  # scripts are alike: of those lost too
+        (number,) = self.numbers  # all scripts are alike: lost workers read the same iterator
         return Place(number, self.drawn[replica] + (before.read if before.iterator == number else 0))
 
 
@@ -43,34 +43,34 @@ class Places:
     """The places of a job's plain iterators, by replica."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Place] = {}  # behind the last committed step
+        self._kept: dict[int, Place] = {}  # after the last committed step
         self._unfinished: dict[int, Unfinished] = {}  # by step
-        self._placed: set[int] = set()  # replicas of which somebody has said a place at the last change
+        self._placed: set[int] = set()  # replicas with a reported place at the last regroup
 
     def stepped(self, message: Stepped, replica: int) -> None:
-        """Takes in where the iterator of an end of ``replica`` stands behind a step."""
+        """Record where the iterator of an end of ``replica`` stands after a step."""
         if message.place is not None:
             step = self._of(message.step)
             step.said[replica] = message.place
             step.numbers.add(message.place.iterator)
 
     def commit(self, last: int) -> None:
-        """Keeps the places behind step ``last``, which is committed, and those before it."""
+        """Keep the places after step ``last``, which is committed, and after those before it."""
         for number in sorted(step for step in self._unfinished if step <= last):
             step = self._unfinished.pop(number)
             for replica in (*step.said, *step.drawn):
                 self._keep(replica, step.behind(replica, self._kept.get(replica)))
 
     def rewind(self) -> None:
-        """Notes that all go on from a checkpoint; their iterators go on where they are."""
+        """Drop unfinished steps: all go on from a checkpoint, and their iterators go on where they are."""
         self._unfinished.clear()
 
     def agree(
         self, reports: Reports, committed: int, batches: Mapping[int, tuple[int, ...]], micro_batches: int
     ) -> None:
-        """Takes in what members report that go on together, ``committed`` being the last step so far.  ``batches``: of
-        each of the next two, the replicas that contribute ``micro_batches`` each, where iterators are read.  Costs time
-        in proportion to the batches that they hold.
+        """Record the reports of members that go on together; ``committed`` is the last step so far. ``batches``: for
+        each of the next two steps, the replicas that contribute ``micro_batches`` each, if iterators are read. Costs
+        time in proportion to the batches that the members hold.
         """
         for seat, report in reports.placed.items():
             for name, place in report.places.items():
@@ -86,9 +86,9 @@ class Places:
         self._placed = placed
 
     def count_whole(self, reports: Reports, batches: Mapping[int, tuple[int, ...]], micro_batches: int) -> None:
-        """Takes in that each of the replicas which ``batches`` names for a step has given it all its ``micro_batches``,
-        where scripts draw for themselves and for nobody else: also one that was lost before it could say so.  A step
-        that has part of them only has none of them (core/vocabulary/step_batches.py).
+        """Record that each replica that ``batches`` names for a step has given it all its ``micro_batches``, including
+        replicas lost before they could report. For jobs whose scripts each draw only for themselves: a step has all of
+        a replica's batches or none (core/vocabulary/step_batches.py).
         """
         placed, behind = {seat.replica for seat in reports.placed}, dict(self._kept)
         for number in sorted(batches):
@@ -99,9 +99,7 @@ class Places:
             behind |= step.said
 
     def known(self, reports: Reports | None = None) -> dict[int, Place]:
-        """The places, as far as they are known: those behind the last committed step, or with ``reports`` where they
-        are now.
-        """
+        """Return the known places after the last committed step, or with ``reports`` the current ones."""
         if reports is None:
             return dict(self._kept)
         found: dict[int, Place | None] = dict(self._kept)
@@ -115,8 +113,9 @@ class Places:
     def _count_draws(
         self, reports: Reports, number: int, replicas: Collection[int], micro_batches: int, placed: Collection[int]
     ) -> None:
-        """Counts what is known of the batches of those not ``placed`` in step ``number``, to which ``replicas``
-        contribute: what others have had of it counts nowhere.
+        """Add to each cursor the micro-batches drawn in step ``number``. Replicas in ``placed`` are skipped (their
+        position is known); draws of replicas that do not contribute are ignored. If copies are missing of a summed
+        step, replicas that nobody reports any more lose their place.
         """
         draws: dict[MicroBatch, Draw] = {}
         for packed in reports.held_draws.values():
@@ -128,7 +127,7 @@ class Places:
         if (silent or step.drawn) and len(draws) < len(replicas) * micro_batches and _summed(reports, number):
             for replica in silent:
                 self._kept.pop(replica, None)
-            return  # what was known of the others before that has stayed
+            return  # the counts of other replicas stay
         step.drawn.clear()
         for draw in draws.values():
             if draw.source not in placed:
@@ -136,9 +135,7 @@ class Places:
 
     @staticmethod
     def unfilled(reports: Reports, committed: int) -> int:
-        """The step behind ``committed`` for which somebody has nothing to draw, and nobody has: the iterators of all
-        replicas with both their ends have ended.  0 where there is none.
-        """
+        """Return the step after ``committed`` for which the iterators of all whole replicas have ended; else 0."""
         step = max((report.lacks for report in reports.by_worker.values()), default=0)
         if step <= committed:
             return 0
@@ -159,7 +156,7 @@ class Places:
 
 
 def ended_iterators(reports: Reports) -> dict[int, int]:
-    """By replica, which of its script's iterators has given all that it has to one of its ends."""
+    """Return by replica the number of its script's last iterator that one of its ends has exhausted."""
     found: dict[int, int] = {}
     for seat, report in reports.placed.items():
         if report.ended:
@@ -168,7 +165,7 @@ def ended_iterators(reports: Reports) -> dict[int, int]:
 
 
 def _summed(reports: Reports, step: int) -> bool:
-    """Whether somebody has a gradient sum of ``step``, or has applied it."""
+    """Return whether somebody has a gradient sum of ``step``, or has applied it."""
     return any(
         not names and (group.step == step + 1 if group.kind == "params" else group.step == step)
         for packed in reports.holdings.values()

@@ -1,7 +1,5 @@
-"""What a job's steps and evaluations have given, for the scripts of newcomers, which run through all of them once more.
-
-Of each there is its mean loss, as the coordinator has told it to all; 8 bytes each are kept for as long as the job
-goes on.
+"""The mean losses of a job's steps and evaluations, for scripts of newcomers, which run through all of them again. They
+are as the coordinator has told them to all. Each takes 8 bytes, for as long as the job lasts.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ ANOTHER_STATE = "the others have loaded a checkpoint while they trained, and a s
 
 
 class Recorder:
-    """The record of a job that has begun with the state after ``began`` steps."""
+    """The record of a job that began with the state after ``began`` steps."""
 
     def __init__(self, began: int = 0) -> None:
         self._began = began
         self._losses = array("d")
-        self._unknown: set[int] = set()  # steps between others
+        self._unknown: set[int] = set()  # earlier steps of which no loss is known
         self._evaluations = array("d")
         self._refused = ""
         self._unfilled: list[int] = []
@@ -33,7 +31,7 @@ class Recorder:
         return len(self._evaluations)
 
     def lost(self, step: int, losses: Mapping[str, Loss]) -> None:
-        """Takes the losses of ``step``, by micro-batch; those of a step that is run anew replace what was there."""
+        """Record the losses of ``step``, by micro-batch; a step that runs again replaces its first losses."""
         place = step - self._began
         if place >= 1 and losses:
             self._unknown.update(range(self._began + len(self._losses) + 1, step))
@@ -41,25 +39,28 @@ class Recorder:
             _put(self._losses, place, losses)
 
     def evaluated(self, number: int, losses: Mapping[str, Loss]) -> None:
-        """Takes the losses of an evaluation, of which the first one has the number 1."""
+        """Record the losses of an evaluation; the first one has number 1."""
         if losses:
             _put(self._evaluations, number, losses)
 
     def unfilled(self, step: int) -> None:
-        """Notes that all plain iterators had ended before ``step`` was filled, and scripts have heard so."""
+        """Record that all plain iterators had ended before ``step`` was filled, and scripts were told so."""
         self._unfilled.append(step)
 
     def rewind(self, step: int) -> None:
-        """Notes that all go on from a checkpoint of ``step``, which was loaded while they trained."""
+        """Record that all have loaded a checkpoint of ``step`` while they trained, which newcomers can't follow."""
         self._refused = f"{ANOTHER_STATE} (of step {step})"
 
     def told(self, committed: int, steps: int = 0, evaluations: int = 0) -> Iterator[Recorded]:
-        """What a newcomer's script has to know of the steps after ``steps``, up to ``committed``, and of the
+        """Yield what a newcomer's script must know of the steps after ``steps`` up to ``committed``, and of the
         evaluations after the first ``evaluations``; at least one message.
         """
         first, ended = max(steps - self._began, 0), len(self._evaluations) - evaluations
         losses = self._losses[first : max(committed - self._began, 0)]
-        numbers = [*self._evaluations[evaluations:], *losses]  # who knows of a step knows of evaluations before it
+        numbers = [
+            *self._evaluations[evaluations:],
+            *losses,
+        ]  # evaluations first: a script that hears of a step knows those before it
         for begin in range(0, max(len(numbers), 1), PIECE):
             end = min(begin + PIECE, len(numbers))
             middle = min(max(ended, begin), end)
@@ -76,6 +77,6 @@ class Recorder:
 
 
 def _put(numbers: array[float], place: int, losses: Mapping[str, Loss]) -> None:
-    """Set the number at ``place``, which counts from 1, to the mean loss."""
+    """Set the number at ``place``, counted from 1, to the mean loss."""
     numbers.extend([nan] * (place - len(numbers)))
     numbers[place - 1] = mean(losses)

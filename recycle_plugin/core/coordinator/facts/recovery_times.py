@@ -1,18 +1,16 @@
-"""What was measured in a job of what its recoveries are made of: how long a process takes until its model is ready, and
-how long a stage's state takes from a checkpoint.
-
-The job's own start is the first measurement, and counts until somebody has come back: all processes start at once then,
-and the slowest of them is what a recovery would wait for.
+"""Measured parts of a recovery: how long a process takes until its model is ready, and how long a stage's state takes
+to load from a checkpoint. The job's own start is the first measurement, and counts until a worker has come back. All
+processes start at once then, and a recovery would wait for the slowest of them.
 """
 
 from __future__ import annotations
 
 
 class RecoveryTimes:
-    """These times, in seconds; None as long as nothing was measured."""
+    """These times, in seconds; None until measured."""
 
     def __init__(self) -> None:
-        self._supervised: dict[int, float] = {}  # by rank, when its supervisor came, which starts its process at that
+        self._supervised: dict[int, float] = {}  # by rank, when its supervisor came and started its process
         self._first: float | None = None
         self._again: float | None = None
         self._loaded: float | None = None
@@ -20,25 +18,21 @@ class RecoveryTimes:
 
     @property
     def start_up_s(self) -> float | None:
-        """From the start of a process until its model was ready: that of the last one that has come back, or else of
-        the slowest at the job's start.
-        """
+        """From a process's start until its model is ready: the last return's, else the slowest at the job's start."""
         return self._again if self._again is not None else self._first
 
     @property
     def load_s(self) -> float | None:
-        """What a stage's state takes from a checkpoint: what it took the last time, or else what it took to be written
-        there, of the slowest worker.
-        """
+        """How long a stage's state took to load last time, else how long the slowest worker took to write it."""
         return self._loaded if self._loaded is not None else self._written
 
     def supervised(self, rank: int, now: float) -> None:
-        """Takes in that the supervisor of ``rank`` is there."""
+        """Record that the supervisor of ``rank`` has come."""
         self._supervised[rank] = now
 
     def ready(self, rank: int, now: float, due: float = 0.0, again: bool = False) -> None:
-        """Takes in that the model of ``rank`` is ready.  ``due``: when its supervisor was to start it, 0 where nobody
-        has said so; ``again``: it comes back.
+        """Record that the model of ``rank`` is ready. ``due``: when its supervisor was to start it, 0 if unknown.
+        ``again``: the worker comes back.
         """
         began = max(due, self._supervised.get(rank, 0.0))
         if not began:
@@ -50,9 +44,9 @@ class RecoveryTimes:
             self._first = max(took, self._first or 0.0)
 
     def loaded(self, seconds: float) -> None:
-        """Takes in how long a stage's state took from a checkpoint."""
+        """Record how long a stage's state took to load from a checkpoint."""
         self._loaded = seconds
 
     def written(self, seconds: float) -> None:
-        """Takes in how long the slowest worker's share of a checkpoint took; 0 where nobody has measured it."""
+        """Record how long the slowest worker's share of a checkpoint took to write; 0 if not measured."""
         self._written = seconds or self._written

@@ -1,11 +1,10 @@
-"""Regrouping, from one membership to the next: it is published, its members report, and when all have they go on
-together.
+"""Regrouping, from one membership to the next: it is published, its members report, then they go on together.
 
-* A *generation* is a version of the membership.  One that a failure makes holds at once; a planned one holds from a
-  step which nobody can have started.
+* A *generation* is a version of the membership. After a failure it holds at once. A planned one holds from a step that
+  nobody can have started.
 * Every member of a new generation stops and reports how many steps it has applied, what it holds of unfinished ones,
-  and the hash of the plan it made.  When all have, everybody learns all of it.
-* A newer generation replaces one that is still reported for; reports that belong to an older one are dropped.
+  and the hash of its plan. When all have reported, all are told every report.
+* A newer generation replaces one that is still under way. Reports for an older one are dropped.
 """
 
 from __future__ import annotations
@@ -25,49 +24,49 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 @dataclass(frozen=True)
 class Reports:
-    """The reports of everybody who goes on in ``generation``, as they came."""
+    """The reports of all that go on in ``generation``, as they came."""
 
     generation: Generation
     by_worker: dict[WorkerId, SurvivorReport]
 
     @property
     def counts(self) -> list[int]:
-        """The number of steps that each has applied, in the order of the reports."""
+        """How many steps each worker has applied, in the order of the reports."""
         return [report.stepped for report in self.by_worker.values()]
 
     @property
     def all_valid_from(self) -> list[int]:
-        """The generation from which each one's data is valid, in the order of the reports."""
+        """The generation from which each worker's data is valid, in the order of the reports."""
         return [report.valid_from for report in self.by_worker.values()]
 
     @property
     def loaded(self) -> bool:
-        """Whether anybody has the state of a checkpoint."""
+        """Whether any worker has the state of a checkpoint."""
         return any(report.loaded for report in self.by_worker.values())
 
     @property
     def slowest(self) -> SurvivorReport:
-        """The report of whom it took longest to get this far."""
+        """The report that took longest to make."""
         return max(self.by_worker.values(), key=lambda report: sum(report.timings.values()))
 
     @property
     def holdings(self) -> dict[str, Any]:
-        """The data that each seat holds, by its text form: what all its shards hold."""
+        """The held data by seat, in its text form: what all shards of the seat hold."""
         return self._by_seat(lambda told: held_by_all([report.held for report in told]))
 
     @property
     def held_draws(self) -> dict[str, Any]:
-        """The data of plain iterators that each seat holds, by its text form: what all its shards hold."""
+        """The held data of plain iterators by seat, in its text form: what all shards of the seat hold."""
         return self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
 
     @property
     def placed(self) -> dict[Seat, SurvivorReport]:
-        """The reports of whose plain iterators stand at their replicas' places, one of each seat."""
+        """By seat, one report of those whose plain iterators stand at their replica's place."""
         told = self._by_seat(lambda reports: reports[0])
         return {Seat.parse(seat): report for seat, report in told.items() if report.places}
 
     def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
-        """The reports of each seat of which somebody has reported, its shards' ``joined`` in their order."""
+        """Return, for each seat with a report, its shards' reports in their order, ``joined``."""
         roster = self.generation.roster
         told = {
             str(seat): [
@@ -79,7 +78,7 @@ class Reports:
 
     @property
     def odd(self) -> dict[WorkerId, str]:
-        """The workers that contradict most of the others, and how, in words; nobody where no most agree."""
+        """The workers that contradict the majority, and how, in words; empty if there is no majority."""
         told = {
             worker: (report.digest, report.stepped if report.loaded else None)
             for worker, report in self.by_worker.items()
@@ -97,7 +96,7 @@ class Reports:
         }
 
     def contradiction(self) -> str | None:
-        """The reason why they can't go on together, or None."""
+        """Return why the workers can't go on together, or None."""
         digests = {report.digest for report in self.by_worker.values()}
         if len(digests) > 1:
             return f"workers made different plans for generation {self.generation.number}: {', '.join(sorted(digests))}"
@@ -112,41 +111,39 @@ def _of_checkpoint(loaded: int | None) -> str:
 
 
 class Regrouping:
-    """The change to the newest generation.  ``generation``: the newest; ``in_force``: the last that all have agreed
-    on.
-    """
+    """The change to the newest generation. ``generation``: the newest. ``in_force``: the last that came about."""
 
     def __init__(self) -> None:
         self.generation = -1
         self.in_force = -1
         self._awaiting: Generation | None = None
-        self._asked: frozenset[WorkerId] = frozenset()  # the members of the newest
+        self._asked: frozenset[WorkerId] = frozenset()  # the newest generation's members
         self._reports: dict[WorkerId, SurvivorReport] = {}
-        self._open: set[WorkerId] = set()  # of the newest, who has not reported
+        self._open: set[WorkerId] = set()  # those that have not reported
 
     @property
     def under_way(self) -> bool:
-        """Whether a generation is published that has not come about."""
+        """Whether a published generation has not come about yet."""
         return self._awaiting is not None
 
     @property
     def at_once(self) -> int | None:
-        """The number of the published generation that holds at once and has not come about yet; else None."""
+        """The number of the generation under way if it holds at once, else None."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
     @property
     def planned(self) -> Generation | None:
-        """The published generation that holds from a step to come and has not come about yet; else None."""
+        """The generation under way if it holds from a later step, else None."""
         return self._awaiting if self._awaiting and self._awaiting.from_step else None
 
     def plans(self, roster: Roster) -> bool:
-        """Whether that is one of ``roster``, so that nothing new is to be planned."""
+        """Return whether a planned generation with the workers of ``roster`` is under way."""
         return self.planned is not None and self.planned.roster.workers == roster.workers
 
     def publish(
         self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple[Any, ...], out: CoordinatorOutput
     ) -> None:
-        """Publishes a new generation of ``roster`` to all workers, which holds from ``from_step`` on, or at once where
+        """Publish a generation of ``roster`` to all workers; it holds from ``from_step`` on, or at once if
         that is 0.
         """
         self.generation += 1
@@ -157,23 +154,19 @@ class Regrouping:
         out.tell(WORKERS, self._awaiting)
 
     def has_come(self, committed: int) -> bool:
-        """Whether a generation is under way that holds at once, or from a step that may have come where ``committed``
-        is the last committed one.
-        """
+        """Return whether the generation under way can hold by now: its step is at most the one after ``committed``."""
         return self._awaiting is not None and committed >= self._awaiting.from_step - 1
 
     def counts_on(self, worker: WorkerId) -> bool:
-        """Whether the report of ``worker`` is waited for, or was."""
+        """Return whether ``worker`` is a member of the generation under way."""
         return self._awaiting is not None and worker in self._awaiting.roster.workers
 
     def report(self, worker: WorkerId) -> SurvivorReport | None:
-        """What ``worker`` has reported for the newest generation; None where it has not."""
+        """Return what ``worker`` has reported for the newest generation; None if nothing."""
         return self._reports.get(worker)
 
     def add(self, report: SurvivorReport) -> bool:
-        """Takes in a report; returns whether it is of the newest generation, which has not come about, and of one of
-        its members.
-        """
+        """Record a report. Return False, and drop it, if it is not a member's for the generation under way."""
         if report.generation != self.generation or self.generation == self.in_force:
             return False
         if report.worker not in self._asked:
@@ -184,31 +177,25 @@ class Regrouping:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody has reported for a generation that has not come about: it has something to do with the
-        others yet.
-        """
+        """Whether a worker has reported for a generation that has not come about: it still needs the others."""
         return self.generation > self.in_force and bool(self._reports)
 
     def complete(self, live: Roster) -> Reports | None:
-        """The reports of all, once everybody has reported who still can, else None: whoever has gone since has nothing
-        to do with what is left.
-        """
+        """Return all reports once every worker in ``live`` has reported, else None."""
         if self._awaiting is None or not self._reports or any(worker in live.workers for worker in self._open):
             return None
         return Reports(self._awaiting, dict(self._reports))
 
     def agreed(self, generation: Generation) -> None:
-        """Puts ``generation`` in force: all go on in it."""
+        """Put ``generation`` in force."""
         self._awaiting, self.in_force = None, generation.number
 
     def stop(self) -> None:
-        """Drops the generation under way: nobody goes on, for now or for good."""
+        """Drop the generation under way: nobody goes on, for now or for good."""
         self._awaiting = None
 
     def overdue(self, left: set[WorkerId], seconds: float) -> str | None:
-        """The complaint about who is still missing after ``seconds``, or None.  ``left``: who need not report any
-        more.
-        """
+        """Return the complaint about missing reports after ``seconds``, or None. ``left``: need not report."""
         if self._awaiting is None:
             return None
         missing = self._awaiting.roster.without(left | self._reports.keys())

@@ -1,8 +1,6 @@
-"""A check that replicas of a stage hold the same bits, and so do all copies of a weight that stages share: who doesn't,
-by hashes after the same step.
-
-All live workers of a stage apply the same reduced gradient to the same state, so any difference is a fault: of memory,
-of an arithmetic unit, or of the software.  It says nothing of who is right, so a majority decides.
+"""A check that replicas of a stage hold the same bits, and all copies of a shared weight too, by hashes after one step.
+All live workers of a stage apply the same reduced gradient to the same state. Any difference is a fault of memory, of
+an arithmetic unit or of the software. A hash does not tell who is right, so a majority decides.
 """
 
 from __future__ import annotations
@@ -14,15 +12,13 @@ from dataclasses import dataclass
 from recycle_plugin.core.messages.from_workers import Fingerprint
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerId
 
-KEPT = 4  # steps: the last that is committed, two that may be applied by now, and that of a checkpoint
+KEPT = 4  # steps: the last committed, two that may be applied, and a checkpoint's
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A difference between replicas: ``members`` of one stage differ from the others; from each other, if there is no
-    ``majority``.
-
-    ``weight``: in their copies of this one, which several stages have.
+    """A difference between replicas after ``step``. ``members`` differ from the other workers of their stage or,
+    without a ``majority``, from each other. ``weight``: the shared weight whose copies differ, "" for the whole state.
     """
 
     step: int
@@ -32,7 +28,6 @@ class Mismatch:
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """The identities of the members that differ."""
         return tuple(member.worker for member in self.members)
 
     def __str__(self) -> str:
@@ -58,14 +53,14 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._said: dict[int, dict[WorkerId, Fingerprint]] = {}
-        self._steps: dict[int, deque[tuple[WorkerId, int]]] = {}  # by rank, whose fingerprints of which steps came last
+        self._steps: dict[int, deque[tuple[WorkerId, int]]] = {}  # by rank, the last ones kept
 
     def __bool__(self) -> bool:
         return bool(self._said)
 
     def add(self, message: Fingerprint) -> None:
-        """Takes one in.  A step that was taken back and applied again is hashed again: the last word counts.  Of each
-        rank the last few steps are kept; of a checkpoint that all have loaded the step may be any.
+        """Record a fingerprint. If a step was taken back and applied again, the last one counts. The last few of each
+        rank are kept: the step of a checkpoint that all have loaded may be any.
         """
         said = self._steps.setdefault(message.rank, deque())
         if (message.worker, message.step) not in said:
@@ -75,17 +70,16 @@ class Fingerprints:
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def _forget(self, worker: WorkerId, step: int) -> None:
-        """Drops what ``worker`` has said of ``step``, if that was not compared yet."""
+        """Drop the fingerprint of ``worker`` after ``step``, if it was not compared yet."""
         if (said := self._said.get(step)) is not None:
             said.pop(worker, None)
             if not said:
                 del self._said[step]
 
     def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
-        """Compares what everybody who is alive has said of ``step``, which is committed, and of those before it.
-
-        Of a checkpoint that training begins with not all may have yet.  Shards of a seat hold different parts: each is
-        compared with the same shard of the others.  Costs time in proportion to the members, for each step.
+        """Compare the fingerprints of ``step``, which is committed, and of earlier steps, as far as all members have
+        sent them. Some may be missing for a checkpoint that training begins with. Shards of a seat hold different
+        parts: each is compared with the same shard of other seats. O(members) for each step.
         """
         for checked in sorted(
             checked for checked, said in self._said.items() if checked <= step and roster.workers <= said.keys()
@@ -96,13 +90,11 @@ class Fingerprints:
                 for mismatch in self._of_step(checked, told, roster):
                     yield mismatch
                     for member in mismatch.members if mismatch.majority else ():
-                        told.pop(member, None)  # it is known to be wrong: what else it says decides nothing
+                        told.pop(member, None)  # known to be wrong: it must not decide anything else
 
     @staticmethod
     def _of_step(step: int, told: dict[Member, Fingerprint], roster: Roster) -> Iterator[Mismatch]:
-        """The mismatches of one step.  Copies of tied weights come first: there are more of them, so a majority is
-        likelier.
-        """
+        """Yield the mismatches of one step. Tied weights come first: more copies make a majority likelier."""
         for weight in sorted({weight for one in told.values() for weight in one.tied}):
             yield from compared(
                 step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight
@@ -112,7 +104,7 @@ class Fingerprints:
 
 
 def compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:
-    """The mismatch among ``digests`` after ``step``, if they are not all alike; ``weight``: of this one."""
+    """Yield the mismatch among ``digests`` after ``step``, if they are not all alike. ``weight``: of this one only."""
     counts = Counter(digests.values())
     if len(counts) > 1:
         common, votes = counts.most_common(1)[0]

@@ -1,5 +1,5 @@
-"""Whether a dead worker's process is started again, and after how long: each time that one dies before it was admitted,
-the next one waits longer, and at last it is given up.  Where several come as one, they count as one.
+"""Whether a dead worker's process is started again, and when. Each process that dies before it is admitted makes the
+next one wait longer, and in the end the seat is given up. Workers that come as one count as one.
 """
 
 from __future__ import annotations
@@ -7,49 +7,48 @@ from __future__ import annotations
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-FIRST_S, LONGEST_S = 1.0, 60.0  # from a death to the next start: the first time, and at most
-IN_A_ROW = 5  # so many starts of a rank without an admission, then it is given up
+FIRST_S, LONGEST_S = 1.0, 60.0  # from a death to the next start: at first, and at most
+IN_A_ROW = 5  # starts without an admission, after which a rank is given up
 LIMITS = {"always": IN_A_ROW, "never": 0}
 ELSEWHERE = "python -m recycle_plugin.launch --join takes its seat"
 
 
 def starts_in_a_row(rejoin: str | int) -> int:
-    """How many starts in vain the setting ``rejoin`` allows for in a row."""
+    """Return how many starts in vain in a row the setting ``rejoin`` allows."""
     return LIMITS[rejoin] if isinstance(rejoin, str) else rejoin
 
 
 class Restarts:
-    """How often those of each unit, that come as one, were started again in vain, by the setting ``rejoin``: "always",
-    "never", or a number of starts in a row.  A unit goes by its first rank.
+    """How often each unit (workers that come as one, named by its first rank) was started in vain. ``rejoin``:
+    "always", "never", or a number of starts in a row.
     """
 
     def __init__(self, rejoin: str | int = "never") -> None:
         self._limit = starts_in_a_row(rejoin)
-        self._in_vain: dict[int, int] = {}  # by unit, newcomers in a row that died before they were admitted
+        self._in_vain: dict[int, int] = {}  # by unit, newcomers in a row that died before admission
 
     def in_vain(self, unit: int) -> None:
-        """Notes that newcomers of ``unit`` have died before they were admitted."""
+        """Record that newcomers of ``unit`` have died before they were admitted."""
         self._in_vain[unit] = self._in_vain.get(unit, 0) + 1
 
     def admitted(self, unit: int) -> None:
-        """Notes that newcomers of ``unit`` were admitted, or have come from elsewhere: they are counted anew."""
+        """Count ``unit`` anew: its newcomers were admitted, or come from elsewhere."""
         self._in_vain.pop(unit, None)
 
     def has_given_up(self, unit: int) -> bool:
-        """Whether so many newcomers of ``unit`` have died in a row that none is started any more."""
+        """Return whether too many newcomers of ``unit`` have died in a row to start another."""
         return self._in_vain.get(unit, 0) >= self._limit
 
     def is_last(self, unit: int) -> bool:
-        """Whether nobody follows the newcomers of ``unit`` if they die before they are admitted."""
+        """Return whether nobody follows the newcomers of ``unit`` if they die before admission."""
         return self._in_vain.get(unit, 0) + 1 >= self._limit
 
     def decide(
         self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput, unit: int
     ) -> float | None:
-        """The seconds after which the successor of ``worker``, of ``unit``, is started, or None if it is not; said to
-        the user, but where the settings or the job's end make it plain.
-
-        ``who`` and ``why``: its name, and how it ended, in words.  ``unguarded``: nobody is left who could start it.
+        """Return after how many seconds the successor of ``worker``, of ``unit``, is started, or None if it is not.
+        Report either as an event, except where the settings or the job's end make it plain. ``who``: its name. ``why``:
+        how it ended, in words. ``unguarded``: nobody is left to start a process.
         """
         in_vain = self._in_vain.get(unit, 0)
         if ending or not self._limit:

@@ -1,4 +1,4 @@
-"""The record of a seat: who holds it, or is to, and whether anybody is there to start the next process."""
+"""The record of a seat: who holds it or is to, and whether anybody is there to start the next process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass
 class Vacancy:
-    """A vacant seat, or a shard of it.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that,
-    in seconds; ``come``: it has connected; ``heard``: when its supervisor has last said that its process is there.
-    ``before``: who held it last, or was to, ``how`` that has ended, in words, and whether ``in_vain``: before it was
-    admitted.
+    """A vacant seat, or a shard of one.
+
+    ``newcomer``: who is to hold it. ``due``: when its supervisor starts that process, in seconds. ``come``: the
+    newcomer has connected. ``heard``: when its supervisor last reported its process. ``before``: who held the seat
+    last, or was to; ``how``: how that one ended, in words; ``in_vain``: it ended before it was admitted.
     """
 
     newcomer: WorkerId | None = None
@@ -26,16 +27,16 @@ class Vacancy:
 
 @dataclass
 class SeatRecord:
-    """The seat of a ``rank``, or a shard of one.  ``name``: of the rank, for people; ``host``: where its processes are
-    started; ``unit``: the ranks that come as one, itself included; these are known once the job has started.
+    """The seat of a ``rank``, or a shard of one.
 
-    ``holder``: the incarnation that holds it, or is to; ``newest``: the largest that anybody has got; ``vacancy``: None
-    while a member holds it, as far as is known for certain.
+    ``name``: of the rank, for people. ``host``: where its processes start. ``unit``: the ranks that come as one, itself
+    included. These are known from the job's start. ``holder``: the incarnation that holds the seat or is to.
+    ``newest``: the largest incarnation given out. ``vacancy``: None while a member holds the seat, as far as is known
+    for certain.
 
-    Of its supervisor ``absent_since``: since when it is gone, in seconds; ``silent``: nothing is heard of its host;
-    ``unguarded``: nobody is left to start a process; ``staying``: it is to stay, whatever its last process has said.
-
-    ``away``: its holder is to leave as planned, or has, until it is admitted.
+    Of its supervisor, ``absent_since``: when it was gone, in seconds. ``silent``: its host is silent. ``unguarded``:
+    nobody is left to start a process. ``staying``: it is to stay, whatever its last process reports. ``away``: the
+    holder is to leave as planned, or has, until the seat is admitted again.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class SeatRecord:
 
     @property
     def is_filled(self) -> bool:
-        """Whether a newcomer is to hold the seat, which is vacant."""
+        """Whether the seat is vacant and a newcomer is to hold it."""
         return self.vacancy is not None and self.vacancy.newcomer is not None
 
     @property
@@ -63,13 +64,12 @@ class SeatRecord:
 
     @property
     def unused(self) -> int:
-        """An incarnation that nobody has had."""
         return max(self.newest or 0, self.holder or 0) + 1
 
     def is_for(self, worker: WorkerId) -> bool:
-        """Whether ``worker`` is to hold the seat, and is no member yet."""
+        """Return whether ``worker`` is to hold the seat, and is no member yet."""
         return self.vacancy is not None and self.vacancy.newcomer == worker
 
     def awaits(self, worker: WorkerId) -> bool:
-        """Whether ``worker`` is to hold the seat, and has not connected."""
+        """Return whether ``worker`` is to hold the seat, and has not connected."""
         return self.vacancy is not None and self.vacancy.newcomer == worker and not self.vacancy.come

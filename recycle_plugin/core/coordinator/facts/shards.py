@@ -1,7 +1,5 @@
-"""The shards of one seat: what they have together.
-
-All of them go on from the same instruction, with the same data (core/worker/lockstep.py): what they report is what
-every one holds.  What one has left out none of them holds, so it comes about again.
+"""The shards of one seat: what they have together. All of them go on from the same instruction with the same data
+(core/worker/lockstep.py), so only what every shard holds counts as held by the seat. All else is made again.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 
 
 def held_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The data that all shards of a seat hold, given what each has ``reported`` (core.vocabulary.packed_data.pack)."""
+    """Return what all shards of a seat hold, given what each has ``reported`` (core.vocabulary.packed_data.pack)."""
     first, *others = reported
     return pack(frozenset(PackedData(first)).intersection(*map(PackedData, others))) if others else first
 
 
 def drawn_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The data of plain iterators that all shards of a seat hold, given what each has ``reported``
+    """Return the data of plain iterators that all shards of a seat hold, given what each has ``reported``
     (core.vocabulary.iterator_draws.pack).
     """
     first, *others = reported

@@ -1,18 +1,18 @@
-"""Slow replicas: which of them hold the exchange between replicas up, and who in them is late.
+"""Slow replicas: which replicas hold up the exchange between replicas, and which worker in them is late.
 
-Every step ends in sums over the replicas, for which each worker waits until its counterparts have come: who holds the
-same shard of the same stage in the other replicas.  Each says how long its sum took.  Who comes last waits least, so
-the difference is how much later it came, and no clocks of two hosts are compared.
+Every step ends in sums over the replicas. Each worker waits there for its counterparts, the holders of the same shard
+of the same stage in other replicas, and reports how long its sum took. The last one to come waits least. So differences
+of waits are differences of arrival, and no clocks of two hosts are compared.
 
-* A seat comes when the last of its workers does.  A replica is *behind* by what its seat came later than the median of
-  its stage's seats, in the stage where that is most.  Where that was more than a tenth of the step for five steps in
-  a row the replica is slow, and where it was not for five steps in a row it is so no longer.  What a changing
-  membership takes is no step of these.
-* All workers of a replica come late where one of them is, since they wait for each other.  So the one who is *late* is
-  found by its own time: what it has spent, since the step before, waiting for nobody.  It is the one whose own time
-  is most above its counterparts'.  Where that is hardly so of anybody, it is what they send each other that is slow.
-* Who has more micro-batches than its counterparts is not slow for that: what these take at the pace of the quickest of
-  them counts for nothing.
+* A seat comes when the last of its shards does. A replica is *behind* by how much later its seat came than the median
+  of the stage's other seats, in the stage where that is most. It becomes slow after five steps in a row in which it was
+  behind by more than a tenth of the step, and is slow no longer after five steps in a row in which it was not. Steps
+  during a change of membership do not count.
+* One late worker makes all of its replica late, since they wait for each other. So the *late* one is found by its own
+  time, which is the time since the step before in which it waited for nobody. The late worker is the one whose own time
+  exceeds its counterparts' most. If the excess is small for all, the transfers between the replica's workers are slow.
+* More micro-batches than the counterparts' do not make a worker slow: their time, at the pace of the quickest
+  counterpart, is taken off.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Lateness:
-    """How late a replica was in a step, which took ``step_us``: ``behind_us`` the median of the others; ``own_us``: of
-    its workers' own times, how much each is above its counterparts'.
+    """How late a replica was in a step that took ``step_us``: ``behind_us`` after the median of the others. ``own_us``:
+    by how much each worker's own time exceeds its counterparts'. Microseconds.
     """
 
     step_us: int
@@ -43,14 +43,14 @@ class Lateness:
 
     @property
     def late(self) -> bool:
-        """Whether that was long enough to count."""
+        """Whether the replica was late enough to count."""
         return self.behind_us > LATE * self.step_us
 
 
 @dataclass(frozen=True)
 class SlowReplica:
-    """A replica that holds the exchange up: means over the last steps, in microseconds.  ``member``: who in it is
-    late, by ``own_us`` of its own time, None where nobody is; ``over``: the replica is slow no longer.
+    """A replica that holds the exchange up; means over the last steps, in microseconds. ``member``: the late worker, by
+    ``own_us`` of its own time, or None. ``over``: the replica is slow no longer.
     """
 
     replica: int
@@ -85,7 +85,7 @@ class SlowReplica:
 
 
 class SlowReplicas:
-    """The slow replicas of a job.  ``watches``: it has any to look for.  ``named``: those that count as slow."""
+    """The slow replicas of a job. ``watches``: the job has replicas to compare. ``named``: those that count as slow."""
 
     def __init__(self, watches: bool = False) -> None:
         self._watches = watches
@@ -95,13 +95,13 @@ class SlowReplicas:
         self._committed_at: float | None = None
 
     def add(self, message: ComputeTime) -> None:
-        """Takes in how long a worker's sum took, if that is known."""
+        """Record how long a worker's sum took, if that is known."""
         if self._watches and message.exchange_us is not None and message.own_us is not None:
             self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster, now: float) -> None:
-        """Compares the replicas in ``step``, which is committed ``now``, in seconds, if all that are at work have said
-        what it took them.  Costs time in proportion to the members, times the logarithm of the replicas.
+        """Compare the replicas in ``step``, committed at ``now`` (seconds), if all working members have reported their
+        times. O(members * log(replicas)).
         """
         if not self._watches:
             return
@@ -114,14 +114,14 @@ class SlowReplicas:
                 self._recent.setdefault(replica, deque(maxlen=STEPS)).append(lateness)
 
     def interrupted(self, roster: Roster) -> None:
-        """Begins to count anew, since the members are those of ``roster`` from now on."""
+        """Count anew with the members of ``roster``."""
         self._recent.clear()
         self._committed_at = None
         there = {seat.replica for seat in roster.working}
         self.named = {replica: slow for replica, slow in self.named.items() if replica in there}
 
     def news(self, roster: Roster) -> list[SlowReplica]:
-        """The replicas that have become slow, and those that are so no longer, with the steps counted so far."""
+        """Return the replicas that have become slow, and those that are slow no longer, and record them as such."""
         found = []
         for replica, recent in sorted(self._recent.items()):
             late = [lateness.late for lateness in recent]
@@ -145,7 +145,7 @@ class SlowReplicas:
 
 
 class Took(NamedTuple):
-    """What a step took a ``worker``: its sum, and its own time, in microseconds; for as many micro-batches as its
+    """What a step took a ``worker``, in microseconds: its sum and its own time, for as many micro-batches as its
     counterparts have.
     """
 
@@ -158,8 +158,8 @@ Counterparts = Mapping[int, Took]  # by replica
 
 
 def counterparts(roster: Roster, told: Mapping[WorkerId, ComputeTime]) -> list[list[Counterparts]]:
-    """What those have ``told`` who wait for each other, by stage and shard, of the replicas that are at work; nothing
-    where one of them has not, or there is but one replica.  Costs a pass over the members.
+    """Return the times by stage, shard and replica of the working members; [] if one is missing, or there is only one
+    replica. O(members).
     """
     stages = []
     for stage in roster.live_stages:
@@ -174,7 +174,7 @@ def counterparts(roster: Roster, told: Mapping[WorkerId, ComputeTime]) -> list[l
 
 
 def _evened(group: Mapping[int, ComputeTime]) -> Counterparts:
-    """What it would have taken those of ``group`` to do as much as the one with the least work."""
+    """Return the times that ``group`` would have taken with the work of the one that has the least."""
     least = min(time.nominal_us for time in group.values())
     pace = min((time.spent_us / time.nominal_us for time in group.values() if time.nominal_us), default=0.0)
     more = {replica: round((time.nominal_us - least) * pace) for replica, time in group.items()}
@@ -185,9 +185,8 @@ def _evened(group: Mapping[int, ComputeTime]) -> Counterparts:
 
 
 def compared(stages: Sequence[Sequence[Counterparts]], step_us: int) -> dict[int, Lateness]:
-    """How late each replica was in a step that took ``step_us``: as the stage where it was most so, of which the seat
-    comes when the last of its workers does.  Costs time in proportion to the workers, times the logarithm of the
-    replicas.
+    """Return how late each replica was in a step that took ``step_us``, in the stage where it was latest; a seat comes
+    when the last of its shards does. O(workers * log(replicas)).
     """
     behind: Counter[int] = Counter(dict.fromkeys(stages[0][0], 0))
     own: dict[int, dict[WorkerId, int]] = {replica: {} for replica in behind}
@@ -204,5 +203,5 @@ def compared(stages: Sequence[Sequence[Counterparts]], step_us: int) -> dict[int
 
 
 def _of_others(values: Sequence[int], one: int, number: int) -> int:
-    """The ``number``-th smallest, from 1, of sorted ``values`` without ``one`` of them."""
+    """Return the ``number``-th smallest, from 1, of sorted ``values`` without one entry of the value ``one``."""
     return values[number - 1] if values[number - 1] < one else values[number]

@@ -1,4 +1,4 @@
-"""Figures of each committed step for whoever observes the job, from what the workers have computed."""
+"""Figures of each committed step for observers of the job, from the workers' compute times."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from typing import Any
 from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-RECENT = 20  # steps, of which the median is what one takes: a loss, or a checkpoint, makes a few take longer
+RECENT = 20  # steps for the median: a loss or a checkpoint makes a few take longer
 
 
 class StepFigures:
-    """A sum of what workers say of a step; what a lost one has not said is not in it."""
+    """Sums of what workers report of a step; what a lost worker did not report is missing."""
 
     def __init__(self) -> None:
-        self._said: dict[int, dict[WorkerId, ComputeTime]] = {}  # what each has computed in a step, all in all
+        self._said: dict[int, dict[WorkerId, ComputeTime]] = {}  # by step
         self._committed_at: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds
-        self._work: dict[int, deque[int]] = {}  # by stage, what all its workers compute in a step
+        self._work: dict[int, deque[int]] = {}  # by stage, what all its workers compute in a step, us
 
     @property
     def step_s(self) -> float | None:
-        """What a step takes, in seconds; None as long as nobody knows."""
+        """The duration of a step, in seconds; None until known."""
         return median(self._steps) if self._steps else None
 
     def work_s(self, stage: int) -> float | None:
-        """What all workers of a stage compute in a step, together, in seconds; None as long as nobody knows."""
+        """Return what all workers of a stage together compute in a step, in seconds; None until known."""
         return median(self._work[stage]) / 1e6 if stage in self._work else None
 
     def add(self, message: ComputeTime) -> None:
-        """Takes in how long a worker has computed in a step.  One that is applied twice is spoken of twice, each time
-        of what is new.
-        """
+        """Record a worker's compute time in a step; if it applies the step again, the second message adds to it."""
         said = self._said.setdefault(message.step, {})
         before = said.get(message.worker)
         if before is not None:
@@ -44,15 +42,12 @@ class StepFigures:
         said[message.worker] = message
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
-        """The figures of ``step``, as far as they are known, and more that only the log has; the messages behind them
-        are dropped.
+        """Return the known figures of ``step``, and more that only the event log has; drop the messages behind them.
 
-        ``live``: the stage of each live worker, by rank.  ``now``: seconds.
-
-        Figures: ``step_s``, seconds since the commit before; ``bubble_share``: of the live workers' time since then, in
-        which they computed no micro-batch; ``redone_share``: of the time that they computed, spent on what had been a
-        lost worker's, or on what they had computed before.  More: ``redone_s``, which is that time, in seconds of all
-        workers together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
+        ``live``: stage of each live worker, by rank. ``now``: seconds. Figures: ``step_s``, seconds since the commit
+        before; ``bubble_share``: of the live workers' time since then, without compute; ``redone_share``: of the
+        compute time, spent on a lost worker's work or on work done before. More: ``redone_s``, that time in seconds of
+        all workers together; ``stage_bubbles``: the bubble share of each stage.
         """
         times = [
             time for told in [each for each in self._said if each <= step] for time in self._said.pop(told).values()
@@ -81,7 +76,7 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
 
 
 def _by_stage(times: Iterable[ComputeTime], live: Mapping[int, int]) -> Counter[int]:
-    """What the live workers of each stage have computed, in microseconds, where that is something."""
+    """Return what the live workers of each stage have computed, in microseconds, without zeros."""
     spent: Counter[int] = Counter()
     for time in times:
         if time.worker.rank in live:

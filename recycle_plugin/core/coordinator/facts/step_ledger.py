@@ -1,7 +1,5 @@
-"""The ledger of a job's steps: who has applied which, what workers have found in them, and which stay for good.
-
-A step is committed when every live worker has applied it.  Who is live, and what follows, core/coordinator/commits.py
-says.
+"""The ledger of a job's steps: who has applied which, what workers have found in them, and which are committed. A step
+is committed when every live worker has applied it. core/coordinator/commits.py decides who is live, and what follows.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 class StepLedger:
-    """The coordinator's knowledge of the steps.  ``committed``: the last step that stays; ``rebalances``: compute times
-    count; ``shards``: of every seat; ``slow_replicas``: who holds them up, if anybody; ``figures``: what they take.
+    """What the coordinator knows of the steps. ``committed``: the last committed step. ``rebalances``: compute times
+    count. ``shards``: of every seat. ``slow_replicas``: replicas that hold steps up. ``figures``: what steps take.
     """
 
     def __init__(
@@ -47,11 +45,15 @@ class StepLedger:
         self.recorded = Recorder(committed)
         self.rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
-        self._late: tuple[Roster, int, set[WorkerId]] = Roster(), 0, set()  # who has not applied that step's next one
+        self._late: tuple[Roster, int, set[WorkerId]] = (
+            Roster(),
+            0,
+            set(),
+        )  # (roster, committed, members that have not applied the next step)
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self.figures = StepFigures()
-        self.valid_from = 0  # the generation from which work counts: in it some was discarded last
+        self.valid_from = 0  # the generation from which work counts: the last that discarded work
 
     @property
     def unfinished(self) -> tuple[int, int]:
@@ -61,7 +63,7 @@ class StepLedger:
     # --- what workers say --------------------------------------------------------------------------
 
     def add_compute_time(self, message: ComputeTime) -> None:
-        """Takes in how long a worker has computed in a step that somebody may have begun; of others nobody asks."""
+        """Record a worker's compute time in a step that somebody may have begun; drop others."""
         if not self.committed <= message.step < unstarted(self.committed):
             return
         self.figures.add(message)
@@ -70,12 +72,13 @@ class StepLedger:
             self.straggler_detector.add(message)
 
     def add_fingerprint(self, message: Fingerprint) -> None:
-        """Takes in the hash of a worker's state after a step."""
+        """Record the hash of a worker's state after a step."""
         self._fingerprints.add(message)
 
     def apply(self, message: Stepped, roster: Roster) -> range:
-        """Takes in that a worker has applied a step; returns the steps after the last committed one that all of
-        ``roster`` have applied by now.  Looks at each of them where a step is committed or the roster is another.
+        """Record that a worker has applied a step. Return the steps after the last committed one that all of ``roster``
+        have applied. O(members) after a commit or a change of roster, else O(1) until the last member has applied the
+        step.
         """
         self._applied[message.worker] = count = max(message.step, self._applied.get(message.worker, 0))
         of, behind, late = self._late
@@ -89,11 +92,11 @@ class StepLedger:
         return range(self.committed + 1, min(self._applied[worker] for worker in roster.workers) + 1)
 
     def contribute(self, message: Contribution, out: CoordinatorOutput) -> float | None:
-        """Takes in numbers of a step, and sends what is complete to all.  Returns the gradient norm, where with it the
-        step can't stay as it was applied, or can't be applied at all; else None.
+        """Record a contribution to a step, and send what is complete to all. Return the gradient norm if the step must
+        be taken back or can't be applied at all, else None.
         """
         if message.step <= self.committed:
-            return None  # said once more after a failure, and the others were quicker
+            return None  # repeated after a failure, and the others were quicker
         if message.name == SHARE:
             shares = {stage: number(share) for stage, share in message.values.items()}
             return self.validation.add(message.step, shares, message.shard)
@@ -106,22 +109,20 @@ class StepLedger:
         return None
 
     def tell_again(self, worker: WorkerId, out: CoordinatorOutput) -> None:
-        """Tells ``worker``, which comes into the middle of a step, what all were told of it."""
+        """Send ``worker``, which enters in the middle of a step, what all were told of it."""
         for (step, name), values in sorted(self._contributions.told.items()):
             out.tell(worker, Collected(step, name, values))
 
     # --- what follows ------------------------------------------------------------------------------
 
     def commit(self, step: int, roster: Roster, now: float, out: CoordinatorOutput, batches: StepBatches) -> None:
-        """Commits ``step``: it stays, whatever happens.  ``roster``: who is live; ``now``: seconds; ``batches``: which
-        replicas have contributed to each step.
-        """
+        """Commit ``step``, for good. ``roster``: live members. ``now``: seconds. ``batches``: contributors by step."""
         self.committed = step
         self.validation.committed(step)
         self.slow_replicas.committed(step, roster, now)
         for slow in self.slow_replicas.news(roster):
             slow.tell(out)
-        for late, values in self._contributions.committed(step):  # what the others have said of it is all here
+        for late, values in self._contributions.committed(step):  # a lost worker took the rest with it
             out.say(
                 "warning",
                 f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it",
@@ -142,15 +143,15 @@ class StepLedger:
             out.say("committed", text, step=step, **figures, **more)
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
-        """The replicas that differ, of the committed steps that were not compared yet."""
+        """Return the replicas that differ in committed steps that were not compared yet."""
         return self._fingerprints.committed(self.committed, roster) if self._fingerprints else iter(())
 
     def measured(self, roster: Roster) -> None:
-        """Compares how fast the committed steps went, now that everybody who is live has said so."""
+        """Compare compute times of the committed steps, now that all members have reported them."""
         self.straggler_detector.committed(self.committed, roster)
 
     def rebalance(self, roster: Roster, out: CoordinatorOutput) -> str | None:
-        """The reason why work is to be dealt out anew: a worker has become slow, or is so no longer; else None."""
+        """Return why work is to be dealt out anew, if a worker has become slow or is slow no longer; else None."""
         news = self.straggler_detector.news()
         for seat, percent in news.items():
             out.say(
@@ -163,7 +164,7 @@ class StepLedger:
         return f"pace of {', '.join(map(str, news))}" if news else None
 
     def sum_up(self, out: CoordinatorOutput) -> None:
-        """Says how many steps were judged and rejected, since no step follows."""
+        """Report how many steps were judged and rejected; no step follows."""
         if (validation := self.validation).judged:
             out.say(
                 "validated",
@@ -175,7 +176,7 @@ class StepLedger:
     # --- over changes of the membership ------------------------------------------------------------
 
     def rewind(self, step: int, out: CoordinatorOutput) -> None:
-        """Goes on from a checkpoint of ``step``, as all do, earlier or later than the last one."""
+        """Go on from a checkpoint of ``step``, earlier or later than the last step."""
         self.committed = step
         self.recorded.rewind(step)
         out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
@@ -183,11 +184,9 @@ class StepLedger:
     def agree(
         self, generation: int, counts: Iterable[int], held: Mapping[str, dict[str, str]], all_valid_from: Iterable[int]
     ) -> tuple[int, float | None, bool]:
-        """Decides where a generation goes on whose members have applied ``counts`` steps, hold ``held``, and whose data
-        is valid from ``all_valid_from``.
-
-        Returns the last step that is committed by that, the norm that the next one was rejected for, if it was, and
-        whether later work is discarded (core.messages.from_coordinator.Resume).
+        """Decide where a generation goes on. Its members have applied ``counts`` steps, hold ``held``, and their data
+        is valid from ``all_valid_from``. Return the last step that is committed by that, the norm that the next one was
+        rejected for (or None), and whether later work is discarded (core.messages.from_coordinator.Resume).
         """
         fewest, behind = min(counts), min(all_valid_from) < self.valid_from
         committed = fewest - self._unheard(fewest, held, behind)
@@ -199,29 +198,27 @@ class StepLedger:
         return committed, norm, rejected
 
     def without(self, batches: StepBatches, micro_batches: int, out: CoordinatorOutput) -> None:
-        """Forgets what was said of void steps, and tells all the losses of what they still have, where these are known.
+        """Drop contributions to void steps, and tell all the losses of micro-batches that still count, once complete.
         ``micro_batches``: of a replica.
         """
         for step, values in self._contributions.without(batches, micro_batches):
             self._tell_collected(step, LOSS, values, out)
 
     def leave_out(self, step: int) -> None:
-        """Forgets what was said of ``step``, which plain iterators can't fill, and of what would follow."""
+        """Drop contributions to ``step``, which plain iterators can't fill, and to later steps."""
         self._contributions.discard_after(step - 1)
         self.validation.discard_after(step - 1)
 
     def resume(self, roster: Roster, committed: int) -> None:
-        """Lets the members of ``roster`` go on from step ``committed``; whoever is ahead, and stays so, says it
-        again.
-        """
+        """Let the members of ``roster`` go on from step ``committed``; those ahead report their step again."""
         self._applied = dict.fromkeys(roster.workers, committed)
         self._late = Roster(), 0, set()
         self.slow_replicas.interrupted(roster)
 
     def _unheard(self, step: int, held: Mapping[str, dict[str, str]], behind: bool) -> bool:
-        """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself
-        and applied the step as all do by now, but a newer generation came before it heard that what others have
-        computed since is discarded.
+        """Return whether ``step`` was rejected and somebody does not know, or is ``behind``. ``behind``: a worker has
+        found the rejection out by itself and applied the step as all have by now, but a newer generation came before it
+        heard that what others have computed since is discarded.
         """
         if self.validation.rejection(step) is None:
             return False

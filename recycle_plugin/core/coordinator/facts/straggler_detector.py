@@ -1,9 +1,9 @@
-"""A straggler detector: which workers are slow, by measured compute time per planned time, compared within a stage.
+"""A straggler detector: which workers are slow, by measured over planned compute time, compared within a stage.
 
-A worker's *relative time* is the time of its F, I, W and B of a step over what the cost model expects of just these, so
-it does not depend on how much work it has: taking work off a slow worker does not make it look fast.  What is announced
-changes only where the relative time has been more than 30% away from it for three steps in a row, in the same
-direction, so noise around any level, the one at which a worker counts as slow included, changes nothing.
+A worker's *relative time* is the time of its F, I, W and B of a step over what the cost model expects of just these. It
+does not depend on the amount of work, so taking work off a slow worker does not make it look fast. An announced level
+changes only if the relative time was more than 30% away from it for three steps in a row, in the same direction. So
+noise around any level, also around the one at which a worker counts as slow, changes nothing.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ GRAIN = 10  # percent: plans for 200 and for 203 would be the same
 
 
 class StragglerDetector:
-    """The straggler detector of a job.  ``percent``: of slow seats, as announced, their time in percent of what their
-    stage's others need.
-    """
+    """The straggler detector of a job. ``percent``: announced slow seats, their time in percent of the usual one."""
 
     def __init__(self) -> None:
         self.percent: dict[Seat, int] = {}
         self._said: dict[int, dict[WorkerId, ComputeTime]] = {}
         self._recent: dict[Seat, deque[float]] = {}
-        self._compared = False  # since there was news last
+        self._compared = False  # since the last call of news()
 
     def add(self, message: ComputeTime) -> None:
-        """Takes in how long a worker has computed in a step."""
+        """Record how long a worker has computed in a step."""
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> None:
-        """Compares the compute times of ``step`` and those before it within each stage, now that it is committed and
-        everybody who is alive has said them.  Costs time in proportion to the members, once a step.
+        """Compare, within each stage, the compute times of ``step`` and earlier ones, now that all members have sent
+        them. O(members) once a step.
         """
         if min(self._said, default=step + 1) > step:
             return
@@ -54,14 +52,14 @@ class StragglerDetector:
 
     def _compare(self, measured: Mapping[Seat, float]) -> None:
         if len(measured) > 1:
-            # of two the faster: the other may be slow, and it cannot be fast by mistake
+            # the faster of two: the other may be slow, and nobody is fast by mistake
             usual = median_low(measured.values())
             for seat, relative in measured.items():
                 self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, relative / usual))
 
     def news(self) -> dict[Seat, int]:
-        """The seats whose compute time is no longer what was announced, and what it is in percent; from now on that
-        counts as announced.  Looks at each seat once a step.
+        """Return the seats whose compute time has left the announced level, with the new one in percent, which counts
+        as announced from now on. O(seats) once a step.
         """
         if not self._compared:
             return {}
@@ -79,9 +77,7 @@ class StragglerDetector:
 
 
 def _by_seat(times: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
-    """The time that each seat has computed, over what was planned: that of its slowest shard, since the others wait for
-    it.
-    """
+    """Return by seat its slowest shard's compute time over the planned one; the other shards wait for that shard."""
     slowest: dict[Seat, float] = {}
     for member in members:
         time = times.get(member.worker)

@@ -1,4 +1,4 @@
-"""Suspicion before eviction: what is said of workers that owe something, and that they go on where they do."""
+"""Suspicion before eviction: events about workers that owe something, and about those that go on after all."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
 class Suspicions:
-    """The suspicions that have been said: each when it is raised, once, and again when it has come to nothing."""
+    """The reported suspicions: each is reported once when it is raised, and once when it is cleared."""
 
     def __init__(self) -> None:
         self._said: dict[WorkerId, Suspicion] = {}
 
     def update(self, found: dict[WorkerId, Suspicion], attendance: Attendance, out: CoordinatorOutput) -> None:
-        """Says what is new of ``found``, which are all suspicions that there are now, and which earlier ones have come
-        to nothing.
-        """
+        """Report which suspicions are new in ``found``, all that there are now, and which earlier ones have cleared."""
         for worker, suspicion in found.items():
             member = attendance.roster.member(worker)
             if worker not in self._said and member is not None:

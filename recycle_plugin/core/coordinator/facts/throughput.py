@@ -1,4 +1,4 @@
-"""The throughput that a plan predicts, beside that of the plan with everybody there."""
+"""The predicted throughput of a plan, compared with that of the plan with everybody there."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ class Throughput:
     """Compares plans with the first one, which is made with everybody there."""
 
     def __init__(self) -> None:
-        self._period_us = 0  # of a step, as planned with everybody there
+        self._period_us = 0  # of a step with everybody there
 
     def resize(self, period_us: int) -> None:
-        """Take ``period_us``, in microseconds, for the period with everybody there: steps have another number of
-        micro-batches from now on.
-        """
+        """Set the period with everybody there, in microseconds: steps have another number of micro-batches now."""
         self._period_us = period_us
 
     def share(self, period_us: int, live: LiveShare = LiveShare()) -> float:
-        """Return the throughput of a plan with period ``period_us``, where 1 is that with everybody there.  ``live``:
-        which part of the replicas contributes to its steps.
+        """Return the throughput of a plan with period ``period_us``, relative to that with everybody there. ``live``:
+        the share of replicas that contribute to its steps.
         """
         self._period_us = self._period_us or period_us
         return round(self._period_us / period_us * live.live / live.total, 4) if period_us else 1.0

@@ -1,14 +1,14 @@
-"""The seats of lost workers, and who is to hold them next: a *newcomer*, the next process of the same rank.
+"""The seats of lost workers, and who holds them next: a *newcomer*, the next process of the same rank.
 
-* A seat is vacant once its worker is known to be dead: a supervisor has seen the process end.  A spare that waits takes
-  it, or else its own supervisor starts the next process, as core/coordinator/facts/restarts.py decides.
-* Who comes from elsewhere (``--join``) gets a vacant seat, or one of a host that is gone; one that its own supervisor
-  is about to fill only where no other is free.  Else it waits as a *spare*.
-* Who leaves as planned stays away, and its supervisor stays, until an operator admits the seat again
-  (core/coordinator/operating.py); its seat is nobody's until then.  On a host that is drained nobody is started.
-* Each newcomer has an incarnation that nobody has had.  Until it is admitted it is no member, and nothing that it does
-  costs the others anything; where it dies, the seat is vacant again.
-* Those that are given up as one, the shards of a seat or the workers of a replica, come together: where one dies the
+* A seat is vacant once its worker is known to be dead: a supervisor has seen the process end. A waiting spare takes it,
+  else its own supervisor starts the next process as core/coordinator/facts/restarts.py decides.
+* A supervisor from elsewhere (``--join``) gets a vacant seat, or a seat of a lost host. It gets a seat that another
+  supervisor is about to fill only if no other is free. Else it waits as a *spare*.
+* A worker that leaves as planned stays away, and its supervisor stays, until an operator admits the seat again
+  (core/coordinator/operating.py). Until then nobody takes the seat. Nobody is started on a drained host.
+* Each newcomer has an unused incarnation. Until it is admitted it is no member, and nothing that it does costs the
+  others anything. If it dies, the seat is vacant again.
+* Workers that are given up as one (the shards of a seat, or the workers of a replica) come together. If one dies the
   others are ended, and when all are dead, all are started at once.
 """
 
@@ -28,19 +28,19 @@ OVER = "the job is over"
 
 
 class Vacancies:
-    """The seats of a job of so many ``ranks``, those that wait for one, and which process of a rank is which."""
+    """The seats of a job of ``ranks`` ranks, the spares that wait for one, and the current process of each rank."""
 
     def __init__(self, ranks: int) -> None:
         self._seats = {rank: SeatRecord(rank) for rank in range(ranks)}
         self._open: set[int] = set()  # ranks whose seats are vacant
         self._restarts = Restarts()
         self._started = False
-        self._absent_s = 0.0  # for so long a supervisor may be gone before its host is
-        self._members: set[WorkerId] = set()  # all that have ever been
-        # of them, those with whom no step was committed yet, and behind which step they got work
+        self._absent_s = 0.0  # how long a supervisor may be gone before its host counts as gone
+        self._members: set[WorkerId] = set()  # past and present ones
+        # members with whom no step was committed yet: the step after which they got work
         self._unproven: dict[WorkerId, int | None] = {}
-        self._spares: dict[int, str] = {}  # by their numbers, the hosts of those that wait for a seat
-        self._drained: set[str] = set()  # hosts on which nobody is started
+        self._spares: dict[int, str] = {}  # by number, the host
+        self._drained: set[str] = set()  # hosts
         self._over = False
 
     def begin(
@@ -52,9 +52,8 @@ class Vacancies:
         workers: Collection[WorkerId],
         absent_s: float,
     ) -> None:
-        """Starts with ``workers`` as members.  ``names``: of all ranks, for people; ``hosts``: of all ranks;
-        ``units``: the ranks that come as one; ``absent_s``: where a supervisor is gone for so many seconds, so is its
-        host.
+        """Start with ``workers`` as members. ``names``, ``hosts``: of all ranks. ``units``: the ranks that come as one.
+        ``absent_s``: after how many seconds without a supervisor its host counts as gone.
         """
         self._restarts, self._started, self._absent_s = Restarts(rejoin), True, absent_s
         self._members = set(workers)
@@ -68,8 +67,8 @@ class Vacancies:
     # --- who is who ------------------------------------------------------------------------------
 
     def identify(self, claimed: WorkerId) -> WorkerId:
-        """The identity of a process that comes as ``claimed``: that one, if it is the first of its rank or was asked
-        for, else one that nobody has had.
+        """Return the identity of a process that comes as ``claimed``: that one if it is the first of its rank or was
+        asked for, else an unused one.
         """
         seat = self._seats[claimed.rank]
         first = not claimed.incarnation and seat.newest is None
@@ -78,17 +77,16 @@ class Vacancies:
         return WorkerId(claimed.rank, number)
 
     def is_newcomer(self, worker: WorkerId) -> bool:
-        """Whether ``worker`` is to hold a vacant seat, and is no member yet."""
+        """Return whether ``worker`` is to hold a vacant seat, and is no member yet."""
         seat = self._seats.get(worker.rank)
         return seat is not None and seat.is_for(worker)
 
     def is_outside(self, worker: WorkerId) -> bool:
-        """Whether the job has started, and ``worker`` has never been a member."""
+        """Return whether the job has started and ``worker`` has never been a member."""
         return self._started and worker not in self._members
 
     @property
     def _vacant(self) -> list[SeatRecord]:
-        """The vacant seats, in order."""
         return [self._seats[rank] for rank in sorted(self._open)]
 
     def _vacate(self, seat: SeatRecord, vacancy: Vacancy) -> None:
@@ -97,29 +95,28 @@ class Vacancies:
 
     @property
     def empty(self) -> frozenset[int]:
-        """The ranks that are vacant, and whose newcomer has not connected."""
+        """The ranks that are vacant and whose newcomer, if any, has not connected."""
         return frozenset(seat.rank for seat in self._vacant if seat.vacancy is not None and not seat.vacancy.come)
 
     @property
     def newcomers(self) -> tuple[WorkerId, ...]:
-        """All newcomers, whether they have connected or not."""
+        """All newcomers, connected or not."""
         return tuple(
             seat.vacancy.newcomer for seat in self._vacant if seat.vacancy and seat.vacancy.newcomer is not None
         )
 
     @property
     def has_spares(self) -> bool:
-        """Whether anybody waits for a seat."""
         return bool(self._spares)
 
     # --- vacant, and filled again ----------------------------------------------------------------
 
     def lost(self, message: Exited, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a lost member is dead, ``how`` in words, and sees to its seat; once for each of them."""
+        """Handle the death of a lost member, ``how`` in words: have its seat filled. Once for each member."""
         worker, seat = message.worker, self._seats[message.rank]
         if seat.vacancy is not None or worker.incarnation != seat.holder:
             return
-        seat.silent = False  # its supervisor has been heard
+        seat.silent = False  # its supervisor was heard just now
         in_vain = worker in self._unproven
         self._unproven.pop(worker, None)
         self._goes_with(message)
@@ -127,20 +124,20 @@ class Vacancies:
         self._fill(seat, ending, now, out)
 
     def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
-        """Takes in that a process which is no member has ended; returns who is ended with it."""
+        """Handle the end of a process that is no member. Return the newcomers that are ended with it."""
         if not self.is_newcomer(message.worker):
             return []
         self._goes_with(message)
         return self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
 
     def _goes_with(self, message: Exited) -> None:
-        """Note that a supervisor goes with a worker that says that all is well."""
+        """Record that a supervisor goes when its worker exits with code 0, unless the worker leaves as planned."""
         seat = self._seats[message.rank]
         if message.code == 0 and not seat.away:
             seat.unguarded = True
 
     def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
-        """Takes in that a newcomer is no more, and ends those that were to come as one with it; returns these."""
+        """Handle the end of a newcomer: fence the others of its unit, and return them."""
         seat = self._seats[worker.rank]
         self._vacate(seat, Vacancy(before=worker, how=how, in_vain=True))
         ended = []
@@ -150,17 +147,17 @@ class Vacancies:
             ended.append(newcomer)
             why = f"it is ended with {seat.name}, which was to come with it: {how}"
             out.fence(newcomer, why)
-            if not other.vacancy.come:  # it may never be started, and then nobody says that it has ended
+            if not other.vacancy.come:  # it may never start, and then its end is never reported
                 self._vacate(other, Vacancy(before=newcomer, how=why, in_vain=True))
         self._fill(seat, ending, now, out)
         return ended
 
     def _unit(self, seat: SeatRecord) -> list[SeatRecord]:
-        """The seats whose holders come as one with that of ``seat``, itself included."""
+        """Return the seats whose holders come as one with that of ``seat``, itself included."""
         return [self._seats[rank] for rank in seat.unit]
 
     def _fill(self, seat: SeatRecord, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Sees to a unit's seats once all that have held them are dead."""
+        """Fill a unit's seats, once all their holders are dead."""
         unit = self._unit(seat)
         vacancies = [each.vacancy for each in unit if each.vacancy is not None and each.vacancy.newcomer is None]
         if len(vacancies) < len(unit):
@@ -175,7 +172,7 @@ class Vacancies:
         self._start_all([each for each in unit if not each.is_filled], ending, now, out)
 
     def _start_all(self, seats: Collection[SeatRecord], ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Has the supervisors of ``seats``, of one unit, start its next holders, unless one of them can't."""
+        """Have the supervisors of ``seats``, of one unit, start its next holders, unless one of them can't."""
         if any(seat.away or seat.host in self._drained for seat in seats):
             return
         unguarded = any(seat.unguarded for seat in seats)
@@ -194,7 +191,7 @@ class Vacancies:
         out.tell(SupervisorOf(seat.rank), Restart(seat.rank, after_s, incarnation=number))
 
     def come(self, worker: WorkerId) -> bool:
-        """Takes in that ``worker`` has connected; returns whether it was asked for."""
+        """Record that ``worker`` has connected. Return whether it was asked for."""
         vacancy = self._seats[worker.rank].vacancy
         if vacancy is None or vacancy.newcomer != worker or vacancy.come:
             return False
@@ -202,28 +199,26 @@ class Vacancies:
         return True
 
     def entered(self, worker: WorkerId) -> None:
-        """Makes a newcomer a member, whose seat is vacant no more; where it is lost before it is admitted, it has come
-        in vain.
-        """
+        """Make a newcomer a member. Its seat is filled; if it is lost before it is admitted, it has come in vain."""
         self._seats[worker.rank].vacancy = None
         self._open.discard(worker.rank)
         self._members.add(worker)
         self._unproven[worker] = None
 
     def left_out(self, worker: WorkerId) -> None:
-        """Makes a newcomer of one that has entered, and is to wait for another generation."""
+        """Make a member that has entered a newcomer again; it waits for another generation."""
         self._members.discard(worker)
         self._unproven.pop(worker, None)
         self._vacate(self._seats[worker.rank], Vacancy(worker, come=True))
 
     def admitted(self, worker: WorkerId, committed: int) -> None:
-        """Notes that a newcomer has become a member like all, behind step ``committed``."""
+        """Record that a newcomer has become a member like all, after step ``committed``."""
         if worker in self._unproven:
             self._unproven[worker] = committed
 
     def committed(self, step: int) -> None:
-        """Takes in that ``step`` is committed: who was admitted before its predecessor was has not come in vain, and is
-        counted no more.  One look at each of those since.
+        """Record a commit: members admitted before the step before it have not come in vain, and their units count
+        anew. O(members admitted since).
         """
         proven = [worker for worker, behind in self._unproven.items() if behind is not None and step > behind + 1]
         for worker in proven:
@@ -233,9 +228,7 @@ class Vacancies:
     # --- supervisors, and hosts that are gone ----------------------------------------------------
 
     def supervised(self, rank: int, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that the supervisor of ``rank`` is there, again perhaps: then it may have missed what it is to
-        start.
-        """
+        """Handle that the supervisor of ``rank`` has come, or come back: it may have missed what it is to start."""
         seat = self._seats[rank]
         seat.absent_since, seat.silent = None, False
         if seat.staying:
@@ -246,21 +239,21 @@ class Vacancies:
             out.tell(SupervisorOf(rank), Restart(rank, wait_s, incarnation=vacancy.newcomer.incarnation))
 
     def unsupervised(self, rank: int, now: float) -> None:
-        """Takes in that the supervisor of ``rank`` is gone; another may come."""
+        """Record that the supervisor of ``rank`` is gone; another may come."""
         self._seats[rank].absent_since = now
 
     def heard(self, worker: WorkerId, now: float) -> None:
-        """Takes in that the supervisor of ``worker`` has said that its process is there."""
+        """Record that the supervisor of ``worker`` has reported its process."""
         seat = self._seats[worker.rank]
         if seat.is_for(worker) and seat.vacancy is not None:
             seat.vacancy.heard = now
 
     def silent(self, rank: int) -> None:
-        """Notes that nothing is heard of the host of ``rank``."""
+        """Record that the host of ``rank`` is silent."""
         self._seats[rank].silent = True
 
     def unguarded(self, worker: WorkerId) -> None:
-        """Notes that the guard of ``worker`` is gone, so that nobody is left there to start another one."""
+        """Record that the guard of ``worker`` is gone: nobody is left there to start another process."""
         seat = self._seats[worker.rank]
         if worker.incarnation == seat.holder:
             seat.unguarded = True
@@ -268,9 +261,8 @@ class Vacancies:
     def tick(
         self, unreachable: Collection[WorkerId], ending: bool, now: float, out: CoordinatorOutput
     ) -> list[WorkerId]:
-        """Lets time pass, which may show that a host is gone; returns the newcomers that go with it.  ``unreachable``:
-        lost workers that are not known to be dead.  Costs one look at each vacant seat and at each supervisor that is
-        gone.
+        """Let time pass, which may show that a host is gone. Return the newcomers that go with it. ``unreachable``:
+        lost workers that are not known to be dead. O(vacant seats + absent supervisors).
         """
         gone: list[WorkerId] = []
         for worker in self.newcomers:
@@ -283,7 +275,7 @@ class Vacancies:
         return gone
 
     def is_host_gone(self, rank: int, now: float) -> bool:
-        """Whether the host on which the processes of ``rank`` are started is gone, or as good as that."""
+        """Return whether the host on which the processes of ``rank`` start is gone, or as good as gone."""
         seat = self._seats[rank]
         return seat.silent or (seat.absent_since is not None and now - seat.absent_since > self._absent_s)
 
@@ -292,7 +284,7 @@ class Vacancies:
         return vacancy is not None and vacancy.heard is not None and now - vacancy.heard > self._absent_s
 
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
-        """The ranks of lost workers whose hosts are gone, and whom nobody follows yet."""
+        """Return the ranks of lost workers whose hosts are gone and whom nobody follows yet."""
         return sorted(
             rank
             for rank, incarnation in unreachable
@@ -313,9 +305,7 @@ class Vacancies:
         now: float,
         out: CoordinatorOutput,
     ) -> None:
-        """Gives a supervisor on ``host`` that asks for a seat one that is free, or keeps it as a spare where it
-        ``waits``; else it is told that there is none.
-        """
+        """Give a supervisor on ``host`` a free seat. If there is none, keep a spare that ``waits``, else refuse."""
         if ending or self._over:
             out.tell(Joiner(number), Refused(OVER if self._over else "the job is about to end"))
         elif free := self._free(unreachable, now):
@@ -327,7 +317,7 @@ class Vacancies:
             out.tell(Joiner(number), Refused("no seat is free, and --no-wait was given"))
 
     def _free(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
-        """The ranks of seats that are free, those first that nobody else is about to fill."""
+        """Return the ranks of free seats; first those that nobody else is about to fill."""
         vacant = [(seat, seat.vacancy) for seat in self._vacant if seat.vacancy is not None]
         return [
             *(seat.rank for seat, its in vacant if its.newcomer is None and not seat.away),
@@ -336,11 +326,11 @@ class Vacancies:
         ]
 
     def joiner_gone(self, number: int) -> None:
-        """Notes that a supervisor which has asked for a seat is gone before it got one."""
+        """Drop the spare ``number``, whose supervisor is gone."""
         self._spares.pop(number, None)
 
     def _seat_spare(self, seat: SeatRecord, out: CoordinatorOutput) -> str:
-        """Gives ``seat`` to the spare that has waited longest; returns its host."""
+        """Give ``seat`` to the spare that has waited longest. Return its host."""
         number = next(iter(self._spares))
         host = self._spares.pop(number)
         self._seat(number, host, seat, out)
@@ -358,9 +348,7 @@ class Vacancies:
         self._start_others(seat, out)
 
     def _start_others(self, seat: SeatRecord, out: CoordinatorOutput) -> None:
-        """Has those come too that come as one with the holder of ``seat``, which comes from elsewhere, as far as they
-        are dead and their own supervisors can start them.
-        """
+        """Start the dead others of the unit of ``seat``, which is filled from elsewhere, if their supervisors can."""
         for other in self._unit(seat):
             waits = other.vacancy is not None and not other.is_filled and not other.away
             if waits and other.has_starter and other.host not in self._drained:
@@ -369,9 +357,7 @@ class Vacancies:
     # --- leaving as planned, and coming back from there ------------------------------------------
 
     def stay_away(self, rank: int, out: CoordinatorOutput) -> None:
-        """Takes in that whoever holds the seat of ``rank``, or is to, leaves it as planned: nobody follows until it is
-        admitted.
-        """
+        """Handle that the holder of the seat of ``rank`` leaves as planned: nobody follows before an admission."""
         self._seats[rank].away = True
         self._say_stay(self._seats[rank], out)
 
@@ -381,31 +367,31 @@ class Vacancies:
         out.tell(SupervisorOf(seat.rank), Stay(seat.rank, incarnation=seat.holder))
 
     def left(self, worker: WorkerId) -> None:
-        """Takes in that a member has left as planned."""
+        """Record that a member has left as planned."""
         seat = self._seats[worker.rank]
         if worker.incarnation == seat.holder and seat.vacancy is None:
             self._vacate(seat, Vacancy())
 
     def hosted(self, host: str) -> frozenset[int]:
-        """The ranks whose processes are started on ``host``.  Costs one look at each rank."""
+        """Return the ranks whose processes start on ``host``. O(ranks)."""
         return frozenset(seat.rank for seat in self._seats.values() if seat.host == host)
 
     def host_of(self, rank: int) -> str | None:
-        """The host on which the processes of ``rank`` are started; None for a rank that the job does not have."""
+        """Return the host on which the processes of ``rank`` start; None if the job has no such rank."""
         seat = self._seats.get(rank)
         return seat.host if seat is not None else None
 
     def is_drained(self, host: str) -> bool:
-        """Whether nobody is to be started on ``host``."""
+        """Return whether nobody is to be started on ``host``."""
         return host in self._drained
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts on which processes are started, in order."""
+        """The hosts on which processes start, in order."""
         return sorted({seat.host for seat in self._seats.values()})
 
     def hold_back(self, rank: int, why: str, out: CoordinatorOutput) -> None:
-        """Ends the newcomer of ``rank``, where there is one that is no member yet, and starts none in its place."""
+        """End the newcomer of ``rank`` if it is no member yet, and start none in its place."""
         seat = self._seats[rank]
         if seat.vacancy is not None and seat.vacancy.newcomer is not None:
             out.fence(seat.vacancy.newcomer, why)
@@ -413,7 +399,7 @@ class Vacancies:
             out.say("held_back", f"{seat.name} was coming back, and stays away: {why}", rank=rank)
 
     def drain(self, host: str, out: CoordinatorOutput) -> None:
-        """Starts nobody on ``host`` from now on, and sends its spares away."""
+        """Start nobody on ``host`` from now on, and send its spares away."""
         self._drained.add(host)
         for rank in sorted(self.hosted(host)):
             self._say_stay(self._seats[rank], out)
@@ -422,36 +408,34 @@ class Vacancies:
             out.tell(Joiner(number), Refused(f"host {host} is drained", code=0))
 
     def is_vacant(self, rank: int) -> bool:
-        """Whether nobody holds the seat of ``rank``, as far as is known for certain."""
+        """Return whether nobody holds the seat of ``rank``, as far as is known for certain."""
         return self._seats[rank].vacancy is not None
 
     def is_filled(self, rank: int) -> bool:
-        """Whether a newcomer is to hold the seat of ``rank``, which is vacant."""
+        """Return whether the seat of ``rank`` is vacant and a newcomer is to hold it."""
         return self._seats[rank].is_filled
 
     def may_follow(self, rank: int) -> bool:
-        """Whether another process is to hold the seat of ``rank`` where the newcomer that is to do so dies now."""
+        """Return whether another process is to hold the seat of ``rank`` if its newcomer dies now."""
         seat = self._seats[rank]
         stays = seat.away or seat.unguarded or seat.host in self._drained
         return bool(self._spares) or not (stays or self._restarts.is_last(seat.unit[0]))
 
     def due(self, worker: WorkerId) -> float:
-        """When its own supervisor starts the newcomer ``worker``, in seconds; 0 where that is not known."""
+        """Return when its supervisor starts the newcomer ``worker``, in seconds; 0 if not known."""
         vacancy = self._seats[worker.rank].vacancy
         return vacancy.due if vacancy is not None and vacancy.newcomer == worker else 0.0
 
     def is_given_up(self, rank: int) -> bool:
-        """Whether nobody is to hold the seat of ``rank`` any more, since all who were to have died, one after the
-        other, and no spare waits; an operator may think otherwise.
+        """Return whether nobody is to hold the vacant seat of ``rank`` any more, unless an operator decides otherwise:
+        too many newcomers have died in a row, and no spare waits.
         """
         seat = self._seats[rank]
         given_up = self._restarts.has_given_up(seat.unit[0])
         return seat.vacancy is not None and not seat.is_filled and given_up and not self._spares
 
     def admit(self, rank: int, now: float, out: CoordinatorOutput) -> str:
-        """Has somebody hold the vacant seat of ``rank`` again, for whom nobody is on the way; returns who that will be,
-        in words.
-        """
+        """Fill the vacant seat of ``rank``, which nobody is about to hold. Return who will hold it, in words."""
         seat = self._seats[rank]
         seat.away = False
         self._drained.discard(seat.host)
@@ -466,8 +450,8 @@ class Vacancies:
     # --- ending ----------------------------------------------------------------------------------
 
     def close(self, out: CoordinatorOutput, through: Collection[WorkerId] = ()) -> None:
-        """End who has not come so far as to take part, since the job is over.  ``through``: newcomers whose scripts may
-        be behind the last step, as the others' were: these end by themselves.
+        """End newcomers and spares, since the job is over. ``through``: newcomers whose scripts may be past the last
+        step, and which end by themselves.
         """
         if self._over:
             return

@@ -1,6 +1,4 @@
-"""The wait graph: who waits for what from whom, which is what a job that stands still looks like, from the last
-heartbeat of each of its workers.
-"""
+"""The wait graph: who waits for what from whom, by the workers' last heartbeats. It explains standstills."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ from recycle_plugin.core.messages.activity import LONGEST, WAITS
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster
 
-NAMED = 8  # workers in a line
+NAMED = 8  # members named in a line
 _FROM = re.compile(r".* from seat (\d+\.\d+)(, once more)?")
 
 _AMONG = re.compile(r" among ranks (\d+(?:, \d+)*)")
 
 
 class Edge(NamedTuple):
-    """An edge of the wait graph: the members ``who`` do the same, for ``for_s`` seconds at most: wait for ``what`` of
-    ``whom``, or something else.
+    """An edge of the wait graph. The members ``who`` do the same, for at most ``for_s`` seconds: wait for ``what`` of
+    ``whom``, or do something else (``at``).
     """
 
     who: Group
@@ -44,17 +42,16 @@ class Edge(NamedTuple):
 
 
 def named(members: Group) -> str:
-    """The seats of ``members`` with their ranks, in words; of many the first ones."""
+    """Return the seats of ``members`` with their ranks, in words; of many only the first."""
     names = [f"{member.seat} (rank {member.rank})" for member in members[:NAMED]]
     more = [f"{len(members) - NAMED} more"] if len(members) > NAMED else []
     return f"seat{'s' * (len(members) > 1)} {', '.join(names + more)}"
 
 
 def wait_graph(roster: Roster, failure_detector: FailureDetector) -> list[Edge]:
-    """The edges of the wait graph, one for all members that do the same, in the order of the first one's rank.
-
-    Who waits for what one worker gives waits for that one; who waits for others to come to the same place waits for all
-    that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge.
+    """Return the edges of the wait graph, one for all members that do the same, in the order of the roster. An edge
+    from A to B for each datum that A awaits from B. A worker at a barrier has an edge to every member that has not
+    arrived. O(members * edges).
     """
     doing: dict[tuple[str, str], list[Member]] = {}
     longest: dict[tuple[str, str], float] = {}
@@ -77,20 +74,20 @@ def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
 
 
 def _is_to_come(member: Member, what: str) -> bool:
-    """Whether ``member`` is to come to what is waited for.  To a collective only members of its group are; a name that
-    was cut off does not have all of them.
+    """Return whether ``member`` is to come to what is waited for. Only members of a collective's group are; a name that
+    was cut off does not list all of them.
     """
     group = _AMONG.search(what)
     return group is None or len(what) >= LONGEST or str(member.rank) in group[1].split(", ")
 
 
 def shown(edges: list[Edge]) -> str:
-    """The edges in words, in one line."""
+    """Return the edges in words, in one line."""
     return "; ".join(map(str, edges))
 
 
 def records(edges: list[Edge]) -> list[dict[str, Any]]:
-    """The edges as data, for the run folder."""
+    """Return the edges as data, for the run folder."""
     return [
         {
             "who": [str(member.seat) for member in edge.who],
