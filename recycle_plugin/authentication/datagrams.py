@@ -1,7 +1,7 @@
-"""Datagrams of those whose connection has authenticated: each has a number and a seal, and counts once.
+"""Datagrams from senders whose connection has authenticated: each has a number and a seal, and counts once.
 
-Datagrams are lost, and overtake each other: one counts if its number is above those that have counted.  Keys are those
-of a connection's handshake, so that none of before counts.
+Datagrams get lost and overtake each other, so a datagram counts if its number is above all that have counted. Keys come
+from a connection's handshake, so datagrams of an earlier connection do not count under a new key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 from recycle_plugin.authentication.handshake import SEAL, Stranger
 
 Sender = TypeVar("Sender")
-HEAD = Struct(">8sQ")  # whose key it is, and the datagram's number
-LONGEST = 1 << 10  # bytes of one
+HEAD = Struct(">8sQ")  # name of the key, number of the datagram
+LONGEST = 1 << 10  # bytes of a datagram
 
 
 def _name(key: bytes) -> bytes:
@@ -23,13 +23,13 @@ def _name(key: bytes) -> bytes:
 
 
 class SealedDatagrams:
-    """Makes the datagrams of one connection, whose ``key`` for them is in its Seals."""
+    """The datagrams of one connection, sealed with a ``key`` from its Seals."""
 
     def __init__(self, key: bytes) -> None:
         self.key, self._name, self._number = key, _name(key), 0
 
     def sealed(self, message: bytes) -> bytes:
-        """The next datagram, with ``message`` in it."""
+        """Return the next datagram, with ``message`` in it."""
         self._number += 1
         head = HEAD.pack(self._name, self._number)
         return head + message + hmac.digest(self.key, head + message, "sha256")[:SEAL]
@@ -37,7 +37,7 @@ class SealedDatagrams:
 
 @dataclass
 class _Known(Generic[Sender]):
-    """A sender, the key of its datagrams, and the number of the last one that counted."""
+    """A sender, the key of its datagrams, and the number of the last datagram that counted."""
 
     sender: Sender
     key: bytes
@@ -45,16 +45,16 @@ class _Known(Generic[Sender]):
 
 
 class DatagramDoor(Generic[Sender]):
-    """Lets datagrams in under known keys, each of which is a sender's; of each place the last two keys count: what was
-    sent under the one before may still be under way.
+    """Accepts datagrams under known keys, each of which belongs to a sender. The last two keys of each place count,
+    since datagrams under the previous key may still be under way.
     """
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[bytes, ...]] = {}  # by place, the last one first
+        self._names: dict[int, tuple[bytes, ...]] = {}  # {place: names of its keys, the latest first}
         self._known: dict[bytes, _Known[Sender]] = {}
 
     def expect(self, place: int, sender: Sender, key: bytes) -> None:
-        """Take the datagrams of ``sender``, who has this ``place`` now, under ``key``."""
+        """Accept datagrams under ``key`` as those of ``sender``, which now has this ``place``."""
         names = (_name(key), *self._names.get(place, ()))
         self._known[names[0]] = _Known(sender, key)
         for name in names[2:]:
@@ -62,8 +62,8 @@ class DatagramDoor(Generic[Sender]):
         self._names[place] = names[:2]
 
     def opened(self, data: bytes) -> tuple[Sender, bytes] | None:
-        """Who has sent it, and its message; None where it was here before, or a later one was.  Raises
-        Stranger where it is nobody's who is known.
+        """Return the sender of a datagram and its message, or None if this or a later one has already counted. Raises
+        Stranger if no known sender has sealed it.
         """
         name, number = HEAD.unpack_from(data) if HEAD.size + SEAL <= len(data) <= LONGEST else (b"", 0)
         body, seal = data[:-SEAL], data[-SEAL:]

@@ -3,18 +3,18 @@
     caller                                   answerer
       | MAGIC, a nonce ------------------------>|
       |<------- a nonce, HMAC("answers", nonces)|
-      | HMAC("calls", nonces) ----------------->|   and what the caller has to say, behind it
+      | HMAC("calls", nonces) ----------------->|   followed by the caller's messages
 
-Each proof and each key is an HMAC-SHA256 under the secret of what it is for, of the port's kind and of both nonces:
-none can be used for another one, for another port, the other way round, or another time.  All parts have a fixed size,
-so that nothing of what a stranger says is interpreted before its proof is there, and the whole has one deadline.
+Each proof and each key is an HMAC-SHA256 under the secret, of its purpose, the port's kind and both nonces: none can be
+used for another purpose, port, direction or time. All parts have a fixed size, so nothing from a stranger is
+interpreted before its proof has arrived, and the whole handshake has one deadline.
 
 Afterwards every message of ours has a *seal*: the beginning of an HMAC, under a key of this connection and direction,
-of the message's running number and its bytes.  Bulk bytes behind a message (tensors, pieces of logs) have none.
+of the message's running number and its bytes. Bulk bytes behind a message (tensors, pieces of logs) have none.
 
-Where the job has TLS (tls.py), its handshake comes first, all of the above goes through it, and each proof and key is
-also one of this TLS connection: who has a certificate of the job's ca, and passes on between two connections what is
-proved, has proofs that fit neither.
+If the job has TLS (tls.py), its handshake comes first and all of the above goes through it. Each proof and key then
+also depends on this TLS connection. So proofs relayed between two connections fit neither, even if the relay has a
+certificate of the job's ca.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MAGIC = b"RPA1"
 NONCE = 32  # bytes
 PROOF = 32
 SEAL = 16  # bytes of a message's seal
-HANDSHAKE_S = 10.0  # how long all of it may take
-TLS_HELLO, TLS_ALERT = b"\x16\x03", b"\x15\x03"  # how what TLS says begins
+HANDSHAKE_S = 10.0  # most time for all of it
+TLS_HELLO, TLS_ALERT = b"\x16\x03", b"\x15\x03"  # beginnings of TLS records
 ALIKE = "set recycle.tls on all hosts, or on none"
 SIGNED = "put the same ca.crt into the folder of recycle.tls on all hosts, and a tls.crt that it has signed"
-SHOWN = 64  # bytes of what has come instead
+SHOWN = 64  # most bytes of unexpected data in an error
 
 
 class Port(Enum):
-    """What a port is for, which nothing that is proved at another one counts at."""
+    """A port's purpose; proofs for one purpose do not count for another."""
 
     CONTROL = b"control"
     TENSORS = b"boundary tensors"
@@ -54,8 +54,8 @@ class Port(Enum):
 
 
 class Stranger(ConnectionError):
-    """The other end of a connection does not know the job's secret; the message says what it has done instead.
-    ``silent``: it has said nothing.  ``advice``: what to do where it may be of this job all the same.
+    """The other end of a connection does not know the job's secret; the message says what it did instead. ``silent``:
+    it sent nothing. ``advice``: what to change if it may be of this job all the same.
     """
 
     def __init__(self, done: str, silent: bool = False, advice: str = "") -> None:
@@ -64,7 +64,7 @@ class Stranger(ConnectionError):
 
 
 class Seal:
-    """The seals of what goes one way over a connection, under ``key``, each of the next number."""
+    """The seals of one direction of a connection under ``key``, each with the next number."""
 
     __slots__ = ("_key", "_number")
 
@@ -72,19 +72,17 @@ class Seal:
         self._key, self._number = key, 0
 
     def of(self, message: bytes | bytearray) -> bytes:
-        """The seal of the next message."""
+        """Return the seal of the next message."""
         self._number += 1
         return hmac.digest(self._key, b"%d:" % self._number + message, "sha256")[:SEAL]
 
     def fits(self, message: bytes | bytearray, seal: bytes | bytearray) -> bool:
-        """Whether ``message`` is the next one, and ``seal`` its."""
+        """Return whether ``message`` is the next one and ``seal`` its seal."""
         return hmac.compare_digest(self.of(message), bytes(seal))
 
 
 class Seals(NamedTuple):
-    """A connection's: of what goes out of this end, and of what comes; ``datagrams`` is the key for those of the
-    caller.
-    """
+    """The seals of a connection, for outgoing and incoming messages; ``datagrams``: the key for the caller's."""
 
     out: Seal
     into: Seal
@@ -99,7 +97,7 @@ class Proved(NamedTuple):
 
 
 class _Nonces(NamedTuple):
-    """Both ends' share in what is proved on one connection, and what its TLS is bound to."""
+    """Inputs of the proofs on one connection: both ends' nonces, and the binding to its TLS."""
 
     secret: Secret
     port: Port
@@ -117,8 +115,8 @@ class _Nonces(NamedTuple):
 
 
 class Caller:
-    """The end that has made a connection: it sends ``opening``, and is given the ANSWER bytes that come.  ``binding``:
-    that of its TLS, none without.
+    """The calling end: it sends ``opening``, and receives the answer of ANSWER bytes. ``binding``: of its TLS, empty
+    without.
     """
 
     def __init__(self, secret: Secret, port: Port, binding: bytes = b"") -> None:
@@ -126,7 +124,7 @@ class Caller:
         self.opening = MAGIC + self._nonce
 
     def proof(self, answer: bytes) -> tuple[bytes, Seals]:
-        """What is to be sent, and the seals from then on.  Raises Stranger."""
+        """Return the proof to send, and the seals from then on. Raises Stranger."""
         nonces = _Nonces(self._secret, self._port, self._binding, self._nonce, answer[:NONCE])
         if not hmac.compare_digest(nonces.made(b"answers"), answer[NONCE:]):
             raise Stranger("it does not know this job's secret")
@@ -134,8 +132,8 @@ class Caller:
 
 
 class Answerer:
-    """The end that was called, with the caller's ``nonce``, which has come behind MAGIC: it sends ``answer``, and is
-    given the PROOF bytes that come.  ``binding``: that of its TLS, none without.
+    """The called end, with the ``nonce`` that followed MAGIC: it sends ``answer``, and receives a proof of PROOF bytes.
+    ``binding``: of its TLS, empty without.
     """
 
     def __init__(self, secret: Secret, port: Port, nonce: bytes, binding: bytes = b"") -> None:
@@ -143,7 +141,7 @@ class Answerer:
         self.answer = self._nonces.answerer + self._nonces.made(b"answers")
 
     def seals(self, proof: bytes) -> Seals:
-        """The seals from now on.  Raises Stranger."""
+        """Return the seals from now on. Raises Stranger."""
         if not hmac.compare_digest(self._nonces.made(b"calls"), proof):
             raise Stranger("it does not know this job's secret")
         return self._nonces.seals(calls=False)
@@ -156,8 +154,8 @@ ANSWER = NONCE + PROOF
 
 
 def call(connection: socket.socket, secret: Secret, port: Port, timeout_s: float = HANDSHAKE_S) -> Proved:
-    """Do the caller's part on a connection that blocks; its timeout is changed.  Raises Stranger, and OSError, also
-    where the other end says nothing: a process of this job may be too busy for it, or about to end.
+    """Do the caller's part on a blocking connection, and change its timeout. Raises Stranger, or OSError. Silence of
+    the other end counts as ConnectionError: a process of this job may be too busy to answer, or about to end.
     """
     try:
         return _without_loop(_called(_Blocking(timeout_s), connection, secret, port))
@@ -168,14 +166,12 @@ def call(connection: socket.socket, secret: Secret, port: Port, timeout_s: float
 
 
 def answer(connection: socket.socket, secret: Secret, port: Port, timeout_s: float = HANDSHAKE_S) -> Proved:
-    """Do the answerer's part on a connection that blocks; its timeout is changed.  Raises Stranger, OSError."""
+    """Do the answerer's part on a blocking connection, and change its timeout. Raises Stranger, OSError."""
     return _without_loop(_answered(_Blocking(timeout_s), connection, secret, port))
 
 
 async def answer_in_loop(connection: socket.socket, secret: Secret, port: Port) -> Proved:
-    """Do the answerer's part on a connection that does not block, in the running event loop.  Raises Stranger,
-    OSError.
-    """
+    """Do the answerer's part on a non-blocking connection in the running event loop. Raises Stranger, OSError."""
     words = _InLoop()
     try:
         async with asyncio.timeout(HANDSHAKE_S):
@@ -185,7 +181,7 @@ async def answer_in_loop(connection: socket.socket, secret: Secret, port: Port) 
 
 
 class _Words:
-    """What is said in a handshake; ``had`` is what has come of what is awaited."""
+    """Input and output of a handshake; ``had``: what has arrived of the awaited bytes."""
 
     had = b""
 
@@ -193,16 +189,16 @@ class _Words:
         raise NotImplementedError
 
     async def some(self, over: Connection, most: int) -> bytes:
-        """What comes next, at most so many bytes; none at the end."""
+        """Return the next bytes, at most ``most``; none at the end."""
         raise NotImplementedError
 
     async def exactly(self, over: Connection, size: int) -> bytes:
-        """The next so many bytes.  Raises Stranger, OSError."""
+        """Return the next ``size`` bytes. Raises Stranger, OSError."""
         self.had = b""
         while len(self.had) < size:
             try:
                 came = await self.some(over, size - len(self.had))
-            except TlsFailure as failure:  # the other end has refused this one's certificate
+            except TlsFailure as failure:  # the other end has refused this end's certificate
                 raise _no_tls(failure) from None
             if not came:
                 raise _gone(self.had)
@@ -211,7 +207,7 @@ class _Words:
 
 
 class _Blocking(_Words):
-    """Over a connection that blocks, within ``timeout_s`` seconds."""
+    """Over a blocking connection, within ``timeout_s`` seconds."""
 
     def __init__(self, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s
@@ -233,7 +229,7 @@ class _Blocking(_Words):
 
 
 class _InLoop(_Words):
-    """In the running event loop, over a connection that does not block."""
+    """Over a non-blocking connection, in the running event loop."""
 
     async def say(self, over: Connection, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(cast(socket.socket, over), data)
@@ -243,7 +239,7 @@ class _InLoop(_Words):
 
 
 def _without_loop(work: Coroutine[None, None, Proved]) -> Proved:
-    """What ``work`` returns, which waits for nothing in an event loop."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         work.send(None)
     except StopIteration as over:
@@ -254,7 +250,7 @@ def _without_loop(work: Coroutine[None, None, Proved]) -> Proved:
 async def _called(words: _Words, connection: socket.socket, secret: Secret, port: Port) -> Proved:
     over, binding = await _through_tls(words, connection, secret, calls=True)
     caller = Caller(secret, port, binding)
-    with suppress(ConnectionError):  # what the other end has said before it went is still to be read
+    with suppress(ConnectionError):  # the other end's last words are still to be read
         await words.say(over, caller.opening)
     proof, seals = caller.proof(await words.exactly(over, ANSWER))
     await words.say(over, proof)
@@ -265,7 +261,7 @@ async def _answered(words: _Words, connection: socket.socket, secret: Secret, po
     over, binding = await _through_tls(words, connection, secret, calls=False)
     magic = await words.exactly(over, len(MAGIC))
     if secret.tls is None and magic.startswith(TLS_HELLO):
-        await words.some(over, RECORD)  # the rest of it, or what is said here would get lost
+        await words.some(over, RECORD)  # read the rest of the hello, else a reset could lose the alert
         await words.say(over, ALERT)
         raise Stranger("it speaks TLS, and recycle.tls is not set here", advice=ALIKE)
     if magic != MAGIC:
@@ -278,21 +274,21 @@ async def _answered(words: _Words, connection: socket.socket, secret: Secret, po
 async def _through_tls(
     words: _Words, connection: socket.socket, secret: Secret, calls: bool
 ) -> tuple[Connection, bytes]:
-    """The connection and what it is bound to: in TLS, once that has done its handshake, or as it is, and to nothing.
-
-    Raises Stranger, OSError.
+    """Return the connection, in TLS after its handshake if the job has TLS, and its binding (else empty). Raises
+    Stranger, OSError.
     """
     if secret.tls is None:
         return connection, b""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
-        # the caller says two things in a row, of which the second would wait for an acknowledgement, 40 ms mostly
+        # The caller sends twice in a row. Nagle's algorithm would delay the second until an acknowledgement, often 40
+        # ms.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end, words.had = secret.tls.end(calls), b""
     while True:
         try:
             said, through = end.shake(words.had)
         except TlsFailure as failure:
-            with suppress(OSError):  # it may have gone
+            with suppress(OSError):  # it may be closed
                 await words.say(connection, failure.parting or (b"" if calls or failure.spoken else ALERT))
             raise _no_tls(failure) from None
         await words.say(connection, said)

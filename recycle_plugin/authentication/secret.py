@@ -1,10 +1,10 @@
-"""A job's secret, by which its processes know each other, and the file in which it travels.
+"""A job's secret, by which its processes recognize each other, and the file that holds it.
 
-Rank 0's host makes it.  The file has mode 0600, so that whoever can read it is the job's own user: nothing else has the
-secret, no command line, no environment variable, no log and no message.
+Rank 0's host makes it. The file has mode 0600, so only the job's own user can read it. The secret is nowhere else: not
+in a command line, an environment variable, a log or a message.
 
-On one host the file is in a folder of the user's own, under the master's port.  On several hosts all have to see it,
-and only the user knows where that is.
+On one host the file is in a folder of the user's own, named by the master's port. On several hosts all must see the
+file, and only the user knows a place for that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from recycle_plugin.authentication import tls as of_tls
 from recycle_plugin.authentication.tls import Tls
 from recycle_plugin.errors import NoCredentials
 
-SETTING = "RECYCLE_SECRET_FILE"  # the environment's variable by which the user says where the file is
-AT = "RECYCLE_SECRET_AT"  # the same, as supervisors tell it to their workers
-OWN = 0o600  # nobody else reads it, or writes it
+SETTING = "RECYCLE_SECRET_FILE"  # environment variable by which the user names the file
+AT = "RECYCLE_SECRET_AT"  # the same, set by supervisors for their workers
+OWN = 0o600  # no access for other users
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 SHORTEST = 32  # characters
 LONGEST = 4096
@@ -38,27 +38,27 @@ WHERE = (
 
 
 class NoSecret(NoCredentials):
-    """The job's secret is not there, or is none; the message says what to do."""
+    """The job's secret is missing or invalid; the message says what to do."""
 
 
 class NotThere(NoSecret):
-    """There is no file with a secret, or not yet."""
+    """There is no file with a secret, at least not yet."""
 
 
 class Known(Protocol):
-    """What has a job's secret: a file, or the secret itself."""
+    """A source of a job's secret: a file, or the secret itself."""
 
     @property
     def there(self) -> bool:
         """Whether it can be read by now."""
 
     def read(self) -> Secret:
-        """The secret.  Raises NotThere, or NoSecret where what is there is none."""
+        """Return the secret. Raises NotThere, or NoSecret if the file has no valid secret."""
 
 
 class Secret:
-    """A job's secret: what has been ``shared``, a text of at least 32 characters, which goes into files of mode 0600
-    and nowhere else.  ``tls``: within what it is proved, None for plain connections.
+    """A job's secret: the ``shared`` text of at least 32 characters, which goes only into files of mode 0600. ``tls``:
+    the proofs go through it, None for plain connections.
     """
 
     __slots__ = ("_key", "shared", "tls")
@@ -68,13 +68,13 @@ class Secret:
         self._key = hmac.digest(shared.encode(), b"recycle_plugin: the key of a job", "sha256")
 
     def derived(self, what: bytes) -> bytes:
-        """The 32 bytes that only those who know the secret can make of ``what``."""
+        """Return 32 bytes that only holders of the secret can compute from ``what``."""
         return hmac.digest(self._key, what, "sha256")
 
     there = True
 
     def read(self) -> Secret:
-        """The secret itself, for who may have to wait for it (Known)."""
+        """Return the secret itself (protocol Known)."""
         return self
 
     def __repr__(self) -> str:
@@ -85,9 +85,8 @@ class Secret:
 
 
 class SecretFile:
-    """The file at ``path`` that has a job's secret, which is proved within ``tls``.
-
-    ``given``: the user has named the path, so that what is there already is not this job's to change.
+    """The file at ``path`` with a job's secret, which is proved inside ``tls``. ``given``: the user has named the path,
+    so a file that is already there is not this job's to change.
     """
 
     def __init__(self, path: Path, given: bool, tls: Tls | None = None) -> None:
@@ -97,8 +96,8 @@ class SecretFile:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> SecretFile:
-        """The file of the job whose place ``environment`` describes, and which names its TLS.  Raises NoSecret where
-        that is on several hosts, and nothing says where the file is; NoCertificate.
+        """Return the secret file of the job that the variables of ``environment`` describe. Raises NoSecret if the job
+        is on several hosts and no variable names the file; NoCertificate.
         """
         tls = Tls.of(environment)
         if named := environment.get(SETTING):
@@ -110,25 +109,23 @@ class SecretFile:
 
     @classmethod
     def at(cls, port: int, tls: Tls | None = None) -> SecretFile:
-        """The file of a job on this host whose master listens at ``port``, where the user names none."""
+        """Return the file of a job on this host whose master listens at ``port``, if the user names none."""
         return cls(Path("/tmp", f"recycle-{os.geteuid()}", f"{socket.gethostname()}-{port}"), False, tls)
 
     @classmethod
     def of_worker(cls, environment: Mapping[str, str]) -> SecretFile:
-        """The file that a worker's supervisor names to it.  Raises NoCertificate."""
+        """Return the file that a worker's supervisor names. Raises NoCertificate."""
         return cls(Path(environment[AT]), True, Tls.of(environment))
 
     def make(self) -> Secret:
-        """The secret, which is made anew where the user has not put one there; :meth:`put` writes it.  Raises
-        NoSecret.
-        """
+        """Return the secret, made anew unless the user's file exists; :meth:`put` writes it. Raises NoSecret."""
         if not (self._given and self.there):
             self._made = secrets.token_hex(KEY_BYTES)
             self._secret = Secret(self._made, self._tls)
         return self.read()
 
     def put(self) -> None:
-        """Write what was made.  Where the user has named no folder, it has to be nobody else's.  Raises NoSecret."""
+        """Write a secret made here. A folder that the user has not named must be private. Raises NoSecret."""
         if not self._made:
             return
         folder = self.path.parent
@@ -146,19 +143,19 @@ class SecretFile:
             raise NoSecret(f"the job's secret can't be written to {self.path} ({error.strerror}): {WHERE}") from None
 
     def adopt(self) -> None:
-        """Take what was made, and read here, for this process's own: the one that has made it is dead."""
+        """Own the secret that was read here: the process that made it is dead."""
         if not self._given and self._secret is not None:
             self._made = self._secret.shared
 
     def keep(self) -> None:
-        """Write it once more, from time to time: what nobody touches for days is removed from many a system's temporary
-        folder.  What another job with the same path has put there stays.  Raises NoSecret.
+        """Write the file again if it is gone or this job's; to be called now and then. Raises NoSecret. Many systems
+        remove files from their temporary folder after days without use. Another job's file at the same path stays.
         """
         if self._made and (self._is_own or not self.path.exists()):
             self.put()
 
     def remove(self) -> None:
-        """Remove what :meth:`put` has put there, if that is what is there: the job is over."""
+        """Remove the file at the end of the job, if it is the one that :meth:`put` wrote."""
         if self._is_own:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
@@ -172,11 +169,11 @@ class SecretFile:
 
     @property
     def there(self) -> bool:
-        """Whether there is a file.  It may be that of a job before until this one's master listens."""
+        """Whether there is a file. Until this job's master listens it may be an earlier job's."""
         return self._secret is not None or self.path.exists()
 
     def read(self) -> Secret:
-        """The secret, which is read once.  Raises NotThere, or NoSecret where what is there is none."""
+        """Return the secret, which is read once. Raises NotThere, or NoSecret if the file has no valid secret."""
         if self._secret is None:
             try:
                 self._secret = Secret(_checked(self.path), self._tls)
@@ -190,7 +187,7 @@ class SecretFile:
 
 
 def check_heeded(secret_file: str | None, tls: str | None, environment: Mapping[str, str]) -> None:
-    """Raise NoSecret where the setting ``secret_file``, or ``tls``, has come too late for the launcher to heed it."""
+    """Raise NoSecret if the setting ``secret_file`` or ``tls`` came too late for the launcher."""
     for set_, name, variable, what in (
         (secret_file, "secret_file", SETTING, "where processes find each other's secret"),
         (tls, "tls", of_tls.SETTING, "by which certificates processes know each other"),
@@ -203,7 +200,7 @@ def check_heeded(secret_file: str | None, tls: str | None, environment: Mapping[
 
 
 def write_own(path: Path, text: str) -> None:
-    """Write a file that nobody but this user reads, in place of what was there.  Raises OSError."""
+    """Write a file that only this user can read, and replace the old one. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     try:
@@ -216,7 +213,7 @@ def write_own(path: Path, text: str) -> None:
 
 
 def _checked(path: Path) -> str:
-    """The text of a file that only its own user can read.  Raises OSError, and NoSecret where it is none."""
+    """Return the text of a file that only its owner can read. Raises OSError, and NoSecret if it is not such a file."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & OTHERS:

@@ -1,8 +1,8 @@
-"""TLS between the processes of a job: the files that it takes, and one end of it.
+"""TLS between the processes of a job: its files, and one end of a connection.
 
-Both ends show a certificate, and each takes whatever the job's ``ca.crt`` has signed: names of hosts are not compared,
-since it is the job's secret, proved inside of TLS and for this very connection, that says which job an end is of
-(handshake.py).  Only TLS 1.3, so that nothing that was recorded can be read with a key that gets known later.
+Each end shows a certificate, and accepts any that the job's ``ca.crt`` has signed. Hosts' names are not compared: the
+job's secret, proved inside this very TLS connection, tells which job an end belongs to (handshake.py). Only TLS 1.3 is
+used, so that a key that leaks later can't decrypt recorded traffic.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from recycle_plugin.errors import NoCredentials
 
-SETTING = "RECYCLE_TLS"  # of the environment: the folder that the files are in
-ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # TLS's own word for a version that is not spoken here
-RECORD = 1 << 14  # bytes of one, at most
+SETTING = "RECYCLE_TLS"  # environment variable that names the folder of the files
+ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # TLS's alert: protocol version not supported
+RECORD = 1 << 14  # most bytes of a record
 OWN, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 FILES = {
     OWN: "put this host's certificate there, in PEM",
     KEY: f"put the private key of {OWN} there, in PEM",
     CA: "put the certificate there that has signed those of all hosts, in PEM",
 }
-"""What is in the folder, by the names that Kubernetes gives it in a secret, and what to do where it is not."""
+"""The files in the folder, named as in a Kubernetes secret, and what to do if one is missing."""
 UNSIGNED = (f"was not signed by the {CA} beside it", f"put one there that was, or the {CA} that has signed it")
 WRONG = {
     **dict.fromkeys((2, 7, 18, 19, 20, 21), UNSIGNED),
@@ -35,13 +35,13 @@ WRONG = {
         "is not for both ends of a connection",
         "make one whose extended key usage has serverAuth and clientAuth, or that has none",
     ),
-}  # by OpenSSL's number of what is wrong with a certificate
+}  # by OpenSSL's error number of a certificate's verification
 UNUSABLE = ("can't be used", "make another one")
 NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"})
 
 
 class NoCertificate(NoCredentials):
-    """What the setting ``tls`` names can't be used: what is ``wrong``, and what to do (``fix``)."""
+    """The files of the setting ``tls`` can't be used: what is ``wrong``, and what to do (``fix``)."""
 
     def __init__(self, wrong: str, fix: str) -> None:
         super().__init__(f"recycle.tls: {wrong}; {fix}")
@@ -49,8 +49,8 @@ class NoCertificate(NoCredentials):
 
 
 class TlsFailure(ConnectionError):
-    """TLS is not what the other end speaks, or not as this job does.  ``spoken``: whether it does speak it;
-    ``parting``: what is still to be sent to it, which says why.
+    """The other end does not speak TLS, or not as this job does. ``spoken``: it does speak TLS; ``parting``: bytes to
+    send to it that say why.
     """
 
     def __init__(self, done: str, spoken: bool, parting: bytes) -> None:
@@ -59,9 +59,8 @@ class TlsFailure(ConnectionError):
 
 
 class Tls:
-    """What ends of connections are made of, from the files in ``folder``, which are read here and no more.
-
-    Raises NoCertificate where they can't be read, or don't go together: they are tried on each other.
+    """A source of connections' ends, made from the files in ``folder``, which are read only here. Raises NoCertificate
+    if they can't be read or do not fit together, which a trial handshake finds.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,21 +70,21 @@ class Tls:
         self._calls, self._answers = (
             _context(self.folder, kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
-        self._answers.num_tickets = 0  # nobody goes on with an earlier session
+        self._answers.num_tickets = 0  # no session is resumed
         self._try()
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Tls | None:
-        """That of the folder which the environment names; None where it names none.  Raises NoCertificate."""
+        """Return the Tls of the folder that the environment names, None if it names none. Raises NoCertificate."""
         folder = environment.get(SETTING)
         return cls(folder) if folder else None
 
     def end(self, calls: bool) -> TlsEnd:
-        """The end of a new connection: the one that ``calls``, or the one that answers."""
+        """Return the end of a new connection: the caller's (``calls``) or the answerer's."""
         return TlsEnd(self._calls if calls else self._answers, calls)
 
     def _try(self) -> None:
-        """Have both ends of a connection meet here, so that what is wrong is found before another host does."""
+        """Connect both ends here, to find errors before another host does."""
         ends, said = (self.end(calls=True), self.end(calls=False)), b""
         try:
             for end in (*ends, *ends):
@@ -98,16 +97,15 @@ class Tls:
 
 
 class Shaken(NamedTuple):
-    """One step of a TLS handshake: what is to be ``said`` to the other end, and whether this end is through."""
+    """One step of a TLS handshake: what to send to the other end, and whether this end has finished."""
 
     said: bytes
     through: bool
 
 
 class TlsEnd:
-    """One end of TLS, without its connection: what comes is fed to it, and what it returns is to be sent.
-
-    Any thread may call; OpenSSL's object takes one at a time.
+    """One end of TLS without its connection: received bytes are fed to it, and its results are to be sent. Any thread
+    may call it: a lock guards OpenSSL's object, which allows one thread at a time.
     """
 
     def __init__(self, context: ssl.SSLContext, calls: bool) -> None:
@@ -117,7 +115,7 @@ class TlsEnd:
         self._failure: TlsFailure | None = None
 
     def shake(self, came: bytes) -> Shaken:
-        """Go on with the handshake by what has come.  Raises TlsFailure."""
+        """Continue the handshake with received bytes. Raises TlsFailure."""
         self._came.write(came)
         through = False
         try:
@@ -131,23 +129,23 @@ class TlsEnd:
 
     @property
     def binding(self) -> bytes:
-        """What both ends of this connection have in common, and no other has: the caller's Finished message, once both
-        are through.
+        """Bytes known to both ends of this connection and to no other: the caller's Finished message, after the
+        handshake.
         """
         found = self._end.get_channel_binding("tls-unique")
         assert found, "the handshake is over"
         return found
 
     def feed(self, came: bytes) -> None:
-        """Take what has come; nothing: the end of it."""
+        """Add received bytes; none mean the end of the stream."""
         with self._lock:
             self._came.write(came) if came else self._came.write_eof()
 
     def decrypted(self, target: memoryview) -> int | None:
-        """Fill ``target`` with what has come, as far as it goes, and return how many bytes; 0 at the end, None where
-        more has to come first.  Raises TlsFailure.
+        """Fill ``target`` with decrypted bytes and return their number; 0 at the end, None if more must arrive first.
 
-        An end is believed without TLS's own word for it: messages have their lengths, and processes die.
+        An end without TLS's own close message is accepted: messages have their lengths, and processes die. Raises
+        TlsFailure.
         """
         count = 0
         with self._lock:
@@ -169,7 +167,7 @@ class TlsEnd:
             return 0
 
     def encrypted(self, data: memoryview) -> bytes:
-        """What is to be sent for ``data``.  Raises TlsFailure."""
+        """Return the bytes to send for ``data``. Raises TlsFailure."""
         with self._lock:
             try:
                 begin = 0
@@ -188,14 +186,14 @@ def _check_readable(path: Path) -> None:
 
 
 def _context(folder: Path, kind: ssl._SSLMethod) -> ssl.SSLContext:
-    """One end's; nothing that the system trusts is trusted."""
+    """Return one end's context, which trusts only CA and not the system's certificates."""
     made = ssl.SSLContext(kind)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_REQUIRED
     made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whatever is in CA, also where another one has signed it
+    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust what is in CA even if it is signed by another one
     _load_certificates(made, folder / CA)
-    _load_certificates(ssl.SSLContext(kind), folder / OWN)  # which says whether there is one
+    _load_certificates(ssl.SSLContext(kind), folder / OWN)  # only to check that there is one
     _load_own(made, folder / OWN, folder / KEY)
     if (folder / KEY).stat().st_mode & stat.S_IRWXO:
         fix = f"chmod 600 {folder / KEY}; in a pod, defaultMode: 0400 at the secret's volume"
@@ -211,8 +209,6 @@ def _load_certificates(made: ssl.SSLContext, path: Path) -> None:
 
 
 def _load_own(made: ssl.SSLContext, own: Path, key: Path) -> None:
-    """Load this host's certificate and its key.  Raises NoCertificate where the key is wrong."""
-
     def passphrase() -> str:
         wrong = f"{key} is encrypted, and nobody is there to type its passphrase"
         raise NoCertificate(wrong, f"put there what `openssl pkey -in {key}` prints")
@@ -226,7 +222,6 @@ def _load_own(made: ssl.SSLContext, own: Path, key: Path) -> None:
 
 
 def _failed(error: ssl.SSLError, parting: bytes = b"") -> TlsFailure:
-    """What an other end's TLS has done, in words."""
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if error.reason in NO_TLS:
         done = "it does not speak TLS 1.3"

@@ -1,7 +1,7 @@
-"""A connection over which TLS is spoken, with as much of a socket's face as the ports of a job use.
+"""A connection in TLS, with those methods of a socket that the ports of a job use.
 
-The standard library's own does not do: it knows no ``sendmsg`` and no flags, so none of a call that does not wait, and
-OpenSSL's object under it takes one thread at a time, where here one reads while another one writes.
+The standard library's SSLSocket is not enough. It has no ``sendmsg`` and no flags, so no non-blocking single call; and
+its OpenSSL object allows one thread at a time, while here one thread reads and another writes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from typing import BinaryIO
 
 from recycle_plugin.authentication.tls import RECORD, TlsEnd
 
-PIECE = 1 << 18  # bytes that are encrypted at once, or read
+PIECE = 1 << 18  # most bytes that are encrypted or read at once
 
 
 class TlsSocket:
-    """TLS over a ``connection`` over which this ``end`` of it has done its handshake; shutting either shuts both.
-
-    Methods do, return and raise what the socket's do.  One thread may read, and one write, at a time.
+    """TLS over a ``connection`` on which this ``end`` has done its handshake; closing this closes the connection.
+    Methods do, return and raise the same as a socket's. One thread may read while one other writes.
     """
 
     def __init__(self, connection: socket.socket, end: TlsEnd) -> None:
         self._socket, self._end = connection, end
-        self._unsent = memoryview(b"")  # what is encrypted
-        self._promised = 0  # how many bytes that was, of those that were to be sent
+        self._unsent = memoryview(b"")  # encrypted bytes
+        self._promised = 0  # the number of plain bytes in them
 
     # --- as the socket has it ------------------------------------------------------------------------
 
@@ -50,11 +49,11 @@ class TlsSocket:
         return self._socket.getpeername()
 
     def shutdown(self, how: int) -> None:
-        """Shut the socket, without TLS's word for it."""
+        """Shut the socket down, without TLS's close message."""
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        """Close the socket, without TLS's word for it."""
+        """Close the socket, without TLS's close message."""
         self._socket.close()
 
     def __enter__(self) -> TlsSocket:
@@ -66,12 +65,12 @@ class TlsSocket:
     # --- reading -------------------------------------------------------------------------------------
 
     def recv(self, most: int, flags: int = 0) -> bytes:
-        """At most so many bytes; none at the end.  Raises TlsFailure where something else has come than was sent."""
+        """Return at most ``most`` bytes, none at the end. Raises TlsFailure if the data was tampered with."""
         data = bytearray(min(most, RECORD))
         return bytes(memoryview(data)[: self.recv_into(data, 0, flags)])
 
     def recv_into(self, target: bytearray | memoryview, most: int = 0, flags: int = 0) -> int:
-        """Read into ``target``; with MSG_WAITALL into all of it, but at the end.  Raises as :meth:`recv`."""
+        """Read into ``target``; with MSG_WAITALL until it is full or the stream ends. Raises as :meth:`recv`."""
         with memoryview(target) as whole, whole[: most or len(whole)] as wanted:
             count = 0
             while True:
@@ -85,10 +84,10 @@ class TlsSocket:
     # --- writing -------------------------------------------------------------------------------------
 
     def send(self, data: bytes | bytearray | memoryview, flags: int = 0) -> int:
-        """Send some of ``data``, and return how many bytes of it.
+        """Send some of ``data``, and return the number of its bytes that were sent.
 
-        Where that raises BlockingIOError some may be on their way, encrypted as they are: whoever goes on has to come
-        with the same bytes again, and maybe more behind them.
+        After BlockingIOError some encrypted bytes may already be on their way: the next call must begin with the same
+        bytes, and may have more after them.
         """
         if not self._unsent:
             with memoryview(data) as whole, whole[:PIECE] as piece:
@@ -109,7 +108,7 @@ class TlsSocket:
         return self.send(next((part for part in parts if part), b""), flags)
 
     def sendfile(self, file: BinaryIO, offset: int, count: int) -> int:
-        """Send so many bytes of a file from ``offset`` on; less, which is returned, where it ends before."""
+        """Send ``count`` bytes of a file from ``offset`` on, and return how many; fewer if the file ends before."""
         file.seek(offset)
         sent = 0
         while sent < count and (piece := file.read(min(PIECE, count - sent))):

@@ -188,7 +188,6 @@ def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) 
 
 
 def _line(job: ConfiguredJob, every: int) -> Line:
-    """Return the job's stages as the planner's model of logs takes them."""
     batch, split = len(job.shape.batch), job.settings.split_backward
     return expected(job.costs, job.profile, split, batch, _hosts(job), every)
 

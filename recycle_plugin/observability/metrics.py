@@ -187,7 +187,7 @@ class Metrics:
             self._bound.set(details["period_us"] / details["bound_us"])
 
     def _recovered(self, failure: Failure, began_at: float) -> None:
-        """Observe the three parts of a recovery. Hosts' clocks may differ, so negative times count as 0."""
+        """Observe the parts of a recovery. Hosts' clocks may differ, so negative times count as 0."""
         assert failure.resumed_at is not None and failure.committed_at is not None, "it is over"
         moments = began_at, failure.seen_at, failure.resumed_at, failure.committed_at
         for phase, begins, ends in zip((NOTICE, REGROUP, FINISH), moments, moments[1:]):
@@ -236,5 +236,4 @@ class Recoveries:
         self._forget(lambda event: bool(waiting) and event.get("seat", "") in {"", *waiting})
 
     def _forget(self, wanted: Callable[[dict], bool]) -> None:
-        """Drop all events but workers, faults and those for which ``wanted`` returns True."""
         self._known = [event for event in self._known if event["event"] in ("worker", "fault") or wanted(event)]

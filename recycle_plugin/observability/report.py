@@ -281,7 +281,6 @@ def _extents(spans: Sequence[Span]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _window(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """Return the spans between two times, cut off at the edges."""
     inside = (span for span in spans if span.end_us > start and span.start_us < end)
     return [span._replace(start_us=max(start, span.start_us), end_us=min(end, span.end_us)) for span in inside]
 

@@ -133,7 +133,6 @@ class RunHistory:
 
     @property
     def ranks_a_seat(self) -> int:
-        """The number of processes that hold each seat."""
         return len(self.seat_of) // len(self.seats)
 
     @property
@@ -254,7 +253,6 @@ class RunHistory:
 
     @cached_property
     def _workers(self) -> list[tuple[int, dict]]:
-        """The worker events of the log, each with its position."""
         return [(place, event) for place, event in enumerate(self.events) if event["event"] == "worker"]
 
     def _fault(self, lost: dict) -> tuple[Fault | None, float]:

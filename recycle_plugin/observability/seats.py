@@ -73,7 +73,6 @@ class SeatState(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """The character that stands for it."""
         return str(min(9, int(10 * self.share))) if self.mark == Mark.ARRIVES else self.mark
 
 

@@ -1,1 +1,1 @@
-"""What users set: the ``"recycle"`` section of the DeepSpeed JSON (``schema``)."""
+"""Users' settings: the ``"recycle"`` section of the DeepSpeed JSON (``schema``)."""

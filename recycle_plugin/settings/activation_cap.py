@@ -1,7 +1,7 @@
 """The activation cap as people write it, in the settings and on command lines.
 
-Micro-batches and "1f1b" go to the planner as they are.  A size and "auto" are bytes: only a profile knows
-what a micro-batch takes of them.
+Micro-batches and "1f1b" go to the planner as they are. A size and "auto" are bytes: only a profile knows how many bytes
+a micro-batch takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgt])(?P<binary>i?)
 
 
 def size(text: str) -> int | None:
-    """Bytes of ``12GiB``, ``1.5 TB`` or ``4096B``; None for what is no size or less than one byte."""
+    """Return the bytes of ``12GiB``, ``1.5 TB`` or ``4096B``; None for other texts or less than one byte."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return None
@@ -27,22 +27,21 @@ def size(text: str) -> int | None:
 
 
 def normal(text: str) -> str | None:
-    """The cap in the form that the other functions take; None where it is neither "1f1b" nor "auto" nor a size."""
+    """Return the cap in the form that the other functions take; None if it is not "1f1b", "auto" or a size."""
     word = text.strip().lower()
     return word if word in (ONE_F_ONE_B, AUTO) else text.strip() if size(text) else None
 
 
 def in_bytes(cap: object) -> TypeGuard[str]:
-    """Whether ``cap`` is in bytes, and so needs a profile."""
+    """Return whether ``cap`` is in bytes, and so needs a profile."""
     return isinstance(cap, str) and cap != ONE_F_ONE_B
 
 
 def memory_bytes(cap: str, profile: Profile | None, stages: int, undo: str = "snapshot") -> int | tuple[int, ...]:
-    """The bytes of ``Policy.memory_bytes`` for a size, or for "auto", per stage what a device has left beside the
-    state.
+    """Return ``Policy.memory_bytes`` for a size, or for "auto": for each stage the device's memory minus the state.
 
-    ``undo``: how steps are taken back, as in the settings. Raises ValueError where "auto" has nothing to go by, or
-    nothing is left.
+    ``undo``: as in the settings. Raises ValueError if "auto" has no profile with the device's memory, or nothing is
+    left.
     """
     if (given := size(cap)) is not None:
         return given

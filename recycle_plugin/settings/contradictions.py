@@ -1,4 +1,4 @@
-"""Settings that are each correct and contradict each other: which pairs are refused, and what to write instead."""
+"""Contradictions between settings that are each valid: which pairs are refused, and what to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def refuse_contradictions(settings: Settings) -> None:
-    """Raise :class:`SettingsError` where one setting excludes another, or has no effect without it."""
+    """Raise :class:`SettingsError` if one setting excludes another, or has no effect without it."""
     if settings.rng == "stream" and settings.reroute:
         raise SettingsError(
             "rng",
@@ -59,12 +59,11 @@ NOT_OF_REPLICAS = {
     "zero": "DeepSpeed shards inside a replica, whose copies are the others",
     "loss_scaling": "DeepSpeed scales losses itself",
     "resume_iterators": "the script reads its data itself",
-}  # settings that nothing would heed in jobs without a pipeline, or that can't be had there
+}  # settings that have no effect in jobs without a pipeline, or are not supported there
 JUDGED = {"clip": "sync", "norm": True, "nonfinite": "end"}
 
 
 def _refuse_units(settings: Settings) -> None:
-    """What does not go with the unit that is given up where a worker is lost."""
     if settings.unit == "worker":
         if settings.replicas is not None:
             raise SettingsError(
@@ -84,7 +83,6 @@ def _refuse_units(settings: Settings) -> None:
 
 
 def _refuse_sharded(settings: Settings, replicas: int) -> None:
-    """What does not go with jobs without a pipeline, of so many ``replicas``."""
     if replicas < 2:
         raise SettingsError(
             "replicas",
@@ -102,7 +100,7 @@ def _refuse_sharded(settings: Settings, replicas: int) -> None:
 
 
 def refuse_shrinking(settings: Settings) -> None:
-    """Raise :class:`SettingsError` where batches are to shrink, and something else does not go with that."""
+    """Raise :class:`SettingsError` if batches shrink and another setting does not allow that."""
     if settings.batch != "shrink":
         return
     for wrong, what, instead in (
@@ -118,7 +116,6 @@ def refuse_shrinking(settings: Settings) -> None:
 
 
 def _refuse_steps(settings: Settings) -> None:
-    """What goes wrong where a step waits for its norm, is skipped, or is taken back."""
     if settings.clip == "validate" and not settings.stagger_optimizer:
         raise SettingsError(
             "clip",
@@ -162,7 +159,6 @@ def _refuse_inexact(settings: Settings) -> None:
 
 
 def _refuse_unheeded(settings: Settings) -> None:
-    """What nothing would heed, or could be reckoned with."""
     if settings.faults and not settings.enabled:
         raise SettingsError(
             "faults",

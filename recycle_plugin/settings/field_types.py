@@ -1,4 +1,4 @@
-"""The types of the settings' fields: what is checked of each value, and in which words a correct one is asked for."""
+"""Types of the settings' fields: how each value is checked, and how an error describes a correct one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from recycle_plugin.settings import activation_cap as cap
 
 
 def setting(default: Any, write: str, description: str, **limits: Any) -> Any:
-    """A field of the settings.  ``write``: what a correct value looks like, in the words of the error that asks for
-    it.
-    """
+    """Return a field of the settings. ``write``: a correct value, in the words of the error that asks for it."""
     return Field(default, description=description, json_schema_extra={"write": write}, **limits)
 
 
@@ -26,7 +24,7 @@ def _checked_fault(text: str) -> str:
 
 
 def _checked_cap(value: Any) -> Any:
-    """Numbers are checked by type; texts are "1f1b", "auto" and sizes."""
+    """Check a text: "1f1b", "auto" or a size. Numbers are checked by type."""
     if not isinstance(value, str):
         return value
     if (text := cap.normal(value)) is None:
@@ -35,7 +33,6 @@ def _checked_cap(value: Any) -> Any:
 
 
 def _checked_size(value: Any) -> Any:
-    """A size in words as bytes."""
     if not isinstance(value, str):
         return value
     if (size := cap.size(value)) is None:
@@ -44,7 +41,7 @@ def _checked_size(value: Any) -> Any:
 
 
 def _checked_address(text: str) -> str:
-    """Address and port of a server; an IPv6 address in brackets."""
+    """Check the address and port of a server; an IPv6 address is in brackets."""
     match = re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:\[\]]+):(\d{1,5})", text, re.ASCII)
     if match is None or int(match[2]) > 65535:
         raise PydanticCustomError("no_address", "no address")
@@ -52,14 +49,13 @@ def _checked_address(text: str) -> str:
 
 
 def _checked_folder(path: str) -> str:
-    """A path, in which a leading ~ is the user's folder."""
     if "\0" in path:
         raise PydanticCustomError("no_path", "no path")
     return os.path.expanduser(path)
 
 
 def _checked_command(text: str) -> str:
-    """What sh takes for a command, by its syntax."""
+    """Check with sh that the text has the syntax of a command."""
     if not text.strip() or "\0" in text or run(["sh", "-nc", text], stderr=DEVNULL, stdin=DEVNULL).returncode:
         raise PydanticCustomError("no_command", "no command")
     return text
@@ -80,10 +76,10 @@ Helpers = Literal["auto"] | Annotated[int, Field(ge=0)]
 Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Annotated[int, Field(ge=0)], ...], _as_tuple]
 Norm = Annotated[Literal[True, "deepspeed"], _as_true]
 Faults = Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple]
-"""Faults in their text form, each as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes it."""
+"""Faults as text, as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes them."""
 
 CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
 BOOL = "true or false"
 
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
-"""What every model of settings has in common."""
+"""Configuration of all models of settings."""

@@ -1,9 +1,8 @@
-"""The ``"recycle"`` section of the DeepSpeed JSON: strict, typed, frozen, checked at the door.
+"""The ``"recycle"`` section of the DeepSpeed JSON: strict, typed, frozen, and checked when it is read.
 
-``Settings.from_section`` is the door.  What is wrong there becomes one line that names the key and
-says what to write instead; the layers below see plain values, never a config object.  The schema is
-stated here, and in ``sections`` for the settings that are objects, only: ``configs/recycle/default.yaml``
-is compared with it by a test, and :func:`reference` prints it for the documentation.
+``Settings.from_section`` reads it. An error is one line that names the key and says what to write instead; the layers
+below see plain values, never a config object. The schema is stated only here, and in ``sections`` for settings that are
+objects: a test compares ``configs/recycle/default.yaml`` with it, and :func:`reference` prints it for the documents.
 """
 
 from __future__ import annotations
@@ -365,9 +364,8 @@ class Settings(BaseModel):
 
     @classmethod
     def from_section(cls, section: dict[str, Any] | None) -> Settings:
-        """The settings of a DeepSpeed config's ``"recycle"`` section; None (no section) gives the defaults.
-
-        Raises :class:`SettingsError`: unknown key, wrong type, value out of range, contradictory values.
+        """Return the settings of a DeepSpeed config's ``"recycle"`` section; None (no section) gives the defaults.
+        Raises :class:`SettingsError` for an unknown key, a wrong type, a value out of range, or contradictory values.
         """
         if section is not None and not isinstance(section, dict):
             raise SettingsError("", f"{shown(section)} is {kind(section)}", 'write an object such as {"enabled": true}')
@@ -385,12 +383,12 @@ class Settings(BaseModel):
         return settings
 
     def given_costs(self) -> Profile | CostModel | None:
-        """What ``costs`` names.  Raises :class:`SettingsError` where that can't be read."""
+        """Return the contents of the file ``costs``. Raises :class:`SettingsError` if it can't be read."""
         return self._given()[0]
 
     def measured(self) -> tuple[StageBytes, ...]:
-        """The bytes that a run has measured of each stage, if ``costs`` names a run's file.  Raises as
-        :meth:`given_costs` does.
+        """Return the bytes of each stage if ``costs`` is a file that a run measured. Raises as :meth:`given_costs`
+        does.
         """
         return self._given()[1]
 
@@ -405,14 +403,12 @@ class Settings(BaseModel):
             raise SettingsError("costs", " ".join(str(error).split()), f"write {COSTS}") from None
 
     def profile(self) -> Profile | None:
-        """The profile that ``costs`` names, if it names one.  Raises as :meth:`given_costs` does."""
+        """Return the profile if ``costs`` names one, else None. Raises as :meth:`given_costs` does."""
         return found if isinstance(found := self.given_costs(), Profile) else None
 
     def in_fp16(self, clipping: float) -> Settings:
-        """These settings, as they are in an fp16 job: losses are scaled, and steps that overflow skipped.
-
-        These are few, so that without ``clipping``, DeepSpeed's gradient_clipping, no step waits for its norm, unless
-        ``clip`` says so.
+        """Return these settings for an fp16 job: losses are scaled, and steps that overflow are skipped. Overflows are
+        rare, so without ``clipping`` (DeepSpeed's gradient_clipping) no step waits for its norm unless ``clip`` is set.
         """
         implied: dict[str, Any] = {"loss_scaling": True, "nonfinite": "skip"}
         if not clipping and self.stagger_optimizer and "clip" not in self.model_fields_set:
@@ -422,19 +418,16 @@ class Settings(BaseModel):
         return found
 
     def for_replicas(self) -> Settings:
-        """These settings, as they are with `replicas`: a backward that the script calls is not split."""
+        """Return these settings for a job with `replicas`: a backward that the script calls is not split."""
         return self.model_copy(update={"split_backward": False})
 
     def waits_for_norm(self, clipping: float) -> bool:
-        """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's
-        gradient_clipping.
-        """
+        """Return whether a step waits for the norm over all stages; ``clipping``: DeepSpeed's gradient_clipping."""
         return self.clip == "sync" and (clipping > 0 or self.loss_scaling)
 
     def policy(self, validate: bool, stages: int) -> Policy:
-        """The planner's policy.  ``validate``: gradient clipping is on, so that a step waits for its norm.
-
-        Raises :class:`SettingsError` for an activation cap that doesn't go with the profile or the number of stages.
+        """Return the planner's policy. ``validate``: gradient clipping is on, so a step waits for its norm. Raises
+        :class:`SettingsError` for an activation cap that does not fit the profile or the number of stages.
         """
         held, room = self.activation_cap, None
         if isinstance(held, tuple) and len(held) != stages:
@@ -464,7 +457,7 @@ class Settings(BaseModel):
         return tuple(map(Fault.parse, self.faults))
 
     def refuse_faults(self, shape: Topology) -> None:
-        """Raise :class:`SettingsError` if a fault is to strike a seat that ``shape`` has not."""
+        """Raise :class:`SettingsError` if a fault names a seat that ``shape`` does not have."""
         for fault in self.fault_list:
             if fault.seat not in shape.seats:
                 raise SettingsError(
@@ -475,13 +468,12 @@ class Settings(BaseModel):
                 )
 
     def fault_script(self, seat: Seat, incarnation: int = 0) -> FaultScript:
-        """The faults that strike the ``incarnation``-th process at ``seat``."""
+        """Return the faults that strike the ``incarnation``-th process at ``seat``."""
         return FaultScript(self.fault_list, seat, incarnation)
 
     def cost_model(self, shape: Topology, samples: int) -> CostModel:
-        """Costs in microseconds for a job of ``shape`` with micro-batches of ``samples``.
-
-        Raises :class:`SettingsError` for costs of another number of stages, and for a profile of another job.
+        """Return costs in microseconds for a job of ``shape`` with micro-batches of ``samples``. Raises
+        :class:`SettingsError` for costs of another number of stages, and for a profile of another job.
         """
         found = self.given_costs()
         if isinstance(found, Profile):
@@ -508,7 +500,7 @@ class Settings(BaseModel):
 
 
 def reference() -> str:
-    """All settings as a Markdown table: key, default, meaning."""
+    """Return all settings as a Markdown table: key, default, meaning."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     models: dict[str, type[BaseModel]] = {"": Settings, **SECTIONS}
     for section, model in models.items():

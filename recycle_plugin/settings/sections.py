@@ -1,4 +1,4 @@
-"""Settings that are objects of their own: what they hold, and its defaults."""
+"""Settings that are objects: their keys and defaults."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class CheckpointSettings(BaseModel):
 
 
 class LogSettings(BaseModel):
-    """What crosses stages is logged on each sender's disk, so that a stage without a live worker can be replayed from
-    the last automatic checkpoint.
+    """Logging of the data between stages, on each sender's disk. A stage without a live worker can then be replayed
+    from the last automatic checkpoint.
     """
 
     model_config = STRICT
@@ -78,7 +78,9 @@ class LogSettings(BaseModel):
     )
 
     def of_stages(self, stages: int) -> str | tuple[int, ...]:
-        """The ``boundaries`` of a pipeline of ``stages``.  Raises SettingsError for one that it does not have."""
+        """Return the ``boundaries`` for a pipeline of ``stages``. Raises SettingsError for a boundary that it does not
+        have.
+        """
         try:
             at_start(self.boundaries, ("",) * stages)
         except ValueError as error:
@@ -92,7 +94,7 @@ class LogSettings(BaseModel):
 
     @property
     def most_helpers(self) -> int | None:
-        """How many may help with a replay; None: as many as there are, and blocks for them."""
+        """The most workers that may help with a replay; None: as many as there are blocks and workers."""
         return None if self.helpers == "auto" else self.helpers
 
 
@@ -100,4 +102,4 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointSettings,
     "log": LogSettings,
 }
-"""The settings that are such objects, by their keys."""
+"""{key: model} of settings that are objects."""

@@ -1,6 +1,6 @@
-"""What is wrong with settings, in our words: which key, what is wrong, what to write instead.
+"""Errors of settings in our words: which key, what is wrong, what to write instead.
 
-:func:`explained` says it of what pydantic finds.
+:func:`explained` translates pydantic's errors.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 SECTION = "recycle"
-"""The section of the DeepSpeed JSON that settings stand in."""
+"""The section's key in the DeepSpeed JSON."""
 FAULT = '"kill 0.1 before 1F0.2@5"'
-"""An example of one."""
+"""An example of a fault."""
 
 Sections = Mapping[str, type[BaseModel]]
-"""Settings that are objects of their own."""
+"""{key: model} of settings that are objects."""
 
 
 GONE = {
@@ -29,19 +29,19 @@ GONE = {
     "exact_block": 'write its number as "exact"',
     "strict_placement": 'write "placement": "strict"',
 }
-"""What to write instead of the keys of 0.1 that are settings no more; until 0.3."""
-ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
+"""Keys of 0.1 that are no settings any more, and what to write instead; kept until 0.3."""
+ALIKE = 0.85  # of 1: a section at least so similar in name is taken for a misspelling
 
 
 def refuse_misspelt(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a DeepSpeed ``config`` has no section of ours, and one whose name is much alike."""
+    """Raise ValueError if a DeepSpeed ``config`` has no section of ours, but one with a very similar name."""
     meant = [name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)]
     if SECTION not in config and meant:
         raise ValueError(f'"{meant[0]}" in the DeepSpeed config: no such section; did you mean "{SECTION}"?')
 
 
 class SettingsError(ValueError):
-    """A setting is wrong; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
+    """A wrong setting; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
 
     def __init__(self, key: str, wrong: str, fix: str, others: tuple[str, ...] = ()) -> None:
         where = f"{SECTION}.{key}" if key else SECTION
@@ -53,7 +53,7 @@ class SettingsError(ValueError):
 def explained(
     error: ValidationError, model: type[BaseModel], sections: Sections
 ) -> tuple[str, str, str, tuple[str, ...]]:
-    """(key, what is wrong, what to write instead) of the first problem, and the other keys with one."""
+    """Return (key, what is wrong, what to write instead) of the first problem, and the other keys with one."""
     problems: dict[str, dict[str, Any]] = {}
     for problem in error.errors():  # a list inside a union also fails as "no number": the deeper problem says more
         key = _key(problem["loc"], sections)
@@ -64,7 +64,7 @@ def explained(
 
 
 def _key(location: tuple[int | str, ...], sections: Sections) -> str:
-    """``("log", "boundaries", "tuple[...]", 1)`` → ``log.boundaries``; ``("faults", 1)`` → ``faults[1]``."""
+    """Return ``log.boundaries`` for ``("log", "boundaries", "tuple[...]", 1)``, ``faults[1]`` for ``("faults", 1)``."""
     head, *rest = location
     if head in sections and rest:
         return f"{head}.{rest[0]}"
@@ -72,7 +72,7 @@ def _key(location: tuple[int | str, ...], sections: Sections) -> str:
 
 
 def _explained(problem: dict[str, Any], model: type[BaseModel], sections: Sections) -> tuple[str, str]:
-    """(what is wrong, what to write instead) for one of pydantic's problems."""
+    """Return (what is wrong, what to write instead) for one of pydantic's problems."""
     what, location, value = problem["type"], problem["loc"], problem["input"]
     inside = location[0] in sections and len(location) > 1
     fields = (sections[location[0]] if inside else model).model_fields
@@ -102,7 +102,7 @@ def _write(field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, shortened to 60 characters."""
+    """Return a value as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
