@@ -1,1 +1,1 @@
-"""What frameworks lend the worker runtime, one package for each; no algorithm lives here."""
+"""One package per framework, with what it lends the worker runtime. No algorithm lives here."""

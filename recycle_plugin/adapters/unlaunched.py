@@ -1,9 +1,9 @@
-"""A line for whoever switches the plugin on, in a DeepSpeed config or by RECYCLE_CONFIG for Megatron-LM, and starts the
-job without it.
+"""Warn if the settings switch the plugin on, and the job was started without its launcher.
 
-The package is an entry point of the group ``torch.backends``, which torch calls when it is imported.  Nothing else of
-the plugin runs in a job that ``deepspeed train.py`` or torchrun has started: it is stock's, and the loss of a worker
-ends it.  Imports nothing but the standard library, since every process that imports torch pays for it.
+The settings are the section of a DeepSpeed config, or the file in RECYCLE_CONFIG for Megatron-LM. This module is an
+entry point of the group ``torch.backends``, which torch calls when it is imported. A job started by ``deepspeed
+train.py`` or torchrun runs no other code of the plugin, and the loss of a worker ends it. Only the standard library is
+imported, since every process that imports torch pays for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEGATRON_SAID = (
 
 
 def watch() -> None:
-    """Have DeepSpeed's config, and Megatron-LM's training loop, say so once they are imported, in whichever order."""
+    """Have DeepSpeed's config and Megatron-LM's training loop print the warning once they are imported."""
     if LAUNCHED not in os.environ:
         AfterImport({"deepspeed.runtime.config": _wrap, "megatron.training.training": _warn_megatron}).install()
 
@@ -42,8 +42,8 @@ def _warn_megatron(module: ModuleType) -> None:
 
 
 def _enables(path: str) -> bool:
-    """Whether the section in the file ``path`` switches the plugin on."""
-    import json  # in few processes
+    """Whether the settings in the JSON file ``path`` switch the plugin on."""
+    import json  # few processes need it
 
     try:
         with open(path) as file:
@@ -71,26 +71,26 @@ def _wrap(module: ModuleType) -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``wrap(module)`` right after each named module has been imported for the first time."""
+    """An import hook that calls ``wrap(module)`` right after the first import of each named module."""
 
     def __init__(self, wrappers: dict[str, Callable[[ModuleType], None]]) -> None:
         self._wrappers = dict(wrappers)
 
     def install(self) -> None:
-        """Wrap the modules that are imported already, and wait for the others."""
-        for name in [name for name in self._wrappers if name in sys.modules]:  # a warm process has them already
+        """Wrap the named modules that are already imported, and wait for the others."""
+        for name in [name for name in self._wrappers if name in sys.modules]:  # a forked worker has them
             self._wrappers.pop(name)(sys.modules[name])
         sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Python's import calls this: for a named module, have it wrapped once it is loaded.  Others call it too, who
-        only ask whether there is such a module.
+        """Return a named module's spec with a loader that also wraps it. Not at once: callers may only look for the
+        module.
         """
         if name not in self._wrappers:
             return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # among which may be another one of these
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # possibly other hooks of this class
         found = (each.find_spec(name, path, target) for each in others if hasattr(each, "find_spec"))
         spec = next((each for each in found if each is not None), None)
         if spec is None or spec.loader is None:

@@ -1,7 +1,7 @@
-"""A line for whoever starts a job through the plugin whose script trains without it.
+"""Warn if a script was started through the plugin and trains without it.
 
-Such a script makes no engine of the plugin's: Hugging Face's Trainer leaves a DeepSpeed config alone that it has no use
-for, and a script may read another config than the user thinks.  It trains as in stock, until a worker is lost.
+Such a script makes no engine of the plugin. Hugging Face's Trainer ignores a DeepSpeed config that it has no use for,
+and a script may read another config than the user thinks. It then trains as in stock until a worker is lost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SAID = (
     "with a recycle section, nor is there a Pipeline or Replicas of the plugin's. Unless one follows, the loss of a "
     "worker ends the job. Where the plugin is to be left out, start the script without recycle_plugin.launch"
 )
-SEVERAL = 3  # steps: a script may try its optimizer out before, or train a helper
+SEVERAL = 3  # optimizer steps: a script may try its optimizer out before, or train a helper
 
 
 def watch(session: Session) -> None:
-    """Have the job told once, by its first worker, if the script steps optimizers before the plugin's settings are
-    known; call it before the script runs.
+    """Have the first worker warn once if the script steps optimizers before the plugin's settings are known. Call it
+    before the script runs.
     """
     if session.view.is_first:
         AfterImport({"torch.optim.optimizer": partial(_watch, session)}).install()
@@ -32,7 +32,7 @@ def watch(session: Session) -> None:
 def _watch(session: Session, module: ModuleType) -> None:
     steps = 0
 
-    def stepped(*_: Any) -> None:  # which stays: torch goes through its hooks just now
+    def stepped(*_: Any) -> None:  # never removed: torch iterates over its hooks at this moment
         nonlocal steps
         steps += 1
         if steps == SEVERAL and not session.configured and not session.forked:

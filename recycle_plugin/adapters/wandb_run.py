@@ -1,4 +1,4 @@
-"""Weights & Biases has one run of a job, whichever of its processes writes."""
+"""Weights & Biases shows one run per job, whichever process writes to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def one_run(job_id: str) -> Iterator[None]:
-    """A context in which ``wandb.init()`` begins the run of the job, or goes on with it, unless the environment names a
-    run.
-    """
+    """A context in which ``wandb.init()`` starts or resumes the job's run, unless the environment names a run."""
     given = {"WANDB_RUN_ID": job_id, "WANDB_RESUME": "allow"}
     added = [name for name in given if name not in os.environ]
     os.environ |= {name: given[name] for name in added}

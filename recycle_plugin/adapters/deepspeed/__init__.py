@@ -1,4 +1,4 @@
-"""DeepSpeed: the pipeline engine that runs plans, and the way into an unmodified training script."""
+"""DeepSpeed: an engine that runs plans, and the entry into an unmodified training script."""
 
 from recycle_plugin.adapters.deepspeed.entry import Plugin
 

@@ -1,10 +1,9 @@
-"""The optimizer's state in bf16 jobs: whole on every worker, and in DeepSpeed's format in files.
+"""The optimizer's state in bf16 jobs: whole on every worker, in DeepSpeed's format in files.
 
 Stock DeepSpeed gives each replica of a stage a part of the fp32 master weights and of the optimizer's state, at ZeRO
-stage 0 too, so that a lost worker's part has no copy.  Here every worker has all of it, and takes the whole step.  In a
-checkpoint there are stock's parts all the same: per parameter group, everything flat and one after the other, filled up
-with zeros and cut into equal parts, one for each logical replica.  Whatever number of replicas there is puts them
-together again.
+stage 0 too, so a lost worker's part has no copy. Here every worker has all of it and takes the whole step. A checkpoint
+still has stock's parts. Each parameter group is flattened into one tensor, padded with zeros, and cut into equal parts,
+one for each logical replica. Any number of replicas can assemble these.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.state.contents import attributes_of
 
-ALIGNMENT = 2  # numbers, of each part: stock's
+ALIGNMENT = 2  # the length of each part is a multiple of it, as in stock
 Parameters = list[torch.nn.Parameter]
 Span = tuple[int, int]
 DYNAMIC = "dynamic_loss_scale"
 
 
 class MasterOptimizer:
-    """Stands where stock code has its BF16_Optimizer: steps ``optimizer`` on the masters, and rounds the weights off.
-
-    It fills the optimizer's groups with the masters.  ``clip`` is called with the whole gradients in place, and
-    gives the norm that they are clipped by, None where none is known.
+    """Stands in for stock's BF16_Optimizer: steps ``optimizer`` on the masters, and rounds them off to the weights. It
+    puts the masters into the optimizer's groups. ``clip`` is called with the whole gradients in place, and returns the
+    norm they are clipped by, None if unknown.
     """
 
-    # of the step that was applied last: stock code asks for it by this name
+    # of the step applied last; stock code reads it by this name
     _global_grad_norm: torch.Tensor | None = None
-    part: Callable[[], dict[str, Any]] | None = None  # stock's state_dict, once the engine has a seat
+    part: Callable[[], dict[str, Any]] | None = None  # for stock's state_dict, set once the engine has a seat
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class MasterOptimizer:
         return self.optimizer.state
 
     def step(self) -> None:
-        """Clip, step the masters, and round the weights off; the engine's optimizer step calls it."""
+        """Clip, step the masters, and round them off to the weights. Called by the engine's optimizer step."""
         norm = self._clip()
         self._global_grad_norm = None if norm is None else torch.as_tensor(norm)
         self.optimizer.step()
@@ -76,12 +74,12 @@ class MasterOptimizer:
         return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """What stock's optimizer has on this worker: its replica's part of the masters and of the state."""
+        """Return the state that stock's optimizer would have: its replica's part of the masters and of the state."""
         assert self.part is not None, "the engine is made"
         return self.part()
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """Raises RecycleError: state is loaded by all workers together."""
+        """Raise RecycleError: all workers load state together."""
         raise RecycleError(
             "engine.optimizer.load_state_dict() would give one worker another state than its peers have: call "
             "engine.load_checkpoint()"
@@ -99,7 +97,7 @@ class MasterOptimizer:
 
 
 def _check_wrapped(optimizer: torch.optim.Optimizer, weights: AbstractSet[torch.Tensor]) -> None:
-    """Raise RecycleError where an optimizer that it wraps has groups of its own, and would go on stepping weights."""
+    """Raise RecycleError if an inner optimizer has parameter groups of its own: it would go on stepping the weights."""
     for name, inner in attributes_of(optimizer).items():
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             if any(parameter in weights for group in inner.param_groups for parameter in group["params"]):
@@ -112,13 +110,12 @@ def _check_wrapped(optimizer: torch.optim.Optimizer, weights: AbstractSet[torch.
 
 
 class NotInOptimizer(RecycleError, AttributeError):
-    """Something of DeepSpeed's optimizer that the plugin's has not."""
+    """An attribute of DeepSpeed's optimizer that the plugin's does not have."""
 
 
 class FlatState:
-    """The state of ``optimizer``, whose groups are of masters, as stock has it: a group in one flat tensor.
-
-    A *span* is the part of a group from one number to another; beyond the group's end there are zeros.
+    """The state of ``optimizer``, whose groups hold masters, as stock has it: each group in one flat tensor. A *span*
+    is a range of a group's numbers, with zeros beyond the group's end.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,14 +127,13 @@ class FlatState:
 
     @torch.no_grad()
     def masters(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """The masters in each group's span."""
+        """Return each group's masters in its span."""
         return [_flat(group, span) for group, span in zip(self.groups, spans, strict=True)]
 
     @torch.no_grad()
     def state_dict(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """What a torch optimizer of :meth:`masters` would have.
-
-        Raises RecycleError for state that has no place there.
+        """Return the state dict that a torch optimizer of :meth:`masters` would have. Raises RecycleError for state
+        that can't be cut this way.
         """
         state = {}
         for index, (group, span) in enumerate(zip(self.groups, spans, strict=True)):
@@ -147,9 +143,8 @@ class FlatState:
         return {"state": state, "param_groups": hyper}
 
     def _of(self, group: Parameters, name: str, span: Span) -> Any:
-        """One kind of the optimizer's state: what belongs to each element is cut as the masters are.
-
-        What is left counts steps, and the last parameter's is right for all.
+        """Return one kind of a group's state. State per element is cut as the masters are. Other state counts steps,
+        and the last parameter's is right for all.
         """
         values = [self._optimizer.state[parameter][name] for parameter in group]
         if name != "step" and all(
@@ -166,7 +161,7 @@ class FlatState:
 
     @torch.no_grad()
     def read(self, masters: Sequence[Sequence[torch.Tensor]], states: Sequence[dict[str, Any]]) -> None:
-        """Take masters, by part and group, and what :meth:`state_dict` made of each part."""
+        """Load masters, by part and group, and what :meth:`state_dict` returned for each part."""
         for index, group in enumerate(self.groups):
             for master, value in zip(group, _apart([part[index] for part in masters], group)):
                 master.copy_(value)
@@ -186,9 +181,8 @@ class FlatState:
 
 
 class StateFiles:
-    """The optimizer's state and the masters of ``stage`` in a checkpoint, in the format of DeepSpeed's BF16_Optimizer,
-    or, where there is a ``scaler`` of the loss, in that of ZeRO stage 1, which has it too.  ``called``: the weights'
-    names.
+    """Files with the optimizer's state and masters of ``stage``, in the format of DeepSpeed's BF16_Optimizer; with a
+    loss ``scaler`` in that of ZeRO stage 1, which includes the scaler. ``called``: the weights' names.
     """
 
     def __init__(
@@ -205,16 +199,15 @@ class StateFiles:
         self._masters, self._scaler = masters, scaler
 
     def name(self, part: int | str) -> str:
-        """The name of the file that has the part of this number."""
+        """Return the file name of a part."""
         prefix = names.BF16_ZERO_FILE_PREFIX if self._scaler is None else names.ZERO_FILE_PREFIX
         return f"{prefix}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
 
     # --- writing -----------------------------------------------------------------------------------
 
     def part(self, number: int, parts: int) -> dict[str, Any]:
-        """What replica ``number`` of ``parts`` would write in DeepSpeed's own engine.
-
-        Raises RecycleError for state that its format has no place for.
+        """Return what replica ``number`` of ``parts`` would write in DeepSpeed's own engine. Raises RecycleError for
+        state that can't be cut this way.
         """
         groups = self._flat.groups
         spans = [_span(group, number, parts) for group in groups]
@@ -232,7 +225,7 @@ class StateFiles:
         return {names.OPTIMIZER_STATE_DICT: state | self._of_zero(state), names.DS_VERSION: version}
 
     def _of_zero(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What ZeRO stage 1 has of ``state`` in another form: the scale, and masters without what fills them up."""
+        """Return ``state``'s entries in the form of ZeRO stage 1: the scale, and masters without padding."""
         if self._scaler is None:
             return {}
         masters = state[names.SINGLE_PARTITION_OF_FP32_GROUPS]
@@ -247,7 +240,7 @@ class StateFiles:
         }
 
     def _slices(self, number: int, parts: int) -> list[OrderedDict[str, Any]]:
-        """Where each parameter of each group lies in the part."""
+        """Return the position of each group's parameters in a part."""
         found = []
         for group in self._flat.groups:
             span, there = _span(group, number, parts), OrderedDict()
@@ -261,9 +254,8 @@ class StateFiles:
     # --- and reading -------------------------------------------------------------------------------
 
     def read(self, folder: Path, load: Callable[[str], dict[str, Any]]) -> None:
-        """Take masters and state from the parts in ``folder``, of whatever number of replicas.
-
-        Raises RecycleError where they are not all there, or of another model.
+        """Load masters and state from the parts in ``folder``, of any number of replicas. Raises RecycleError if one is
+        missing, or of another model.
         """
         first = folder / self.name(0)
         if not first.is_file():
@@ -311,7 +303,7 @@ class StateFiles:
             vars(self._scaler).update(vars(parts[0][names.LOSS_SCALER]))
 
     def _numbers(self, parts: list[dict[str, Any]]) -> list[int]:
-        """How many numbers ``parts`` have of each group, without those that fill them up."""
+        """Return how many numbers ``parts`` have of each group, without padding."""
         masters = zip(*(part[names.SINGLE_PARTITION_OF_FP32_GROUPS] for part in parts))
         found = [sum(flat.numel() for flat in group) for group in masters]
         paddings = parts[-1][names.GROUP_PADDINGS] if self._scaler is None else [0] * len(found)
@@ -319,9 +311,7 @@ class StateFiles:
 
 
 def check_kind(dynamic: bool, scaler: Any) -> None:
-    """Raise RecycleError where a checkpoint's loss scale is of another kind: stock takes it, whatever the config
-    says.
-    """
+    """Raise RecycleError if a checkpoint's loss scale is of another kind: stock would take it all the same."""
     if dynamic != scaler.dynamic:
         kinds = {True: "dynamic", False: "static"}
         raise RecycleError(
@@ -332,12 +322,12 @@ def check_kind(dynamic: bool, scaler: Any) -> None:
 
 
 def whole_state_mib(weights: Parameters) -> float:
-    """MiB that it costs a worker to have the optimizer's state whole, with Adam."""
+    """Return the MiB that the whole state of Adam costs a worker."""
     return 12 * sum(weight.numel() for weight in weights) / 2**20
 
 
 def _ends(group: Parameters) -> list[int]:
-    """Where each parameter ends, all of them one after the other."""
+    """Return where each parameter ends in the flat group."""
     return list(accumulate(parameter.numel() for parameter in group))
 
 
@@ -346,13 +336,13 @@ def _size(group: Parameters) -> int:
 
 
 def _span(group: Parameters, number: int, parts: int) -> Span:
-    """From where to where part ``number`` of ``parts`` goes."""
+    """Return the span of part ``number`` of ``parts``."""
     length = ALIGNMENT * -(-_size(group) // (ALIGNMENT * parts))
     return number * length, (number + 1) * length
 
 
 def _flat(tensors: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
-    """``span`` of ``tensors`` one after the other, zeros behind them; a copy."""
+    """Return a copy of ``span`` of the flattened ``tensors``, padded with zeros."""
     found, begin = torch.zeros(span[1] - span[0], dtype=tensors[0].dtype if tensors else torch.float32), 0
     for tensor in tensors:
         start, end = max(begin, span[0]), min(begin + tensor.numel(), span[1])
@@ -363,6 +353,6 @@ def _flat(tensors: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
 
 
 def _apart(parts: list[torch.Tensor], group: Parameters) -> list[torch.Tensor]:
-    """What belongs to each parameter, in its shape."""
+    """Return each parameter's part of the joined ``parts``, in its shape."""
     flat = torch.cat(parts)
     return [flat[end - parameter.numel() : end].view(parameter.shape) for parameter, end in zip(group, _ends(group))]

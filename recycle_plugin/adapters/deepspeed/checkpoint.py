@@ -1,12 +1,12 @@
 """Stock checkpoints from a degraded pipeline, complete.
 
-Stock DeepSpeed lets replica 0 write each stage's layers and optimizer state, and rank 0 what belongs to all; either may
-be dead. Here the lowest live replica of each stage, and the lowest live rank, play those parts while the stock code
-runs.
+In stock DeepSpeed replica 0 writes each stage's layers and optimizer state, and rank 0 writes what belongs to all;
+either may be dead. Here the lowest live replica of each stage, and the lowest live rank, take these roles while stock
+code runs.
 
-What of a stage's state (runtime/state/stage_state.py) is not in what stock code hands over to be saved goes into a file
-of the stage's own beside it, which stock does not read: the loss scale of jobs in fp32, and weights of tied layers that
-have a ``forward_fn``.  Where nothing is left there is no such file.
+A stage's state (runtime/state/stage_state.py) may have parts that stock's files have no place for: the loss scale of
+fp32 jobs, and weights of tied layers with a ``forward_fn``. They go into a file of the stage beside stock's, which is
+written only if there is something to put into it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from recycle_plugin.runtime.stage.ports import CheckpointShare, Scaler
 from recycle_plugin.runtime.state.stage_state import StageState
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
-SCALE = frozenset(("loss_scale",))  # in fp16 they have it too
-FOLLOWING = frozenset(("places",))  # small parts that the step and the batch size decide, once they are loaded
+SCALE = frozenset(("loss_scale",))  # a small part that stock's fp16 files have too
+FOLLOWING = frozenset(("places",))  # small parts that follow from the step and the batch size, once these are loaded
 
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """DeepSpeed's CheckpointFormat (runtime/stage/ports.py), by stock code of ``engine`` and beside it; it has the
-    engine since that code is methods of the engine's, which write and read whatever is kept there.
+    """DeepSpeed's CheckpointFormat, by stock code of ``engine`` and beside it. That code is methods of the engine,
+    which write and read the state kept there.
 
-    ``stock``: its own checkpoint engine; ``parts``: files of the optimizer's state, where it is not in stock's model
-    file; ``scaler``: its state has to be in the checkpoint; ``client_state``, ``exclude_frozen_parameters``: as scripts
+    ``stock``: DeepSpeed's checkpoint engine. ``parts``: files of the optimizer's state, if it is not in stock's model
+    file. ``scaler``: its state belongs in the checkpoint. ``client_state``, ``exclude_frozen_parameters``: as scripts
     give them to ``save_checkpoint``.
     """
 
@@ -61,7 +61,7 @@ class EngineFiles:
     exclude_frozen_parameters: bool = False
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over what stock code saves here, and what it leaves out."""
+        """Hand over what stock code saves here, and the state that it leaves out."""
         engine, grid, writes = self.engine, self.engine.grid, share.turn == 0
         known = self.ties.saved() | self._own(state)
         inventory = Inventory(self.stock, share, self.ties.place, list(state.optimizer.parameters()), known)
@@ -77,7 +77,7 @@ class EngineFiles:
             )
         there = STOCKS | (SCALE if engine.fp16_enabled() else frozenset())
         if not type(engine.lr_scheduler).__module__.startswith(("torch.", "deepspeed.", "builtins")):
-            there -= {"scheduler"}  # nobody knows what its state_dict leaves out
+            there -= {"scheduler"}  # its state_dict may leave out anything
         if writes and (left := inventory.left(state, there)):
             share.save(file_beside(path, engine.stage_id), left)
         if self.parts is not None:
@@ -88,11 +88,11 @@ class EngineFiles:
                 )
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write a file's contents as stock does."""
+        """Write one file as stock does."""
         self.stock.save(state_dict=contents, path=file)
 
     def _own(self, state: StageState) -> set[str]:
-        """Tensors of the state that are in a checkpoint in a form of their own (bf16.py, fp16.py)."""
+        """Return the names of state tensors that are in a checkpoint in another form (bf16.py, fp16.py)."""
         return (
             set()
             if self.engine.masters is None
@@ -101,13 +101,13 @@ class EngineFiles:
 
     @contextmanager
     def loading(self, folder: Path) -> Iterator[None]:
-        """A context in which stock code loads the checkpoint ``folder``.  Raises RecycleError where it can't."""
+        """A context in which stock code loads the checkpoint ``folder``. Raises RecycleError if it can't."""
         busy = self.session.heartbeats.at(ELSEWHERE, "a checkpoint")
         with in_words(folder), busy, self._without_optimizer(), self.ties.loading():
             yield
 
     def check_whole(self, folder: Path) -> None:
-        """Raise RecycleError where the checkpoint ``folder``, or a file of this worker's stage in it, is missing."""
+        """Raise RecycleError if the checkpoint ``folder``, or a file of this worker's stage in it, is missing."""
         if not folder.is_dir():
             raise RecycleError(f"load_checkpoint: there is no folder {folder}; load another checkpoint")
         module, missing = self.engine.module, []
@@ -122,17 +122,15 @@ class EngineFiles:
             )
 
     def _without_optimizer(self) -> AbstractContextManager[None]:
-        """Inside of this context stock code neither writes nor reads the optimizer's state, where it has files of its
-        own.
-        """
+        """A context in which stock code ignores the optimizer's state, if that has files of its own."""
         return nullcontext() if self.parts is None else replaced(self.engine, optimizer=None)
 
     def complete(self, folder: Path) -> None:
-        """Nothing: no file is made of others."""
+        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Take the state of this worker's stage from the checkpoint ``folder``, by itself, as a newcomer does, whose
-        collectives are its own.  Raises RecycleError where it can't be had.
+        """Load this worker's stage from the checkpoint ``folder``, without the others, as a newcomer does. Raises
+        RecycleError if it can't.
         """
         self.check_whole(folder)
         with replaced(self.engine, checkpoint_engine=Verified(self.stock)):
@@ -143,9 +141,7 @@ class EngineFiles:
             self.load_rest(state, Path(found[0]).parent, True)
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
-        """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
-        does not fit.
-        """
+        """Load what stock code leaves to the plugin, from the checkpoint ``path``. Raises RecycleError for a misfit."""
         read = self.engine.checkpoint_engine.load
         with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
@@ -155,7 +151,7 @@ class EngineFiles:
             if self.engine.masters is not None and not with_optimizer:
                 self.engine.masters.take_over()
             if self.scaler is not None and with_optimizer:
-                state.put({"loss_scale": dict(vars(self.scaler))})  # which the loss is multiplied by from now on
+                state.put({"loss_scale": dict(vars(self.scaler))})  # the loss is multiplied by this copy
 
     def load_beside(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock's files have no place for, from the stage's own file beside them."""
@@ -173,9 +169,7 @@ class EngineFiles:
 
 @contextmanager
 def in_words(folder: Path) -> Iterator[None]:
-    """A context in which stock code reads the checkpoint ``folder``.  Raises RecycleError for what is there an
-    AssertionError, or torch's error.
-    """
+    """A context in which stock code reads the checkpoint ``folder``; its and torch's errors become RecycleErrors."""
     try:
         yield
     except (AssertionError, EOFError, LookupError, OSError, PickleError, RuntimeError, TypeError, ValueError) as error:
@@ -187,23 +181,22 @@ def in_words(folder: Path) -> Iterator[None]:
 
 
 class ShareEngine:
-    """Stands in the place of DeepSpeed's own checkpoint engine, ``stock``: hands what it is to save over to ``share``.
-
-    Nothing raises here: others wait in stock code for whoever does.
+    """Stands in for DeepSpeed's checkpoint engine ``stock``, and hands files to ``share`` instead of writing them.
+    Nothing raises here: others would wait in stock code for a worker that raises.
     """
 
     def __init__(self, stock: Any, share: CheckpointShare) -> None:
         self._stock, self._share = stock, share
 
     def save(self, state_dict: Any, path: str) -> None:
-        """DeepSpeed's call to save a file."""
+        """Hand over a file that DeepSpeed saves."""
         self._share.save(Path(path), state_dict)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """DeepSpeed's call to make a folder: nothing, since each file makes its own."""
+        """Do nothing: each file makes its folder."""
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed is to copy a layer's tensors, lest what shares memory with them goes into its file too."""
+        """Whether DeepSpeed is to copy a layer's tensors, lest all that shares their memory gets into its file."""
         return not self._share.copies and bool(self._stock.preserves_storage_sharing())
 
     def __getattr__(self, name: str) -> Any:
@@ -211,10 +204,8 @@ class ShareEngine:
 
 
 class Inventory(ShareEngine):
-    """Notes what is handed over of the state.
-
-    ``places``: the names in the module of the layers that files are named by; ``parameters``: the optimizer's, in its
-    order; ``known``: what else is in files.
+    """Records which parts of the state are handed over. ``places``: layer numbers, as in file names, to names in the
+    module. ``parameters``: the optimizer's, in its order. ``known``: state that has files otherwise.
     """
 
     def __init__(
@@ -229,7 +220,7 @@ class Inventory(ShareEngine):
         self._places, self._parameters, self._saved = places, parameters, set(known)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """DeepSpeed's call to save a file: note what is in it, and hand it on."""
+        """Record a file's contents, and hand it over."""
         name = Path(path).name
         if name.startswith(names.LAYER_FILE_PREFIX):
             layer = int(name.removeprefix(names.LAYER_FILE_PREFIX).partition("-")[0])
@@ -244,24 +235,23 @@ class Inventory(ShareEngine):
         super().save(state_dict, path)
 
     def left(self, state: StageState, there: AbstractSet[str] = STOCKS) -> dict[str, Any]:
-        """What of the state is in no file yet, beside the small parts ``there``; empty where nothing is left."""
+        """Return the state that is in no file yet, without the small parts ``there``; {} if nothing is left."""
         tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
         if any(name.startswith("optimizer/") for name in tensors):
-            there = there - {"optimizer"}  # which tells of the room for them
+            there = there - {"optimizer"}  # its small part describes these tensors
         small = {name: value for name, value in state.small().items() if value and name not in there | FOLLOWING}
         return {"step": state.step, "small": small, "tensors": tensors} if small or tensors else {}
 
 
 def file_beside(folder: Path, stage: int) -> Path:
-    """The path of the file that has what stock's files of a stage have no place for."""
+    """Return the path of the file with what stock's files of a stage have no place for."""
     return folder / f"recycle_stage_{stage:02d}.pt"
 
 
 def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """Read what stock's files of ``stage`` have no place for; ``step`` None: of whatever step, for the weights alone.
-
-    Raises RecycleError where it is of another step, as where stock has saved once more under the same tag, or missing
-    beside that of other stages: small parts are alike in all, so that stages would go on with different ones.
+    """Read what stock's files of ``stage`` have no place for. ``step`` None: of any step, for the weights alone. Raises
+    RecycleError if the file is of another step: stock may have saved again under the same tag. Also if only other
+    stages have such a file: small parts are the same in all, and the stages would go on with different ones.
     """
     file = file_beside(folder, stage)
     if file.is_file():
@@ -282,20 +272,20 @@ def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dic
 
 
 def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) -> None:
-    """Take ``saved``, which :func:`beside` has read, into the state; without ``optimizer``, only the weights of it."""
+    """Load ``saved``, read by :func:`beside`, into the state; without ``optimizer`` only its weights."""
     if optimizer:
         state.put(saved["small"])
     state.fill({name: value for name, value in saved["tensors"].items() if optimizer or name.startswith("weights/")})
 
 
 class Verified:
-    """DeepSpeed's own checkpoint engine, which reads no file that is damaged."""
+    """DeepSpeed's checkpoint engine, which refuses damaged files."""
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
 
     def load(self, path: str, *given: Any, **named: Any) -> Any:
-        """DeepSpeed's call to read a file.  Raises RecycleError where it has other bytes than were written."""
+        """Read a file for DeepSpeed. Raises RecycleError if its bytes are not those written."""
         folders.verify(Path(path))
         return self._stock.load(path, *given, **named)
 
@@ -304,16 +294,15 @@ class Verified:
 
 
 def chosen(folder: Path, tag: str | None) -> Path:
-    """The folder named by ``tag``, else by the file ``latest``; it need not exist."""
+    """Return the folder named by ``tag``, else by the file ``latest``. It need not exist."""
     latest = folder / "latest"
     return folder / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
 
 
 def check_loadable(path: Path, stages: int, precision: str, sharded: bool) -> None:
-    """Refuse a checkpoint of another number of stages, or whose optimizer's state is of another ``precision`` ("fp32",
-    "bf16" or "fp16"), or, in fp16, ``sharded`` by ZeRO stage 1 where the job's is not, or the other way round.
-
-    With another number, stock DeepSpeed would give every stage the first one's optimizer state.  Raises RecycleError.
+    """Raise RecycleError for a checkpoint whose stages or optimizer state do not fit this job. It needs the same number
+    of ``stages``: stock would give every stage the first one's optimizer state. It needs the same ``precision``
+    ("fp32", "bf16" or "fp16"), and in fp16 the same ``sharded``, that is ZeRO stage 1 or not.
     """
     files = sorted(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}"))
     if len(files) not in (0, stages):
@@ -351,5 +340,5 @@ PRECISIONS = {
 
 
 def _is_half(file: Path) -> bool:
-    """Whether the optimizer's state in a model file of stock's is of fp16; no tensor of it is read."""
+    """Whether a model file of stock's has fp16 optimizer state. Reads no tensor."""
     return is_half(torch.load(file, map_location=HOST, mmap=True, weights_only=False)["optimizer"])

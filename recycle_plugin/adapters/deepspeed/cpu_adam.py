@@ -1,8 +1,8 @@
-"""DeepSpeed's own Adam on the CPU, by what its optimizer has in Python alone.
+"""Makes DeepSpeed's Adam on the CPU depend on its Python state only.
 
-Its C++ code keeps the powers of both betas from step to step, as products (csrc/includes/cpu_adam.h).  A process that
-begins later computes them by ``pow``, which rounds otherwise: so a worker that comes back would have other bits, and be
-turned down.  Where the step is not the one behind the last, all compute them by ``pow``.
+Its C++ code keeps the powers of both betas from step to step as products (csrc/includes/cpu_adam.h). A process that
+starts later computes them by ``pow``, which rounds differently, so a rejoining worker would have other bits and be
+turned down. When steps do not follow each other the code computes by ``pow``: here each step does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KERNEL = "multi_tensor_adam"  # of deepspeed.ops.adam.FusedAdam
 
 
 def make_stateless(optimizer: torch.optim.Optimizer) -> None:
-    """Have each step of ``optimizer`` depend on nothing that its C++ code keeps, if it is DeepSpeed's on the CPU."""
+    """Have no step of ``optimizer`` depend on state in C++, if it is DeepSpeed's Adam on the CPU."""
     stock = getattr(optimizer, KERNEL, None)
     parts = [part for group in optimizer.param_groups for part in group["params"]]
     if stock is None or any(part.device.type != "cpu" for part in parts):

@@ -1,9 +1,8 @@
-"""The DeepSpeed engine that runs plans: ``PipelineEngine`` as scripts call it, in front of the worker runtime's
-trainer.
+"""The DeepSpeed engine that runs plans: ``PipelineEngine`` for scripts, in front of the worker runtime's trainer.
 
-No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to the trainer
-(runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are used in
-this module only.
+No algorithm lives here. It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to the trainer
+(runtime/worker/trainer.py), and keeps the signatures that scripts call. Only this module uses DeepSpeed's private
+names.
 """
 
 from __future__ import annotations
@@ -59,15 +58,13 @@ class EngineArguments:
 
 
 class RecycleEngine(PipelineEngine):
-    """DeepSpeed's ``PipelineEngine``, which survives the loss of workers: ``train_batch``, ``eval_batch``,
-    ``save_checkpoint``.
-
-    Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of ``training_data`` or an
-    iterator, ``settle()`` waits until all steps done so far are committed, and ``on_join(callback, state)`` and
-    ``behind`` are for scripts of workers that come back.
+    """DeepSpeed's ``PipelineEngine``, which survives the loss of workers. Additional methods:
+    ``set_data_source(source)`` replaces ``training_data`` and iterators, ``settle()`` waits until all steps so far are
+    committed. ``on_join(callback, state)``, ``skip_to_present()`` and ``behind`` are for scripts of workers that come
+    back.
     """
 
-    _job: EngineArguments  # of the class that engine_class makes: users' constructors need not know of it
+    _job: EngineArguments  # a class attribute, set by engine_class: users' constructors need not know it
     _dataset: Source | None = None  # training_data
     masters: Masters | None = None  # in bf16 and fp16
     scaler: Scaler | None = None  # of the loss
@@ -76,9 +73,9 @@ class RecycleEngine(PipelineEngine):
     _files: EngineFiles
     _feeding: Feeding
     _reporting: Reporting
-    _may_skip = False  # steps, and a newcomer does not know which
-    _applies = False  # a step, by stock code
-    _clip: Clip  # of that step
+    _may_skip = False  # steps may be skipped, and a newcomer does not know which
+    _applies = False  # stock code is applying a step
+    _clip: Clip  # of the step being applied
     _clipped_by: torch.Tensor | None = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -143,18 +140,17 @@ class RecycleEngine(PipelineEngine):
     # --- what scripts call -------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Train one optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
+        """Train one optimizer step. Returns the mean loss over all micro-batches of all replicas, on every worker.
 
-        It may return before the step is committed.  What it returned stays final: recovery finishes the step inside the
-        next call into the engine.  Whatever of torch's touches parameters or the optimizer's state first, in the thread
-        that trains, waits for the commit, so that what is read stays and what is written is not taken back; before
-        something else touches them (another thread, a kept numpy array or storage, C++ without torch's dispatch) call
-        ``settle()``. Learning rates and counts of steps are plain numbers: those of the step as it was applied, until
-        then.
+        It may return before the step is committed, but the returned loss is final: recovery finishes the step inside
+        the next call into the engine. The training thread waits for the commit when torch code in it first touches
+        parameters or the optimizer's state, so no read is outdated and no write is undone. Call ``settle()`` before
+        anything else touches them: another thread, a kept numpy array or storage, C++ without torch's dispatch.
+        Learning rates and counts of steps are plain numbers; until the commit they are those of the applied step.
 
-        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/vocabulary/iterator_draws.py has what
-        happens to it after a loss.  Where the iterators of all replicas have ended, what they had left for the step is
-        dropped, and DataIsOver is raised on all workers, which is a StopIteration.
+        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/vocabulary/iterator_draws.py tells
+        what happens to it after a loss. If the iterators of all replicas have ended, all workers drop what they had
+        left for the step and raise DataIsOver, a StopIteration.
         """
         try:
             return self._train_batch(data_iter)
@@ -179,41 +175,39 @@ class RecycleEngine(PipelineEngine):
             return self.agg_train_loss
 
     def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
-        """Take data from ``source(step, replica, micro_batch)``, which gives (inputs, labels); call it before the first
-        step.
-
-        Steps count from 1, the same on every worker.  Iterators that ``train_batch`` is given are not read then.
+        """Take data from ``source(step, replica, micro_batch)``, which returns (inputs, labels). Call it before the
+        first step. Steps count from 1, the same on every worker. Iterators given to ``train_batch`` are then not read.
         """
         self._feeding.set_source(source)
 
     def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
-        """Have ``callback(step, state)`` called in a worker that comes back, before it trains its first step, ``step``
-        being the last one before; call it on every worker, before the first step.
+        """Have ``callback(step, state)`` called in a worker that comes back, before its first step; ``step`` is the
+        last one before. Call it on every worker, before the first step.
 
-        For what a script keeps of its own, an average of weights or counters of what it has computed: ``state()`` is
-        called at the lowest live rank of the same stage, between two steps, and gives what torch.save can write.  By
-        default ``callback`` gets None.
+        It is for what a script keeps itself: an average of weights, or counters of what it has computed. ``state()`` is
+        called at the lowest live rank of the same stage, between two steps, and returns what torch.save can write.
+        Without it ``callback`` gets None.
         """
         self._trainer.on_join(callback, state)
 
     @property
     def behind(self) -> bool:
-        """Whether this worker has come back and its script still goes through steps that are over."""
+        """Whether this worker has come back, and its script still goes through steps that are over."""
         return self._trainer.behind
 
     def skip_to_present(self) -> None:
-        """Leave out steps that are over, but the last, in a worker that has come back: ``global_steps`` and rates go on
-        as with them.  Evaluations, and ends of data, are gone through.  Call it before each step of a loop that goes by
-        ``global_steps``; elsewhere it does nothing.
+        """Skip the steps that are over, all but the last, if this worker has come back; else do nothing.
+        ``global_steps`` and learning rates advance as with them. Evaluations and ends of data are not skipped. Call it
+        before each step of a loop that counts by ``global_steps``.
         """
         self._trainer.skip_to_present()
 
     def settle(self) -> None:
-        """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
+        """Wait until every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
         self._trainer.settle()
 
     def finish(self) -> None:
-        """Wait until everybody's last step is committed, report, and close; then this worker may go."""
+        """Wait until everybody's last step is committed, report, and close; then this worker may leave."""
         self.settle()
         self._reporting.commits()
         self._trainer.finish()
@@ -227,10 +221,9 @@ class RecycleEngine(PipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """DeepSpeed's ``eval_batch``: the mean loss, on every worker, after all training steps so far are committed.
-
-        Workers may die meanwhile.  Raises RecycleError for whatever else stock evaluation returns where a worker is
-        lost: that needs every one.
+        """Return the mean loss of an evaluation, on every worker, once all training steps so far are committed. Workers
+        may die meanwhile. Every other result of stock's ``eval_batch`` needs all workers: raises RecycleError if one is
+        missing, or has come back.
         """
         whole = return_logits or not compute_loss or reduce_output != "avg"
         if whole and self._trainer.behind:
@@ -269,14 +262,13 @@ class RecycleEngine(PipelineEngine):
         return put(mean, self.device, "the mean loss")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """DeepSpeed's ``set_train_batch_size``: another number of micro-batches from the next step on.
-
-        Every worker asks for the same at the same step; raises RecycleError where they do not.
+        """Train with another number of micro-batches from the next step on. Every worker asks for the same before the
+        same step; raises RecycleError if not.
         """
         if train_batch_size == self.train_batch_size():
             return
         self._trainer.agree("set_train_batch_size()", train_batch_size)
-        self._reporting.commits()  # whose samples were counted by the size so far
+        self._reporting.commits()  # their samples were counted by the old size
         super().set_train_batch_size(train_batch_size)
         self._trainer.resize(self.micro_batches)
 
@@ -288,10 +280,8 @@ class RecycleEngine(PipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's ``save_checkpoint``: its own checkpoint of the last committed step, complete while workers are
-        missing.
-
-        It is in place at once.  Raises NotSaved, on all workers, where one can't write it.
+        """Save DeepSpeed's checkpoint of the last committed step, complete even if workers are missing. It is in place
+        when this returns. Raises NotSaved, on all workers, if one can't write its part.
         """
         files = replace(self._files, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters)
         self._trainer.save(Path(save_dir), tag, save_latest, files)
@@ -307,17 +297,17 @@ class RecycleEngine(PipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
-        """DeepSpeed's ``load_checkpoint``; while training, everybody goes on from the checkpoint's step.
+        """Load a checkpoint as DeepSpeed does. During training the whole job goes on from the checkpoint's step.
 
-        Data and randomness are those of the first time, but plain iterators go on where they are, as in DeepSpeed;
-        before training, with recycle.resume_iterators, where they stood when it was saved.
-        Raises RecycleError for a checkpoint that does not fit this job.
+        Data and randomness are those of the first time. Plain iterators go on where they are, as in DeepSpeed; before
+        training, with recycle.resume_iterators, where they stood when the checkpoint was saved. Raises RecycleError if
+        the checkpoint does not fit this job.
         """
         place = f"load_checkpoint({load_dir!r}, {tag!r})"
         if self._trainer.behind:
             return self._trainer.loading.recall(place)
         path = chosen(Path(load_dir), tag)
-        if tag is not None or Path(load_dir, "latest").is_file():  # else stock says that there is none, and goes on
+        if tag is not None or Path(load_dir, "latest").is_file():  # else stock reports that there is none, and goes on
             self._files.check_whole(path)
         if not load_module_only:
             precision = "bf16" if self.bfloat16_enabled() else "fp16" if self.fp16_enabled() else "fp32"
@@ -343,12 +333,12 @@ class RecycleEngine(PipelineEngine):
         return found
 
     def get_lr(self) -> list[Any]:
-        """DeepSpeed's ``get_lr``; raises RecycleError in a worker that has come back as long as it can't be known."""
+        """Return stock's ``get_lr()``. Raises RecycleError in a worker that has come back while it can't be known."""
         self._refuse_behind("get_lr()")
         return super().get_lr()
 
     def get_mom(self) -> list[Any]:
-        """DeepSpeed's ``get_mom``; raises RecycleError in a worker that has come back as long as it can't be known."""
+        """Return stock's ``get_mom()``. Raises RecycleError in a worker that has come back while it can't be known."""
         self._refuse_behind("get_mom()")
         return super().get_mom()
 
@@ -361,10 +351,8 @@ class RecycleEngine(PipelineEngine):
             )
 
     def get_global_grad_norm(self) -> Any:
-        """DeepSpeed's ``get_global_grad_norm``: that of the last step, a scalar tensor, in bf16 and fp16 with gradient
-        clipping; in fp32 stock's engine of pipelines has none, and gives None.
-
-        Raises RecycleError where stock would know it, and here nobody does.
+        """Return the last step's norm, a scalar tensor, in bf16 and fp16 with gradient clipping; None in fp32, as in
+        stock. Raises RecycleError if stock would know it, and no worker does.
         """
         norm = super().get_global_grad_norm()
         if norm is None and self.masters is not None and self.global_steps:
@@ -377,14 +365,14 @@ class RecycleEngine(PipelineEngine):
         return norm
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raises RecycleError: peers read a lost worker's data by the size that training began with."""
+        """Raise RecycleError: peers read a lost worker's data by the size that training began with."""
         raise RecycleError(
             "engine.set_train_micro_batch_size(): peers read a lost worker's data by the size that it began with; "
             "call engine.set_train_batch_size(), which changes the number of micro-batches"
         )
 
     def compile(self, *arguments: Any, **named: Any) -> None:
-        """Raises RecycleError: the plugin's layers can't be compiled yet."""
+        """Raise RecycleError: the plugin's layers can't be compiled yet."""
         raise RecycleError(
             "engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave "
             "the call out"
@@ -393,14 +381,14 @@ class RecycleEngine(PipelineEngine):
     _INSTRUCTION_MAP: ClassVar[dict[Any, Any]] = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
-        """What this worker runs, or has run last, as a DeepSpeed ``PipeSchedule``; None before the first step."""
+        """Return this worker's current or last program as a DeepSpeed ``PipeSchedule``; None before the first step."""
         program = self._trainer.program
         return None if program is None else PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id)
 
     # --- what stock code calls -----------------------------------------------------------------------
 
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
+        """Clip for DeepSpeed's optimizer step, if clipping is on; in bf16 and fp16 the optimizer calls it."""
         self._clipped_by = self._clip()
 
     def _clip_masters(self) -> torch.Tensor | None:
@@ -408,24 +396,22 @@ class RecycleEngine(PipelineEngine):
         return self._clipped_by
 
     def _broadcast_model(self) -> None:
-        """DeepSpeed's call to give all replicas the same weights; a newcomer gets those that are trained later."""
+        """Give all replicas the same weights; a newcomer gets the trained ones later."""
         startup = self._job.session.hooks.startup
         assert startup is not None, "groups are made before"
         with startup.building(trained(self.module)):
             super()._broadcast_model()
 
     def zero_optimization(self) -> bool:
-        """False for stock code: at ZeRO stage 1 with recycle.zero "replicate" it does what it does at stage 0."""
+        """Return False to stock code: with recycle.zero "replicate" it treats ZeRO stage 1 as stage 0."""
         return False
 
     def zero_optimization_stage(self) -> int:
-        """0 for stock code, whatever stage recycle.zero "replicate" was given."""
+        """Return 0 to stock code, whatever the stage with recycle.zero "replicate"."""
         return 0
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """DeepSpeed's call for its bf16 optimizer: masters of all that is trained, where stock's has a part of the
-        state each.
-
+        """Return the plugin's bf16 optimizer, with masters of all trained parameters, where stock's has a part of them.
         Gradients are summed over the workers in fp32.
         """
         if optimizer is None:
@@ -439,23 +425,21 @@ class RecycleEngine(PipelineEngine):
     def _configure_fp16_optimizer(
         self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
     ) -> HalfOptimizer:
-        """DeepSpeed's call for its fp16 optimizer: masters as in bf16, and gradients summed in fp32 too.
-
-        The loss scale is ZeRO stage 1's at stage 0 as well: stock has another there, without hysteresis, and multiplies
-        no loss by it.
+        """Return the plugin's fp16 optimizer, with masters as in bf16, and gradients summed in fp32 too. The loss scale
+        is ZeRO stage 1's, also at stage 0: stock's there has no hysteresis, and multiplies no loss.
         """
         self.communication_data_type = torch.float32
         self.masters, self.scaler = Masters(trained(self.module)), loss_scaler(self._config.float16_config)
         return HalfOptimizer(optimizer, self.masters, self._clip_masters, self.scaler, self.gradient_clipping())
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
-        """Stock code sums gradients of bf16 and fp16 in these at ZeRO stage 0, and refuses to do so in fp32."""
+        """Return the dtype in which stock code sums gradients at stage 0; it would refuse fp32 for bf16 and fp16."""
         if self.bfloat16_enabled():
             return BFLOAT16
         return FP16 if self.fp16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _build_data_iter(self, dataset: Any) -> None:
-        # stock's loader draws from the worker's stream as well, at each start of an epoch
+        # stock's loader draws from the worker's stream as well, at the start of each epoch
         if self._job.settings.rng == "stream":
             super()._build_data_iter(dataset)
             self._dataset = lambda step, micro_batch: self._next_batch()
@@ -470,15 +454,15 @@ class RecycleEngine(PipelineEngine):
     # --- what the trainer is lent --------------------------------------------------------------------
 
     def _parts(self) -> StateFiles | None:
-        """The files of the optimizer's state in a checkpoint, where it is not in stock's model file."""
+        """Return the checkpoint's files for the optimizer's state; None if stock's model file has it."""
         if self.masters is None or (self.fp16_enabled() and not self._config.zero_enabled):
             return None
         state = self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()
         return StateFiles(*state, self.scaler if self.fp16_enabled() else None)
 
     def _step_as_stock(self, clip: Clip) -> None:
-        """Apply a step by stock code, which clips by ``clip``, and whose reports ask for rates: also in a replay, while
-        the script is behind.
+        """Apply a step by stock code, which clips by ``clip``, and may ask for learning rates though this worker is
+        behind.
         """
         self._clip = clip
         with replaced(self, _applies=True):
@@ -520,7 +504,7 @@ class RecycleEngine(PipelineEngine):
         )
 
     def _make(self, topology: Topology, device: Device, stage: int) -> MadeStage:
-        """Make ``stage`` of the pipeline beside this worker's."""
+        """Make ``stage`` of the pipeline once more beside this worker's own."""
         module, keyed = made_again(self.module, stage, device), self._job.settings.rng == "keyed"
         ends = stage == 0, stage == topology.stages - 1
         model = StageModel(module, module.loss_fn, self.micro_batches, *ends, device, partial(reentrant, module), keyed)
@@ -532,9 +516,7 @@ class RecycleEngine(PipelineEngine):
         return DataCursor(self.micro_batches)
 
     def _check_batch_size(self) -> None:
-        """Raise RecycleError where the script has changed the number of micro-batches by hand; called before each
-        step.
-        """
+        """Raise RecycleError if the script has changed the number of micro-batches by hand."""
         planned = self._trainer.topology.micro_batches
         if self.micro_batches != planned:
             raise RecycleError(
@@ -544,10 +526,9 @@ class RecycleEngine(PipelineEngine):
 
 
 def engine_class(users: type, job: EngineArguments) -> type:
-    """The plugin's engine under the user's: ``users``, DeepSpeed's engine or a subclass of it, gets ours as its base.
-
-    What the subclass overrides and hands on to ``super()`` gets here.  Raises RecycleError where it overrides what
-    would not be called, or what the plugin's engine needs.
+    """Return the plugin's engine with ``users``, DeepSpeed's engine or a subclass of it, on top. The subclass's calls
+    of ``super()`` reach the plugin's methods. Raises RecycleError if the subclass overrides something that would never
+    be called, or a name that the plugin's engine uses.
     """
     mine = {name for each in users.__mro__ if not issubclass(PipelineEngine, each) for name in vars(each)}
     unheard = sorted(
@@ -574,5 +555,5 @@ def engine_class(users: type, job: EngineArguments) -> type:
 
 
 def layer_specs(model: PipelineModule) -> list[Any]:
-    """The specs that the layers of all stages are built from."""
+    """Return the specs of all stages' layers."""
     return model._layer_specs

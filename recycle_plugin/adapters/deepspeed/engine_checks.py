@@ -1,4 +1,4 @@
-"""Checks before an engine is built: what is not supported is refused in one line that says what to change."""
+"""Checks before an engine is built: each refusal is one line that tells what to change."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from recycle_plugin.settings.wording import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
-    """Raise RecycleError for a job that is not supported, before its engine is built.
-
-    ``config``: the whole DeepSpeed config; the others as ``deepspeed.initialize`` gets them.
+    """Raise RecycleError for a job that is not supported. ``config``: the whole DeepSpeed config; the other arguments
+    are those of ``deepspeed.initialize``.
     """
     if not isinstance(model, PipelineModule):
         raise RecycleError(
@@ -51,15 +50,13 @@ def _refuse(wrong: Iterator[str]) -> None:
 
 
 def backend() -> str:
-    """The backend of groups that DeepSpeed asks for on this process's accelerator."""
+    """Return the communication backend that DeepSpeed asks for on this process's accelerator."""
     return get_accelerator().communication_backend_name()
 
 
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:
-    """Raise RecycleError where the setting ``placement`` can't be heeded any more, or does not fit the module's
-    topology.
-
-    ``given``: how ranks were given out, when nobody knew the config but from the command line.
+    """Raise RecycleError if it is too late for the setting ``placement``, or if it does not fit the module's topology.
+    ``given``: how ranks were placed, when only the command line was known.
     """
     replicas = model.topology().get_axis_comm_lists("data")
     dims = [len(replicas[0]), len(replicas)]
@@ -81,9 +78,8 @@ def check_placement(placement: str, model: PipelineModule, given: str) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise RecycleError for ``training_data`` that can't be read by index.
-
-    IterableDataset inherits a __getitem__ that is not there for use.
+    """Raise RecycleError for ``training_data`` that can't be read by index. IterableDataset inherits a __getitem__ that
+    does not work.
     """
     iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -133,7 +129,7 @@ def _check_module(model: PipelineModule, parameters: Any, logs: bool) -> None:
 
 
 def _check_half(config: dict[str, Any]) -> None:
-    """Refuse fp16 where DeepSpeed would, with a traceback."""
+    """Refuse fp16 in one line where DeepSpeed would fail with a traceback."""
     accelerator = get_accelerator()
     if half(config) == FP16 and not accelerator.is_fp16_supported():
         raise RecycleError(
@@ -143,10 +139,8 @@ def _check_half(config: dict[str, Any]) -> None:
 
 
 def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
-    """Refuse complex weights in bf16 and fp16, and in exact mode.
-
-    Converted to the master weights' fp32 they lose their imaginary part, with stock DeepSpeed too; and Gloo's
-    all-to-all takes none.
+    """Refuse complex weights in bf16, fp16 and exact mode. Their imaginary part would be lost in fp32 masters, as in
+    stock DeepSpeed, and Gloo's all-to-all takes no complex numbers.
     """
     why = (
         f"{name}'s master weights are real"
@@ -167,7 +161,7 @@ def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
 
 
 def _check_layers(model: PipelineModule) -> None:
-    """Refuse layers that would train otherwise than with stock DeepSpeed, or not the same whoever computes them."""
+    """Refuse layers that would train differently from stock DeepSpeed, or depend on which worker computes them."""
     if has_moe_layers(model)[0]:
         raise RecycleError(
             "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense "

@@ -1,9 +1,8 @@
 """The entry of the plugin into an unmodified training script.
 
-The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and wraps public functions:
-some of ``torch.distributed``, ``init_process_group`` first of all, so that groups can lose members, and
-``deepspeed.initialize``, which builds our engine where the config switches it on and the stock one, untouched,
-everywhere else.
+The script imports torch and DeepSpeed when and how it likes. An import hook then wraps public functions: some of
+``torch.distributed``, so that groups can lose members, and ``deepspeed.initialize``. That builds the plugin's engine if
+the config switches it on, else the stock one, untouched.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ TORCHS = {
     ),
     "torch.distributed.checkpoint": ("save", "async_save", "load"),
 }
-"""Functions of torch's modules, each of which one in runtime/collectives/calls.py takes the place of."""
+"""Functions of torch's modules; each is replaced by the one of its name in runtime/collectives/calls.py."""
 
 
 class Plugin:
@@ -51,10 +50,10 @@ class Plugin:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._made = False  # an engine of ours, by an earlier call
+        self._made = False  # an engine of the plugin's
 
     def install(self) -> None:
-        """Wrap them as soon as they are imported; call it before the training script runs."""
+        """Wrap the functions once they are imported. Call it before the training script runs."""
         wrappers = {"deepspeed": self._wrap_deepspeed, "accelerate.accelerator": self._note_trackers}
         AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), **wrappers}).install()
 
@@ -72,7 +71,7 @@ class Plugin:
     def _instead(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def wrapped(*arguments: Any, **named: Any) -> Any:
-            from recycle_plugin.runtime.collectives import calls  # which import torch
+            from recycle_plugin.runtime.collectives import calls  # imports torch
 
             return getattr(calls, name)(self.session, stock, *arguments, **named)
 
@@ -98,7 +97,7 @@ class Plugin:
                 self.session.configured = True
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            from recycle_plugin.adapters.deepspeed.monitors import opening  # which imports DeepSpeed
+            from recycle_plugin.adapters.deepspeed.monitors import opening  # imports DeepSpeed
 
             ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, driver)
             with ours(module, config, settings, given), opening(self.session):
@@ -111,9 +110,7 @@ class Plugin:
         module.initialize = initialize
 
     def _check_section(self, config: dict[str, Any]) -> None:
-        """Warn where the config has no section, and refuse a misspelt one: who starts a job through the plugin means to
-        have it.
-        """
+        """Warn if the config has no section, and refuse a misspelt one: a job started by the plugin is to use it."""
         try:
             refuse_misspelt(config)
         except ValueError as error:
@@ -132,9 +129,8 @@ class Plugin:
     def _our_engine(
         self, module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """Inside of this context ``deepspeed.initialize`` builds our engine.
-
-        It builds what the name PipelineEngine stands for at that moment, which may be a class of the user's.
+        """A context in which ``deepspeed.initialize`` builds the plugin's engine. It does so by the name
+        PipelineEngine, which may be a class of the user's.
         """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine import EngineArguments, engine_class
@@ -161,8 +157,8 @@ class Plugin:
     def _replica_engine(
         self, driver: str | None, module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """Inside of this context ``deepspeed.initialize``, which ``driver`` calls or the script, builds our engine of
-        one rank of a replica.
+        """A context in which ``deepspeed.initialize`` builds the engine of one rank of a replica. ``driver``: the
+        library that calls it, None for the script.
         """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine_checks import backend
@@ -200,7 +196,7 @@ class Plugin:
 
 
 def find_config(arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed config as ``deepspeed.initialize`` will find it; {} when it is not there or cannot be read."""
+    """Return the DeepSpeed config that ``deepspeed.initialize`` will find; {} if it is missing or no object."""
     config = named.get("config") or named.get("config_params")
     if config is None:
         command_line = named.get("args", arguments[0] if arguments else None)
@@ -211,9 +207,7 @@ def find_config(arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, 
 
 
 def check_versions() -> None:
-    """Raise RecycleError for releases that the plugin is not written for; megatron-core's only where the script uses
-    it.
-    """
+    """Raise RecycleError for unsupported releases; megatron-core's counts only if the script uses it."""
     used = [name for name in RANGES if name != "megatron-core" or "megatron.core" in sys.modules]
     wrong = next((one for one in releases(used) if not one.fits), None)
     if wrong is not None:
@@ -225,7 +219,7 @@ def check_versions() -> None:
 
 
 def _put_in_place(package: str, name: str, stock: Callable[..., Any], wrapped: Callable[..., Any]) -> None:
-    """Let ``name`` stand for ``wrapped`` wherever a module of ``package`` has torch's own by that name."""
+    """Replace ``stock``, named ``name``, by ``wrapped`` in every module of ``package`` that has it."""
     for module in [one for one in sys.modules.values() if getattr(one, "__name__", "").startswith(package)]:
         if vars(module).get(name) is stock:
             setattr(module, name, wrapped)

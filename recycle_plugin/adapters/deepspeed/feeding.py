@@ -1,4 +1,4 @@
-"""DeepSpeed's rules of where data comes from: ``training_data``, a source, or an iterator given to ``train_batch``."""
+"""DeepSpeed's rules for where data comes from: ``training_data``, a source, or an iterator given to ``train_batch``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from recycle_plugin.runtime.worker.iterator_states import Stateful, is_stateful
 
 
 class Repeating:
-    """The loader of ``training_data`` that ``deepspeed.initialize`` returns, which ``loader()`` makes once a script
-    reads it: that starts processes and draws a random number, and ``train_batch()`` needs none.
+    """The loader of ``training_data`` that ``deepspeed.initialize`` returns. ``loader()`` makes it at the first read:
+    that starts processes and draws a random number, and ``train_batch()`` does not need it.
     """
 
     def __init__(self, loader: Callable[[], Iterable[Any]]) -> None:
@@ -37,9 +37,7 @@ class Repeating:
 
 
 class BegunLater:
-    """An iterator over a ``loader`` that a script gives itself, and that has states: begun with the first batch, or
-    anew with a state.
-    """
+    """An iterator over a script's stateful ``loader``, begun at the first batch, or anew after a state is loaded."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -54,7 +52,7 @@ class BegunLater:
         return next(self._batches)
 
     def state_dict(self) -> Any:
-        """The loader's."""
+        """Return the loader's state."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -70,7 +68,7 @@ class RepeatedStates:
         self._repeating = repeating
 
     def state_dict(self) -> Any:
-        """The loader's."""
+        """Return the loader's state."""
         return self._repeating.loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -80,8 +78,8 @@ class RepeatedStates:
 
 
 def readable(given: Any) -> tuple[Any, Stateful | None]:
-    """What to call ``next`` of where a script has ``given`` an iterator, or a loader with states, and what has its
-    states, None where nothing has.  Raises RecycleError for what is neither.
+    """Return the iterator to read for what a script has ``given``, an iterator or a stateful loader, and the object
+    with its states, None if nothing has any. Raises RecycleError for anything else.
     """
     if isinstance(given, RepeatingLoader) and is_stateful(given.loader):
         return given, RepeatedStates(given)
@@ -96,11 +94,9 @@ def readable(given: Any) -> tuple[Any, Stateful | None]:
 
 
 class Feeding:
-    """Applies DeepSpeed's rules for ``feed`` of the worker at ``seat``; ``dataset`` stands in the place of the engine's
-    ``training_data``.
-
-    ``next_batch()`` reads the iterator that the engine has, and ``set_iterator(data_iter)`` gives it one; ``adjust``
-    makes of a batch what the script's ``set_batch_fn`` has asked for.
+    """Applies DeepSpeed's rules for the ``feed`` of the worker at ``seat``; ``dataset`` replaces the engine's
+    ``training_data``. ``next_batch()`` reads the engine's iterator, and ``set_iterator(data_iter)`` sets it. ``adjust``
+    applies the script's ``set_batch_fn`` to a batch.
     """
 
     def __init__(
@@ -116,14 +112,12 @@ class Feeding:
         self._feed, self._seat, self._exact, self._adjust = feed, seat, exact, adjust
         self._next_batch, self._set_iterator = next_batch, set_iterator
         self._set_by_script = False
-        self._reading: Any = None  # of what the script has given
+        self._reading: Any = None  # for what the script has given
         self._has_dataset = isinstance(dataset, DatasetSource)
         feed.source = self._collated(dataset) if isinstance(dataset, DatasetSource) else dataset
 
     def set_source(self, source: Callable[[int, int, int], Any]) -> None:
-        """Take data from a script's ``source(step, replica, micro_batch)``; raises RecycleError after steps with an
-        iterator.
-        """
+        """Take data from ``source(step, replica, micro_batch)``. Raises RecycleError after steps with an iterator."""
         if self._feed.source is None and self._feed.settled:
             raise RecycleError(
                 "set_data_source() was called after a step with data from an iterator: call it before the first "
@@ -136,16 +130,16 @@ class Feeding:
         )
 
     def take_iterator(self, data_iter: Any, had: Any, step: int) -> None:
-        """Choose the data of ``step``: an iterator that the script passes, above ``training_data`` and below a source
-        that it has set.  ``had``: the iterator that the engine has.
-
-        Raises RecycleError where there is none, or it does not suit the settings.
+        """Choose the data of ``step``: the source set by the script, else the iterator it passes, else
+        ``training_data``. ``had``: the engine's iterator. Raises RecycleError if there is no data, or it does not suit
+        the settings.
         """
         feed = self._feed
         if not feed.reads or self._set_by_script:
             return
         if data_iter is None and self._has_dataset:
-            # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
+            # the engine's iterator is None beside training_data, unless the script called set_dataloader or
+            # set_dataiterator
             data_iter = had
         if data_iter is not None:
             self._read_from(data_iter, step)
@@ -177,9 +171,7 @@ class Feeding:
         self._feed.go_on()
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
-        """Read inputs and labels from the script's iterator (runtime/stage/ports.py); raises Ended where it has given
-        all that it has.
-        """
+        """Read inputs and labels from the script's iterator. Raises Ended at its end."""
         try:
             batch = self._next_batch()
         except StopIteration:
@@ -192,9 +184,7 @@ class Feeding:
         return batch[0], batch[1]
 
     def evaluated(self, count: int) -> list[Any]:
-        """Batches to evaluate, read as stock does: the first and the last stage's workers read all of their
-        replica's.
-        """
+        """Read batches to evaluate as stock does: first and last stage's workers read all of their replica's."""
         return [self._next_batch() for _ in range(count)] if self._feed.reads else []
 
     def _collated(self, dataset: DatasetSource) -> Source:

@@ -1,8 +1,8 @@
-"""The optimizer's state and the loss scale in fp16 jobs: whole on every worker, and in DeepSpeed's formats in files.
+"""The optimizer's state and the loss scale in fp16 jobs: whole on every worker, in DeepSpeed's formats in files.
 
-Stock DeepSpeed has three.  At ZeRO stage 0 the state is in the stage's model file, as its FP16_Optimizer has it (before
-a fused optimizer, per parameter group everything flat) or its FP16_UnfusedOptimizer (parameter by parameter); at stage
-1 each replica writes a part, much as in bf16 (bf16.py).  The loss scale is in each of them.
+Stock DeepSpeed has three formats, each with the loss scale. At ZeRO stage 0 the state is in the stage's model file:
+FP16_Optimizer (for a fused optimizer) flattens each parameter group, FP16_UnfusedOptimizer stores it by parameter. At
+stage 1 each replica writes a part, much as in bf16 (bf16.py).
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
-"""What of a scaler is in files of stage 0; DeepSpeed's own optimizers there know no hysteresis, and do not read it."""
+"""The scaler's attributes in stage 0's files; DeepSpeed's own optimizers there ignore the hysteresis."""
 GROUPS, FLAT_GROUPS = "fp32_groups", "fp32_groups_flat"
 
 
 class HalfOptimizer(MasterOptimizer):
-    """Stands where stock code has its FP16_Optimizer or FP16_UnfusedOptimizer, and has their state: it writes that of
-    the one that would be there, and reads either.
-
-    ``scaler``: the loss scale; ``clipping``: the limit of the norm, for files.
+    """Stands in for stock's FP16_Optimizer or FP16_UnfusedOptimizer: writes the state of the one that would be there,
+    and reads either. ``scaler``: the loss scale; ``clipping``: the limit of the norm, for files.
     """
 
-    overflow = False  # of steps that are applied: those that overflow do not get here
+    overflow = False  # applied steps have none: steps that overflow do not get here
 
     def __init__(
         self,
@@ -45,16 +43,16 @@ class HalfOptimizer(MasterOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by, for scripts and monitors."""
+        """The factor of losses, for scripts and monitors."""
         return self._scaler.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as stock's optimizer has it, for stock code that saves a checkpoint."""
+        """Return the state in the form of stock's optimizer, for a checkpoint."""
         groups = self._flat.groups
         spans = [(0, sum(master.numel() for master in group)) for group in groups]
         return {
             DYNAMIC: self._scaler.dynamic,
-            "cur_iter": 0,  # of a static scale, which counts none
+            "cur_iter": 0,  # a static scale counts none
             **{name: value for name, value in vars(self._scaler).items() if name in SCALE},
             names.CLIP_GRAD: self._clipping,
             **(
@@ -68,9 +66,8 @@ class HalfOptimizer(MasterOptimizer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """Stock code's call to load what either of its optimizers has saved; it asks only where the state is wanted.
-
-        Raises RecycleError for that of another model, or another kind of loss scale.
+        """Load what either of stock's optimizers has saved; stock code calls it only if the state is wanted. Raises
+        RecycleError for the state of another model, or another kind of loss scale.
         """
         check_kind(state[DYNAMIC], self._scaler)
         flat = FLAT_GROUPS in state
@@ -98,5 +95,5 @@ class HalfOptimizer(MasterOptimizer):
 
 
 def is_half(state: Mapping[str, Any] | None) -> bool:
-    """Whether the optimizer's state in a model file is of fp16, at stage 0; None, or empty: it is elsewhere."""
+    """Whether a model file's optimizer state is of fp16 at ZeRO stage 0; None or {} means that it is in other files."""
     return state is not None and DYNAMIC in state

@@ -1,6 +1,4 @@
-"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them; and another stage
-of it, made once more.
-"""
+"""What a PipelineModule's forwards depend on besides their inputs, the same on any worker; and stages made again."""
 
 from __future__ import annotations
 
@@ -25,26 +23,24 @@ def reentrant(module: PipelineModule) -> bool:
 
 
 def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> AbstractContextManager[None]:
-    """A context in which a forward on ``device`` draws by ``seed``.
-
-    ``place``: the position of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many
-    forwards its worker has run: by ``place``, which is that number without a failure, and the same whoever runs it.
+    """A context in which a forward on ``device`` draws by ``seed``. ``place``: the position of the micro-batch among
+    its replica's. ``seed_layers`` seeds each layer by the number of forwards its worker has run; ``place`` is that
+    number without a failure, and the same on any worker.
     """
-    vars(module)["micro_offset"] = place  # an attribute that torch need not look at
+    vars(module)["micro_offset"] = place  # bypasses torch's checks of attributes
     return keyed(seed, device)
 
 
 def layers_of(module: PipelineModule) -> list[torch.nn.Module]:
-    """The modules among the stage's layers, in the order in which they run; of a tied one the module that is tied."""
+    """Return the modules among the stage's layers in the order in which they run; for a tied layer the tied module."""
     called = [each.args[0] if isinstance(each, partial) and each.args else each for each in module.forward_funcs]
     return [each for each in called if isinstance(each, torch.nn.Module)]
 
 
 def made_again(module: PipelineModule, stage: int, device: Device) -> PipelineModule:
-    """Make ``stage`` of the pipeline that ``module`` is a stage of, from its layer specs, as stock code has made this
-    one; with weights of its own, in the precision of these, on ``device``.  No other process takes part.
-
-    Modules that were given in place of specs are copied.  Random streams go on as if nothing was.
+    """Make ``stage`` of the pipeline of ``module`` again from its layer specs, as stock code did, without other
+    processes. It has weights of its own, in the precision of ``module``, on ``device``. Modules given in place of specs
+    are copied. Random streams are left as they were.
     """
     again = copy.copy(module)
     loss = {name: copy.deepcopy(each) for name, each in module._modules.items() if name == "loss_fn"}

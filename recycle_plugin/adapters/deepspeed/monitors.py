@@ -1,9 +1,9 @@
-"""DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) on whichever worker is first alive.
+"""DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) on the first live worker.
 
-Stock opens and writes them on rank 0 only.  Where that is lost the next worker opens them anew, beside what is there:
-CSV files are appended to, TensorBoard shows a folder's files as one run, W&B goes on with the job's run (offline it
-has a folder for each process, of the same run, in which what was under way at a loss may stand a second time), and
-Comet begins one of its own unless the environment names one.
+Stock opens and writes them on rank 0 only. If that worker is lost, the next one opens them beside what is there. CSV
+files are appended to, and TensorBoard shows a folder's files as one run. W&B resumes the job's run; offline it has a
+folder per process, and entries around a loss may appear twice. Comet begins a run of its own unless the environment
+names one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.ports import Scaler
 from recycle_plugin.runtime.system.console import print_whole
 
-UNWRITTEN_S = 20.0  # wandb 0.31 writes what it was given to disk every 15 s; what a killed process has not goes twice
-Entry = tuple[str, float, int]  # name, value, samples trained on so far
+UNWRITTEN_S = 20.0  # wandb 0.31 writes to disk every 15 s; what a killed process may not have written is repeated
+Entry = tuple[str, float, int]  # name, value, samples trained so far
 
 
 @contextmanager
 def opening(session: Session) -> Iterator[None]:
-    """A context in which stock opens an engine's monitors: W&B with the job's run, and none of them in a process that
-    comes back, which opens them once it is the first one.
+    """A context in which stock opens an engine's monitors, W&B with the job's run. In a process that comes back it
+    opens none: they are opened once it is the first worker.
     """
     unopened = taken_for(1, "deepspeed.monitor.") if session.view.newcomer else nullcontext()
     with one_run(session.job_id), unopened:
@@ -40,9 +40,8 @@ def opening(session: Session) -> Iterator[None]:
 
 
 class FirstLive:
-    """Stands in the place of an engine's ``monitor``: writes in the first live worker, and nowhere else.
-
-    What can't be written is dropped, and the user told so.
+    """Stands in for an engine's ``monitor``: writes in the first live worker only. Entries that can't be written are
+    dropped, with a warning.
     """
 
     def __init__(self, stock: MonitorMaster, session: Session) -> None:
@@ -57,7 +56,7 @@ class FirstLive:
         return getattr(self._stock, name)
 
     def write_events(self, entries: list[Entry]) -> None:
-        """DeepSpeed's call to write entries, tuples of name, value and samples so far."""
+        """Write entries (name, value, samples so far) if this is the first live worker."""
         if not self.enabled or not entries:
             return
         if not self._session.view.is_first:
@@ -65,7 +64,6 @@ class FirstLive:
             return
         with taken_for(0, "deepspeed.monitor."):
             if self._opened or self._open():
-                # a third party's
                 self._target.attempt(lambda: self._stock.write_events(entries), Exception)
 
     def _open(self) -> bool:
@@ -87,7 +85,7 @@ class FirstLive:
         return True
 
     def _remember(self, entries: list[Entry]) -> None:
-        """Keep what the first worker has written, as long as its W&B may not have put it on disk."""
+        """Keep entries as long as the first worker's W&B may not have them on disk."""
         if self._stock.monitor_config.wandb.enabled:
             self._last.append((monotonic(), entries))
             while self._last[0][0] < monotonic() - UNWRITTEN_S:
@@ -107,8 +105,8 @@ class Progress(NamedTuple):
 
 
 class Reporting:
-    """Reports how far training is, as stock does, from whichever worker is first alive: a line ``every`` so many steps,
-    and entries of ``monitor()``, which a script may have put in the stock one's place.  ``scaler``: of losses in fp16.
+    """Reports progress as stock does, from the first live worker: a line every ``every`` steps, and entries of
+    ``monitor()``, which a script may have replaced. ``scaler``: of the loss in fp16.
     """
 
     def __init__(
@@ -123,17 +121,17 @@ class Reporting:
         self._session, self._monitor, self._every, self._progress = session, monitor, every, progress
         self._learning_rate, self._scaler = learning_rate, scaler
         self._printing = Droppable(console(), "lines", session.note)
-        self._spent_s = 0.0  # in train_batch, since the last line of steps
+        self._spent_s = 0.0  # in train_batch, since the last line
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Inside of this context a step is trained, the time of which is part of stock's line."""
+        """A context in which a step is trained; its time is part of stock's line."""
         begun = monotonic()
         yield
         self._spent_s += monotonic() - begun
 
     def step(self, loss: float) -> None:
-        """Write stock's own line and monitor entries of a step."""
+        """Write stock's line and monitor entries of a step."""
         now, every = self._progress(), self._every
         if every is not None and now.steps % every == 0:
             each_s, self._spent_s = self._spent_s / every, 0.0
@@ -146,9 +144,9 @@ class Reporting:
         monitor = self._monitor()
         if monitor.enabled:
             told = {"train_loss": loss}
-            if self._session.rank != 0:  # whose step has written the learning rate
+            if self._session.rank != 0:  # rank 0's step has written the learning rate
                 told["lr"] = self._learning_rate()
-            if self._scaler is not None:  # changed since that step of stock code's
+            if self._scaler is not None:  # it has changed since stock code's step
                 told["loss_scale"] = self._scaler.loss_scale
             monitor.write_events([(f"Train/Samples/{name}", value, now.samples) for name, value in told.items()])
         self.commits()
@@ -160,7 +158,7 @@ class Reporting:
             monitor.write_events([("Train/Samples/eval_loss", loss, self._progress().samples)])
 
     def commits(self) -> None:
-        """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""
+        """Write figures of newly committed steps to the monitors, from the worker that was first at the commit."""
         now = self._progress()
         for generation, commit in self._session.view.take_news():
             if generation is not None and generation.roster.first.worker == self._session.view.worker:
@@ -169,8 +167,7 @@ class Reporting:
 
 
 def figures(known: dict[str, Any], generation: int, batch: int, samples: int) -> list[Entry]:
-    """The monitor entries of a committed step, whose figures ``known`` are core.coordinator.facts.step_figures's.
-
+    """Return the monitor entries of a committed step. ``known``: its figures, of core.coordinator.facts.step_figures;
     ``batch``: samples of a step; ``samples``: of all steps so far.
     """
     values = {

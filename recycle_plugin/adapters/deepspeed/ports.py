@@ -1,6 +1,4 @@
-"""DeepSpeed's side of what a worker's step needs (runtime/stage/ports.py): buckets, step, norm in fp32, loss
-scaler.
-"""
+"""What DeepSpeed lends a worker's step (runtime/stage/ports.py): buckets, step, fp32 norm, loss scaler."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ from recycle_plugin.runtime.state.stage_state import StatePart
 
 @dataclass(frozen=True)
 class StockBuckets:
-    """Sums gradients by the functions of a DeepSpeed engine over ``group``, of the stage's workers (ports.Buckets).
-
-    ``averages``: DeepSpeed divides sums by the logical number of replicas.
+    """Sums gradients over ``group``, the stage's workers, by functions of a DeepSpeed engine. ``averages``: DeepSpeed
+    divides sums by the logical number of replicas.
     """
 
     averages: bool
@@ -37,17 +34,14 @@ class StockBuckets:
     limit: int = MEMORY_OPT_ALLREDUCE_SIZE
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat sum of ``gradients``, by DeepSpeed's ``allreduce_bucket``, which sums a single one in its own
-        memory.
-        """
+        """Return the flat sum of ``gradients``. ``allreduce_bucket`` would sum a single one in its own memory."""
         alone = len(gradients) == 1
         return self.allreduce_bucket([gradients[0].clone()] if alone else gradients, self.group)
 
 
 class StockOptimizer:
-    """The optimizer step of a DeepSpeed ``engine``; ``apply`` is stock code's, which also counts.
-
-    It has the engine since all that it changes is kept there: counters, the scheduler, and which optimizer is stepped.
+    """The optimizer step of a DeepSpeed ``engine``, which keeps all that it changes: counters, scheduler, current
+    optimizer. ``apply`` is stock code's step, which also counts.
     """
 
     def __init__(self, engine: Any, apply: Callable[[Clip], None]) -> None:
@@ -61,7 +55,7 @@ class StockOptimizer:
 
     @property
     def steps(self) -> int:
-        """How many steps DeepSpeed has counted; those of a checkpoint's job included."""
+        """The steps that DeepSpeed has counted, including those of a checkpoint's job."""
         return self._engine.global_steps
 
     def apply(self, clip: Clip) -> None:
@@ -69,27 +63,25 @@ class StockOptimizer:
         self._apply(clip)
 
     def pass_over(self) -> None:
-        """Count a step that is over as stock code does, and step the scheduler, as if no step had been skipped; no
-        weight changes.
-        """
+        """Count a step that is over, and step the scheduler as if no step had been skipped. No weight changes."""
         engine = self._engine
         engine.global_steps += 1
         engine.global_samples += engine.train_batch_size()
         if engine.lr_scheduler is not None:
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch misses the optimizer's step
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # no optimizer step came before
                 try:
                     engine.lr_scheduler.step()
                 except TypeError:  # as in stock code
                     engine.lr_scheduler.step(engine.train_batch_size())
 
     def skip(self) -> None:
-        """Have DeepSpeed count a step as one that overflowed; no weight changes."""
+        """Have DeepSpeed count a step as one that overflowed. No weight changes."""
         with replaced(self._engine, optimizer=Skipped(self._engine.optimizer)):
             self.apply(lambda: None)
 
 
 class Skipped:
-    """Stands in the optimizer's place for a step that is not applied: stock code counts it, as fp16's overflows."""
+    """Stands in for the optimizer in a step that is not applied, so that stock code counts an overflow of fp16."""
 
     overflow = True
 
@@ -99,30 +91,29 @@ class Skipped:
             self._global_grad_norm = float("inf")
 
     def step(self) -> None:
-        """Nothing: the step is skipped."""
+        """Do nothing: the step is skipped."""
 
     def zero_grad(self) -> None:
-        """Nothing: the gradients are dropped already."""
+        """Do nothing: the gradients are already dropped."""
 
 
 class StockNorm:
-    """The gradient norm that stock DeepSpeed 0.19 computes in fp32, kept for comparisons.
-
-    It takes a pipeline for a tensor-parallel group: it counts the first stage, and of the others only what calls itself
-    tensor parallel (megatron-core's parallel linears do), and averages that over the replicas.
+    """The gradient norm that stock DeepSpeed 0.19 computes in fp32, kept for comparisons. It takes a pipeline for a
+    tensor-parallel group. So it counts the first stage whole, and of the others only tensor-parallel parameters
+    (megatron-core's parallel linears are), and averages these over the replicas.
     """
 
     def __init__(self, stage: int, replicas: int) -> None:
         self._stage, self._replicas = stage, replicas
 
     def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
-        """The squared norm of what stock counts of this stage."""
+        """Return the squared norm of what stock counts of this stage."""
         return squared_norm(
             [each for one, each in gradients.items() if not self._stage or is_model_parallel_parameter(one)]
         )
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """The norm over all stages, a scalar, in stock's order of roundings."""
+        """Return the norm over all stages, a scalar, rounded in stock's order."""
         squares = torch.tensor(shares["0"])
         for stage in range(1, len(shares)):
             squares += torch.tensor(shares[str(stage)])
@@ -134,7 +125,7 @@ class StockNorm:
 
 
 def loss_scaler(fp16: Any) -> Scaler:
-    """DeepSpeed's loss scaler by its section ``fp16``, whether that is enabled or not."""
+    """Return DeepSpeed's loss scaler for its section ``fp16``, enabled or not."""
     return CreateLossScaler(
         torch.half,
         fp16.loss_scale,
@@ -153,7 +144,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def counters_part(engine: Any, names: tuple[str, ...] = COUNTERS) -> StatePart:
-    """The part of a stage's state that is what stock code counts in a step, under these ``names``."""
+    """Return the counts that stock code keeps of steps, under these ``names``, as a part of a stage's state."""
 
     def count(counts: Mapping[str, int]) -> None:
         for name, value in counts.items():

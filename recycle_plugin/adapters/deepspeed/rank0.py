@@ -1,4 +1,4 @@
-"""What stock DeepSpeed leaves to rank 0, done by another rank while that one is lost."""
+"""Lets another rank do what stock DeepSpeed leaves to rank 0, if that is lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import deepspeed.comm as dist
 
 
 class _Comm:
-    """deepspeed.comm with another answer of ``get_rank()``; ranks in groups are as they are."""
+    """deepspeed.comm with another global ``get_rank()``; ranks in groups are unchanged."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def get_rank(self, group: Any = None) -> int:
-        """The rank that this worker is taken for."""
+        """Return the rank that this worker is taken for."""
         return self._rank if group is None else dist.get_rank(group)
 
     def __getattr__(self, name: str) -> Any:
@@ -26,9 +26,7 @@ class _Comm:
 
 @contextmanager
 def taken_for(rank: int, modules: str) -> Iterator[None]:
-    """Inside of this context those modules of DeepSpeed whose names begin so, and nobody else, take this worker for
-    ``rank``.
-    """
+    """A context in which DeepSpeed's modules whose names start with ``modules`` take this worker for ``rank``."""
     theirs: list[Any] = [
         module
         for name, module in list(sys.modules.items())
@@ -45,7 +43,7 @@ def taken_for(rank: int, modules: str) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside of this context ``owner`` has these ``values``, by the names of its attributes."""
+    """A context in which attributes of ``owner`` have these ``values``."""
     kept = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -58,9 +56,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def first_for_stock(engine: Any, first: bool) -> Iterator[None]:
-    """Inside of this context stock code of ``engine`` does what it does on rank 0 if this worker is ``first``, and
-    only then.
-    """
+    """A context in which stock code of ``engine`` treats this worker as rank 0 exactly if it is ``first``."""
     rank = 0 if first else max(1, engine.global_rank)
     with replaced(engine, global_rank=rank), taken_for(rank, "deepspeed.runtime.engine"):
         yield

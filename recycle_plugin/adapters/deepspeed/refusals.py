@@ -1,7 +1,4 @@
-"""What a DeepSpeed config asks for that is refused.
-
-Read from the config alone: imports neither torch nor DeepSpeed.
-"""
+"""What a DeepSpeed config asks for that is refused. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ FP16 = "fp16"  # DeepSpeed's section
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
-    """A line for each thing in ``config``, the whole DeepSpeed config, that is not supported; it says what to change.
-
+    """Yield a line for each unsupported entry of ``config``, the whole DeepSpeed config; it tells what to change.
     Raises RecycleError for sections that are no JSON objects.
     """
     yield from _precision(config)
@@ -33,7 +29,7 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
 
 
 def sizes(config: dict[str, Any]) -> Iterator[str]:
-    """A line for each wrong batch size, which DeepSpeed would refuse on every worker by an assertion."""
+    """Yield a line for each wrong batch size, which DeepSpeed would refuse on every worker by an assertion."""
     given = {
         name: config.get(name)
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -49,7 +45,7 @@ def sizes(config: dict[str, Any]) -> Iterator[str]:
 
 
 def section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The section ``name`` of the config, {} where there is none.  Raises RecycleError where it is no object."""
+    """Return the section ``name`` of the config, {} if there is none. Raises RecycleError if it is no object."""
     found = config.get(name) or {}
     if not isinstance(found, dict):
         raise RecycleError(f"{name} is {shown(found)}; write an object, or leave it out")
@@ -71,12 +67,12 @@ def _precision(config: dict[str, Any]) -> Iterator[str]:
 
 
 def half(config: dict[str, Any]) -> str | None:
-    """The name of the section that asks for bf16 or fp16, None if none does: DeepSpeed knows two for bf16."""
+    """Return the name of the section that enables bf16 or fp16, else None. DeepSpeed has two names for bf16's."""
     return next((name for name in ("bf16", "bfloat16", FP16) if section_of(config, name).get("enabled")), None)
 
 
 def _half(config: dict[str, Any], name: str) -> Iterator[str]:
-    """Sums, master weights and the optimizer's state are in fp32, whatever stock code would do."""
+    """Refuse options that contradict fp32 sums, masters and optimizer state, whatever stock code would do."""
     kind = FP16 if name == FP16 else "bf16"
     for key in (f"{kind}_master_weights_and_grads", "bf16_optimizer_states"):
         if section_of(config, name).get(key):
@@ -129,7 +125,7 @@ def _replicated(section: dict[str, Any], recycle: dict[str, Any]) -> Iterator[st
 
 
 def of_optimizer(section: dict[str, Any]) -> Iterator[str]:
-    """DeepSpeed's own Adam is compiled at first use: say so before the compiler does."""
+    """Refuse optimizers that send gradients themselves, and DeepSpeed's Adam if it can't be compiled."""
     name = str(section.get("type", "")).lower()
     if name.startswith(("onebit", "zeroone")):
         yield (
@@ -153,9 +149,7 @@ def of_optimizer(section: dict[str, Any]) -> Iterator[str]:
 
 
 def of_checkpoints(section: dict[str, Any]) -> Iterator[str]:
-    """DeepSpeed's other ways to save: what they write can't be waited for, is not seen by all, or is no state of this
-    optimizer.
-    """
+    """Refuse ways to save whose files can't be waited for, can't be read by all, or are of another optimizer."""
     reasons = {
         "load_universal": "needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet",
         "use_node_local_storage": "keeps each host's files where the others can't read them, and a lost host takes "
@@ -202,7 +196,7 @@ REMOVED = (
 
 
 def _bypassed(config: dict[str, Any]) -> Iterator[str]:
-    """Refuse what DeepSpeed does where the plugin has its own instead: it would be left undone silently."""
+    """Refuse what DeepSpeed would do in code that the plugin replaces: it would silently not happen."""
     for name, reason in BYPASSED.items():
         if value_of(config, name):
             yield f"{name} {reason}"
@@ -226,7 +220,7 @@ def _parallel(config: dict[str, Any]) -> Iterator[str]:
 
 
 def removed(config: dict[str, Any]) -> Iterator[str]:
-    """Some releases of DeepSpeed in the supported range still take these."""
+    """Refuse entries that newer releases have removed; some supported releases of DeepSpeed still take them."""
     for name in REMOVED:
         value = config.get(name)
         if value and not (isinstance(value, dict) and not value.get("enabled", True)):
@@ -243,20 +237,20 @@ def _exact(config: dict[str, Any]) -> Iterator[str]:
 
 
 def value_of(config: dict[str, Any], name: str) -> Any:
-    """The value of a key of the config, or of one in a section, as ``section.key``."""
+    """Return the config's value of ``key`` or ``section.key``."""
     section, _, key = name.rpartition(".")
     return (section_of(config, section) if section else config).get(key)
 
 
 def _stale_lock() -> Path | None:
-    """A build lock in the extensions' cache that no live process holds."""
+    """Return a build lock in the cache of extensions that no live process holds, None if there is none."""
     default = Path.home() / ".cache" / "torch_extensions"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
     return next((lock for lock in sorted(folder.glob("**/lock")) if not _held(lock)), None)
 
 
 def _held(lock: Path) -> bool:
-    """Whether some process of this user has the lock file open."""
+    """Whether a process of this user has the lock file open."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if link.resolve() == lock.resolve():

@@ -1,7 +1,7 @@
-"""A worker's program as a DeepSpeed ``PipeSchedule``, for whoever looks at a pipeline engine there.
+"""A worker's program as a DeepSpeed ``PipeSchedule``, for tools that inspect a pipeline engine.
 
-Instructions are its ``PipeInstruction`` s, with a map to what runs each.  The worker runtime runs the program itself
-(core/worker/executor.py), and takes no way through DeepSpeed.
+Instructions are ``PipeInstruction`` s, with a map to the code that runs each. The worker runtime runs the program
+itself (core/worker/executor.py), not through DeepSpeed.
 """
 
 from __future__ import annotations
@@ -46,19 +46,17 @@ INSTRUCTION_MAP = {
 
 
 class PlanSchedule(stock.PipeSchedule):
-    """A worker's program as a ``PipeSchedule``.  Each yielded command carries its instruction as
-    ``command.instruction``.
-    """
+    """A worker's program as a ``PipeSchedule``. Each command has its instruction as ``command.instruction``."""
 
     def __init__(self, program: StepProgram, micro_batches: int, stages: int, stage: int) -> None:
         super().__init__(micro_batches, stages, stage)
         self.program = program
 
     def steps(self) -> Iterator[list[stock.PipeInstruction]]:
-        """DeepSpeed's interface: lists of commands, here one for each instruction."""
+        """Yield lists of one command for each instruction."""
         for instruction in self.program.instructions:
             yield [COMMANDS[instruction.op](instruction=instruction)]
 
     def num_pipe_buffers(self) -> int:
-        """0 for DeepSpeed: micro-batches are kept by name, not by buffer."""
-        return 0  # micro-batches are kept by name, not by buffer
+        """Return 0: micro-batches are kept by name, not by buffer."""
+        return 0

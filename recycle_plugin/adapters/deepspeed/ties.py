@@ -1,4 +1,4 @@
-"""DeepSpeed's tied layers: which weights they are, which stages have a copy, and where a checkpoint has them."""
+"""DeepSpeed's tied layers: which weights they are, which stages have a copy, and which files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recycle_plugin.runtime.stage.tied import TiedWeight
 
 
 def shared(module: PipelineModule, specs: list[Any]) -> dict[str, tuple[int, ...]]:
-    """The stages of each tied key that is on several of them; ``specs``: of all layers."""
+    """Return the stages of each tied key that several stages have. ``specs``: of all layers."""
     stages: dict[str, set[int]] = {}
     for place, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec):
@@ -29,9 +29,7 @@ def shared(module: PipelineModule, specs: list[Any]) -> dict[str, tuple[int, ...
 
 
 def check(specs: list[Any]) -> None:
-    """Raise RecycleError where layers of one key name different weights to be tied: DeepSpeed would take a stage's
-    first.
-    """
+    """Raise RecycleError if layers of one key name different tied weights: DeepSpeed would take a stage's first."""
     said: dict[str, list[str]] = {}
     for spec in specs:
         if (
@@ -46,10 +44,8 @@ def check(specs: list[Any]) -> None:
 
 
 class Ties:
-    """The tied weights of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.
-
-    All workers build it: it makes process groups.  ``masters``: those of a model in bf16 or fp16, whose
-    gradients are summed.
+    """The tied weights of ``module``, made from ``specs``; ``shared``: the stages of each tied key. All workers build
+    it: it makes process groups. ``masters``: of a model in bf16 or fp16; their gradients are summed.
     """
 
     def __init__(
@@ -61,7 +57,7 @@ class Ties:
         masters: Masters | None,
     ) -> None:
         self._module, self._specs = module, specs
-        # here: the layer whose file has the weight, its name there, the copy
+        # on this worker: the layer whose file has the weight, the weight's name in it, the copy
         self._copies: list[tuple[int, str, torch.nn.Parameter]] = []
         self.weights: list[TiedWeight] = []
         grid = module.mpu()
@@ -77,7 +73,7 @@ class Ties:
                 for place, spec in enumerate(specs)
                 if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None
             ]
-            # what is tied may be a property
+            # the attribute that is tied may be a property
             names = {weight: name for name, weight in module.tied_modules[key].named_parameters()}
             for name in module.tied_weight_attrs[key]:
                 weight = module.tied_modules[key].get_parameter(name)
@@ -90,26 +86,22 @@ class Ties:
                     )
 
     def place(self, layer: int) -> str:
-        """The name in the module of the layer of this number, which its file in a checkpoint has too."""
+        """Return the name in the module of a layer, which its file in a checkpoint has too."""
         spec = self._specs[layer]
         return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
     def saved(self) -> set[str]:
-        """The weights here that :meth:`load` takes from some layer's file, by the names of a stage's state."""
+        """Return the weights that :meth:`load` takes from layers' files, by their names in a stage's state."""
         copies = {weight for _, _, weight in self._copies}
         return {f"weights/{name}" for name, weight in self._module.named_parameters() if weight in copies}
 
     def loading(self) -> AbstractContextManager[None]:
-        """A context in which stock code loads a checkpoint without handing copies round: it might take them from lost
-        workers.
-        """
+        """A context in which stock code loads a checkpoint without broadcasting copies, perhaps from lost workers."""
         return replaced(self._module, tied_comms={})
 
     def load(self, folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
-        """Load this worker's copies of tied weights from the file of the first layer that has them.
-
-        That is what the worker loads of which they would have come.  Stock saves no layer that has a ``forward_fn``:
-        where all of a key have one, it is in no file, and stays as it is.
+        """Load this worker's copies of tied weights from the file of the first layer that has them. Stock saves no
+        layer with a ``forward_fn``. If all layers of a key have one, the weight is in no file, and stays as it is.
         """
         for place, name, weight in self._copies:
             (path,) = folder.glob(f"layer_{place:02d}-*model_states.pt")

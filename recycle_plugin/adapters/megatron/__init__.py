@@ -1,1 +1,1 @@
-"""megatron-core: ``layers`` registers the converters of its layers.  Importing this package alone imports nothing."""
+"""megatron-core: ``layers`` registers converters for its layers. Importing this package alone imports nothing."""

@@ -1,7 +1,7 @@
-"""How megatron-core's parallel layers are split; importing this module registers it.
+"""Converters that split the backward of megatron-core's parallel layers; importing this module registers them.
 
-Column- and RowParallelLinear are converted at ``_forward_impl``, behind their communication and before
-the bias that ``skip_bias_add`` leaves to a later kernel (that bias stays fused, a sum of rows).
+ColumnParallelLinear and RowParallelLinear are converted at ``_forward_impl``: inside their communication, and before
+the bias that ``skip_bias_add`` leaves to a later kernel. That bias stays fused, as a sum of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from recycle_plugin.runtime.stage.converters import Call, Converter, Halves, reg
 
 
 class ParallelLinear(Halves):
-    """``LinearWithGradAccumulationAndAsyncCommunication``, in megatron-core's own arithmetic, in halves.
-
-    ``group``: the tensor-parallel group over which the input's gradient is summed, or None.
+    """``LinearWithGradAccumulationAndAsyncCommunication`` in halves, in megatron-core's own arithmetic. ``group``: the
+    tensor-parallel group that sums the input's gradient, or None.
     """
 
     @staticmethod
@@ -34,7 +33,7 @@ class ParallelLinear(Halves):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """The gradients of the half that is asked for."""
+        """Return the gradients of the half that autograd asks for."""
         x, weight = ctx.saved_tensors
         of_x, of_parameters = Halves.asked(ctx)
         mine = gradient.matmul(weight) if of_x else None
@@ -47,7 +46,7 @@ class ParallelLinear(Halves):
 
 
 def _stock() -> tuple[Any, ...]:
-    """What megatron-core runs where a ParallelLinear takes its place."""
+    """The functions of megatron-core that ParallelLinear replaces; a script may have patched them."""
     function = layers.LinearWithGradAccumulationAndAsyncCommunication
     return (
         ColumnParallelLinear._forward_impl,
@@ -75,7 +74,8 @@ def _call(
     **_: Any,
 ) -> Call | None:
     known = type(weight) is nn.Parameter and not (gradient_accumulation_fusion or sequence_parallel)
-    # megatron's own deferral of the head's weight gradient; a frozen weight's own function; a patch
+    # refused: megatron's own deferral of the head's weight gradient, the function for a frozen weight, a patched
+    # function
     if not known or grad_output_buffer is not None or not weight.requires_grad or _stock() != _STOCK:
         return None
     return (lambda x: ParallelLinear.apply(x, weight, bias, tp_group if allreduce_dgrad else None)), input

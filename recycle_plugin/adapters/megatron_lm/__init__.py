@@ -1,1 +1,1 @@
-"""Megatron-LM: an unmodified pretraining script whose steps, evaluations and checkpoints the plugin's runtime runs."""
+"""Megatron-LM: the plugin's runtime runs an unmodified pretraining script's steps, evaluations and checkpoints."""

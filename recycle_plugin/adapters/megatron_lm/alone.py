@@ -1,4 +1,4 @@
-"""What of Megatron-LM's own start and loop a worker does by itself, whoever is lost: timers, and loading."""
+"""Parts of Megatron-LM's start and loop that a worker does by itself, whoever is lost: timers and loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skip
 
 
 def without_collectives() -> None:
-    """Have Megatron's timers wait for nobody: a timer's line has this worker's times in the place of all workers'."""
+    """Have Megatron's timers wait for nobody: a timer's line has this worker's times in place of all workers'."""
     from megatron.core import timers
 
     if hasattr(timers.Timer, "recycle"):
@@ -39,8 +39,9 @@ def _without_barrier(owner: type, name: str) -> None:
 def loading(session: Session, args: Namespace) -> Iterator[Callable[[Any], None]]:
     """A context in which Megatron-LM builds the model, and loads a checkpoint if there is one.
 
-    A newcomer loads none: what is on the disk may be newer than what its predecessor began with, and the state comes
-    from its peers.  It gets its predecessor's counts.  Call what is yielded with the scheduler when all is built.
+    A newcomer loads none, since its state comes from its peers, and the checkpoint on disk may be newer than the one
+    its predecessor loaded. It recalls its predecessor's counts instead. Call the yielded function with the scheduler
+    once everything is built.
     """
     startup, path = session.hooks.startup, args.load
     if not session.view.newcomer:

@@ -1,6 +1,6 @@
-"""Checkpoints in Megatron-LM's format "torch": a file for each stage, which the stage's lowest live worker writes.
+"""Checkpoints in Megatron-LM's format "torch": one file per stage, written by the stage's lowest live worker.
 
-Stock Megatron-LM loads them, and the plugin's jobs load stock's, by Megatron's own code.
+Stock Megatron-LM loads them, and the plugin's jobs load stock's with Megatron's own code.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class MegatronFiles:
-    """The file of one worker's stage, by Megatron's own ``generate_state_dict`` (a CheckpointFormat of
-    runtime/stage/ports.py).
-
-    ``in_parts``: as a distributed optimizer has it; ``iteration``, ``operations``: as Megatron's loop counts them.
+    """The file of one worker's stage, made by Megatron's ``generate_state_dict`` (a CheckpointFormat). ``in_parts``:
+    write the optimizer's state as a distributed optimizer does. ``iteration``, ``operations``: as Megatron's loop
+    counts them.
     """
 
     seat: Seat
@@ -42,23 +41,23 @@ class MegatronFiles:
     operations: Any = 0
 
     def at(self, iteration: int, operations: Any) -> MegatronFiles:
-        """The files of a checkpoint at this point of the loop."""
+        """Return the files of a checkpoint at this point of the loop."""
         return replace(self, iteration=iteration, operations=operations)
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over the stage's file, if this worker writes it."""
+        """Hand over the stage's file if this worker writes it."""
         if share.turn == 0:
             share.save(path / self._name / "model_optim_rng.pt", self._contents(state))
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write a file's contents."""
+        """Write one file."""
         torch.save(contents, file)
 
     def complete(self, folder: Path) -> None:
-        """Nothing: no file is made of others."""
+        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Raises RecycleError: Megatron-LM loads at its start only."""
+        """Raise RecycleError: Megatron-LM loads at its start only."""
         raise RecycleError(f"{folder}: a Megatron-LM job reads checkpoints at its start only; start it with --load")
 
     @property
@@ -84,8 +83,6 @@ class MegatronFiles:
 
 
 def mark_latest(folder: Path, iteration: int, rank: int) -> None:
-    """Have Megatron-LM load the checkpoint of ``iteration`` from now on; every worker, by its ``rank``, says the
-    same.
-    """
+    """Have Megatron-LM load the checkpoint of ``iteration`` from now on. Every worker calls it, with its ``rank``."""
     own = folders.prepared(folder / f"{TRACKER}-{rank}", str(iteration))
     folders.replace(own, folder / TRACKER)

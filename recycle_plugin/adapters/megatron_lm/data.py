@@ -1,4 +1,4 @@
-"""Megatron-LM's training data by index: which samples a micro-batch has, whoever computes it."""
+"""Megatron-LM's training data by index: a micro-batch has the same samples on any worker."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from recycle_plugin.errors import RecycleError
 
 
 class IndexedData:
-    """The micro-batches of a job's ``replicas``, of ``size`` samples each, in the order of Megatron's sampler "single".
-
-    ``consumed``: samples that were trained when this job began, at the end of step ``begun``.
+    """A job's micro-batches, ``size`` samples each, in the order of Megatron's sampler "single". ``consumed``: the
+    samples trained before this job began, which is after step ``begun``.
     """
 
     def __init__(
@@ -24,8 +23,8 @@ class IndexedData:
         self._loader: Any = None
 
     def take(self, data_iterator: Any) -> None:
-        """Take the dataset behind the iterator that Megatron trains from; None where this stage reads none."""
-        self._loader = getattr(data_iterator, "iterable", data_iterator)  # in a RerunDataIterator
+        """Use the dataset behind the iterator that Megatron trains from; None if this stage reads no data."""
+        self._loader = getattr(data_iterator, "iterable", data_iterator)  # it may be a RerunDataIterator
         if self._loader is not None and not hasattr(self._loader, "_dataset"):
             raise RecycleError(
                 f"training data comes from a {type(self._loader).__name__}: peers compute a lost worker's "
@@ -33,7 +32,7 @@ class IndexedData:
             )
 
     def __call__(self, step: int, micro_batch: MicroBatch) -> tuple[Any, Any]:
-        """Inputs and labels of a micro-batch, which are the same for Megatron."""
+        """Return inputs and labels of a micro-batch, which are the same object for Megatron."""
         position = self._cursor.before(step) - self._cursor.before(self._begun + 1) + micro_batch.index
         first = self._consumed + (position * self._replicas + micro_batch.replica) * self._size
         loader = self._loader

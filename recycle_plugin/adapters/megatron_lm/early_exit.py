@@ -1,4 +1,4 @@
-"""A Megatron-LM job that ends before its last step: a planned end of the plugin's, all workers after the same step."""
+"""Ends a Megatron-LM job before its last step: the plugin's planned end, with all workers after the same step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from recycle_plugin.runtime.control.session import Session
 
 
 class EarlyExit:
-    """One worker's part in it, by ``--exit-duration-in-mins`` and ``--exit-signal-handler``: it asks after a step, as
-    Megatron's loop does, and one worker's word is enough.
-
-    ``args`` are left without the duration, about which Megatron's loop would ask all ranks.
+    """Asks for the end that ``--exit-duration-in-mins`` or ``--exit-signal-handler`` calls for, after a step, as
+    Megatron's loop does. One worker's request is enough. The duration is removed from ``args``: Megatron's loop would
+    ask all ranks about it.
     """
 
     def __init__(self, session: Session, args: Namespace) -> None:
         self._session, self._args, self._asked = session, args, False
         self._minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None
         self._signal = global_vars.get_signal_handler() if args.exit_signal_handler else None
-        self._raised: JobEnded | None = None  # by the script, once it has saved
+        self._raised: JobEnded | None = None  # by the script, after it has saved
 
     def ask_if_due(self) -> None:
-        """Ask for the job's end, once, if it is time or a signal has come."""
+        """Ask for the job's end, once, if the time is over or a signal has come."""
         if self._asked or self._session.view.outside:
             return
         minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
@@ -41,10 +40,9 @@ class EarlyExit:
         self._session.ask_to_end(reason)
 
     def saves(self, end: JobEnded, folder: Path, is_saved: bool) -> bool:
-        """Whether Megatron's loop, which leaves now, saves a checkpoint before: where ``--save`` is given, or ``end``
-        asks for one, which is in ``folder`` without that flag.  ``is_saved``: the last step's is there.
-
-        Raises ``end`` where that is to leave the script: the others go on, the job has failed, or all is saved.
+        """Whether Megatron's loop saves a checkpoint before it leaves: if ``--save`` is given or ``end`` asks for one.
+        Without ``--save`` the checkpoint goes to ``folder``. ``is_saved``: the last step's checkpoint exists. Raises
+        ``end`` if the script is to leave with it: the others go on, the job has failed, or everything is saved.
         """
         planned = self._session.view.end
         of_all = planned is not None and planned.step and not planned.failed and str(end) == planned.reason
@@ -56,6 +54,6 @@ class EarlyExit:
         return bool(self._args.save) and not is_saved
 
     def leave_if_asked(self) -> None:
-        """Leave the script, whose last checkpoint is saved, by the plugin's exit code where the end has one."""
+        """Raise the end that asked for the checkpoint just saved, if one did; its exit code leaves the script."""
         if self._raised is not None:
             raise self._raised

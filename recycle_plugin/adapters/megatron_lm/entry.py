@@ -1,9 +1,8 @@
 """The entry of the plugin into an unmodified Megatron-LM script.
 
 The section ``recycle`` comes from ``--recycle-config FILE``, which Megatron's own parser does not see, or from the
-environment variable RECYCLE_CONFIG.  Without it, or with ``enabled: false``, Megatron-LM stays as it is.  Otherwise an
-import hook puts functions of the plugin in the place of a few globals of ``megatron.training.training``, which that
-module looks up when it calls them.
+environment variable RECYCLE_CONFIG. Without it, or with ``enabled: false``, Megatron-LM stays as it is. Otherwise an
+import hook replaces a few globals of ``megatron.training.training``, which that module looks up at each call.
 """
 
 from __future__ import annotations
@@ -43,15 +42,14 @@ REPLACED = (
     "get_wandb_writer",
     "get_signal_handler",
 )
-"""The globals of megatron.training.training that the plugin takes the place of."""
+"""The globals of megatron.training.training that the plugin replaces."""
 RELEASES = ">=0.16.1,<0.20"
 """The releases of Megatron-LM whose training loop this adapter knows."""
 
 
 def install(session: Session, command: list[str]) -> list[str]:
-    """Prepare for a Megatron-LM script, if settings for one are given; returns ``command`` without the plugin's flag.
-
-    Raises RecycleError for a file that can't be read, and SettingsError for what is wrong in it.
+    """Prepare for a Megatron-LM script if there are settings for one. Returns ``command`` without the plugin's flag.
+    Raises RecycleError for an unreadable file, and SettingsError for wrong settings.
     """
     command, path = without_flag(command)
     path = path or os.environ.get(VARIABLE)
@@ -64,7 +62,7 @@ def install(session: Session, command: list[str]) -> list[str]:
 
 
 def without_flag(command: list[str]) -> tuple[list[str], str | None]:
-    """A script's ``command`` without ``--recycle-config FILE``, and the file."""
+    """Return a script's ``command`` without ``--recycle-config FILE``, and the file."""
     rest, found = list(command), None
     for place, argument in enumerate(command):
         name, given, value = argument.partition("=")
@@ -78,7 +76,7 @@ def without_flag(command: list[str]) -> tuple[list[str], str | None]:
 
 
 def read_section(path: str) -> dict[str, Any]:
-    """The section in the JSON file ``path``: all of it, or what stands there under "recycle"."""
+    """Return the section in the JSON file ``path``: its value under "recycle", or the whole file."""
     try:
         section = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
@@ -93,13 +91,13 @@ class MegatronPlugin:
 
     def __init__(self, session: Session, settings: Settings) -> None:
         self._session, self._settings = session, settings
-        self._job: Any = None  # once its model is built
+        self._job: Any = None  # set once its model is built
 
     def install(self) -> None:
-        """Have Megatron-LM's loop call the plugin, as soon as it is imported; call it before the script runs."""
+        """Have Megatron-LM's loop call the plugin once it is imported. Call it before the script runs."""
         from recycle_plugin.patches import megatron_lm_cpu
 
-        # who writes for Weights & Biases in the place of a lost worker goes on with its run
+        # a worker that takes over Weights & Biases from a lost one resumes its run
         os.environ.setdefault("WANDB_RUN_ID", self._session.job_id)
         os.environ.setdefault("WANDB_RESUME", "allow")
         if megatron_lm_cpu.wanted():
@@ -110,7 +108,7 @@ class MegatronPlugin:
         check_release()
         for name in REPLACED:
             setattr(module, name, self._instead(name, getattr(module, name)))
-        # of what every stage knows there is no need to ask the others
+        # every stage knows these values already, so the others need not be asked
         module.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat  # type: ignore[attr-defined]
 
     def _instead(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +158,7 @@ class MegatronPlugin:
         return made
 
     def _load_checkpoint(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Megatron's own; a newcomer does not come here, and is to miss none of the collectives."""
+        """Call Megatron's own; its collectives are not kept for newcomers, which do not come here."""
         with self._session.hooks.startup.apart():
             return stock(*arguments, **named)
 
@@ -198,7 +196,7 @@ class MegatronPlugin:
         self._job.save(iteration, operations)
 
     def _print_datetime(self, stock: Callable[..., Any], string: str, override_timestamp: float | None = None) -> None:
-        """Without Megatron's barrier, since a newcomer would come to it alone."""
+        """Print without Megatron's barrier, to which a newcomer would come alone."""
         if self._session.rank == 0:
             at = datetime.now() if override_timestamp is None else datetime.fromtimestamp(override_timestamp)
             print_whole(f"[{string}] datetime: {at:%Y-%m-%d %H:%M:%S.%f}")
@@ -210,7 +208,7 @@ class MegatronPlugin:
             self._job.print(message)
 
     def _get_signal_handler(self, stock: Callable[..., Any]) -> Any:
-        """A handler of which Megatron's loop hears nothing: the plugin asks the stock one (early_exit.py)."""
+        """Return a handler that reports no signals to Megatron's loop; early_exit.py asks the stock one."""
         return SimpleNamespace(signals_received=lambda: [False])
 
     def _get_tensorboard_writer(self, stock: Callable[..., Any]) -> Any:

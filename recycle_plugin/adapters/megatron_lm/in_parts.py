@@ -1,8 +1,8 @@
-"""Checkpoints of jobs with ``--use-distributed-optimizer``, whose optimizers have a part of the state each.
+"""Checkpoints of jobs with ``--use-distributed-optimizer``, whose optimizers each have a part of the state.
 
-A worker of the plugin has all of its stage's (refusals.WHOLE).  So stock's own code loads such a checkpoint into
-stock's distributed optimizer, and the whole is put together from all parts before the first step.  What is saved is in
-stock's format "fully_reshardable", which stock's distributed optimizers load, in any number.
+The plugin's workers have the whole state of their stage (refusals.WHOLE). So stock's code loads such a checkpoint into
+stock's distributed optimizer, and the whole is assembled from all parts before the first step. Checkpoints are saved in
+stock's format "fully_reshardable", which any number of stock's distributed optimizers load.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ FORMAT = {KIND: "fully_reshardable", "distrib_optim_fully_reshardable_mem_effici
 
 @contextmanager
 def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[[Any], Any]]:
-    """A context in which Megatron-LM builds its distributed optimizer, and loads its state.
-
-    Call what is yielded with (model, optimizer, scheduler): it returns them with an optimizer that has the whole state.
+    """A context in which Megatron-LM builds its distributed optimizer and loads its state. Call the yielded function
+    with (model, optimizer, scheduler): it returns them with an optimizer that has the whole state.
     """
     from megatron.training import training
 
@@ -42,7 +41,7 @@ def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[
 
     def build(optimizer_config: Any, *more: Any, **named: Any) -> Any:
         calls.append((optimizer_config, more, named))
-        with session.hooks.startup.apart():  # a newcomer builds the other one only
+        with session.hooks.startup.apart():  # a newcomer builds only the other optimizer
             made = stock(optimizer_config, *more, **named)
         mend_for_torchs(single(made))
         return made
@@ -67,8 +66,8 @@ def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[
 
 
 def mend_for_torchs(parts: Any) -> None:
-    """Let stock's distributed optimizer load where it is over torch's own Adam: it wants steps before it has loaded
-    any, and then one for each weight.
+    """Let stock's distributed optimizer load into torch's own Adam: it wants step counts before it has loaded any, and
+    then one for each weight.
     """
     if not isinstance(parts.optimizer, TORCHS):
         return
@@ -82,7 +81,7 @@ def mend_for_torchs(parts: Any) -> None:
 
 
 def _fill(whole: Any, parts: Any, weights: list[nn.Parameter]) -> None:
-    """Take the state of the optimizer ``whole`` from the ``parts`` of all replicas, whose workers all call it."""
+    """Fill the optimizer ``whole`` from the ``parts`` of all replicas. All their workers call it."""
     step = parts.state_dict()["optimizer"]["param_groups"][0].get("step", 0)
     inner, masters = whole.optimizer, master_of(whole)
     for weight in weights:
@@ -100,7 +99,7 @@ def _fill(whole: Any, parts: Any, weights: list[nn.Parameter]) -> None:
 
 
 def _whole_of(parts: Any, weight: nn.Parameter) -> dict[str, torch.Tensor]:
-    """A weight's master and states, of which each replica has a part, or nothing."""
+    """Return a weight's master and states, summed from the replicas' parts; this one may have none."""
     own: Mapping[str, torch.Tensor] = {}
     if weight in parts.model_param_gbuf_map:
         own, place = (
@@ -118,7 +117,7 @@ def _whole_of(parts: Any, weight: nn.Parameter) -> dict[str, torch.Tensor]:
 
 
 def as_parts(made: dict[str, Any], optimizer: Any) -> None:
-    """Have a stage's state dict ``made`` say the optimizer's state as a distributed optimizer would."""
+    """Put the optimizer's state into the stage's state dict ``made`` in the form of a distributed optimizer."""
     inner = single(optimizer)
     given, masters = made["optimizer"], master_of(inner)
     torchs = given.get("optimizer", given)
@@ -136,7 +135,7 @@ def as_parts(made: dict[str, Any], optimizer: Any) -> None:
 
 
 def _master(weight: Any, masters: Callable[[nn.Parameter], nn.Parameter]) -> Any:
-    """The master of a weight in a sharded state dict, as an entry of its own."""
+    """Return a weight's master as an entry of its own in a sharded state dict."""
     data = masters(weight.data).detach().float()
     kind = {"dtype": data.dtype} if isinstance(weight, ShardedTensor) else {}  # a factory has none
     return replace(weight, key=f"optimizer.state.param.{weight.key}", data=data, **kind)

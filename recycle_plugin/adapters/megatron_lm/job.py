@@ -1,8 +1,7 @@
 """A Megatron-LM job on one worker: its steps, evaluations and checkpoints, run by the worker runtime's trainer.
 
-Megatron's own loop calls it in the place of ``train_step``, ``evaluate`` and ``save_checkpoint``.  No algorithm lives
-here, and none of the collectives of Megatron's step is called: gradients, norms and losses are summed by the runtime,
-among whoever is alive.
+Megatron's loop calls it in place of ``train_step``, ``evaluate`` and ``save_checkpoint``. No algorithm lives here, and
+no collective of Megatron's step is called: the runtime sums gradients, norms and losses among the live workers.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ from recycle_plugin.settings.schema import Settings
 
 
 class Job:
-    """The training of one worker's stage, ``model``, by ``optimizer`` and its learning-rate ``scheduler``.
-
-    ``in_parts``: checkpoints are those of a distributed optimizer.
+    """The training of one worker's stage ``model`` by ``optimizer`` and its learning-rate ``scheduler``. ``in_parts``:
+    checkpoints are those of a distributed optimizer.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Job:
         self._batches = Batches()
         ends = self.seat.stage == 0, self.seat.stage == shape[1] - 1
         self._module = StageModule(model[0], self._batches, *ends)
-        self._micro_batches = get_num_microbatches()  # of a replica in a step, as all have agreed
+        self._micro_batches = get_num_microbatches()  # per replica and step; all workers have the same
         self._cursor = DataCursor(self._micro_batches)
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
         files = ShardedFiles if args.ckpt_format == "torch_dist" else MegatronFiles
@@ -91,13 +89,13 @@ class Job:
         )
         self._trainer.feed.source = self._data
         self._exit, self._saved = EarlyExit(session, args), -1
-        self._unsaid: list[tuple[int, str]] = []  # of the last step, where another worker prints it
+        self._unsaid: list[tuple[int, str]] = []  # the last step's lines, which another worker prints
         session.hooks.at_end = self._finish
 
     # --- what Megatron's loop calls --------------------------------------------------------------------
 
     def train_step(self, forward_step: Any, data_iterator: Any) -> tuple[Any, ...]:
-        """Train a step; returns what Megatron's ``train_step`` does."""
+        """Train a step. Returns what Megatron's ``train_step`` returns."""
         self._module.forward_step = forward_step
         self._data.take(data_iterator)
         self._resize_if_ramped_up(get_num_microbatches())
@@ -117,16 +115,14 @@ class Job:
         return self._logged(loss), int(not went), False, False, 0, norm, None, 0
 
     def _resize_if_ramped_up(self, micro_batches: int) -> None:
-        """Go on with the number of micro-batches that ``--rampup-batch-size`` or ``--step-batch-size-schedule`` has for
-        the next step.
-        """
+        """Change to the next step's number of micro-batches, as Megatron's schedule of batch sizes has it."""
         if micro_batches != self._micro_batches:
             self._trainer.agree("the schedule of batch sizes", micro_batches)
             self._micro_batches = micro_batches
             self._trainer.resize(micro_batches)
 
     def evaluate(self, forward_step: Any, data_iterator: Any, iterations: int | None) -> dict[str, torch.Tensor]:
-        """The mean losses of an evaluation, by name, on the last stage."""
+        """Return the mean losses of an evaluation by name, on the last stage; {} on the others."""
         self._module.forward_step = forward_step
         args = self._args
         size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
@@ -140,7 +136,7 @@ class Job:
         return log_line.quotients(found) if self._module.last else {}
 
     def _evaluated(self, data_iterator: Any, count: int) -> log_line.Sums:
-        """The sums of an evaluation's values; nothing if it was over before this worker came."""
+        """Return the sums of one evaluation's values; {} if the evaluation was over before this worker came."""
         ours = [self._batches.packed(next(data_iterator)) for _ in range(count)] if self._trainer.feed.reads else []
         if self._trainer.recorded_evaluation() is not None:
             return {}
@@ -148,7 +144,7 @@ class Job:
         return log_line.sums(self._trainer.losses)
 
     def save(self, iteration: int, operations: Any) -> None:
-        """Save a checkpoint of all steps so far where Megatron would, complete whoever is missing."""
+        """Save a checkpoint of all steps so far to Megatron's place, complete even if workers are missing."""
         folder, tag = Path(self._args.save), f"iter_{iteration:07d}"
         files = self._files.at(iteration, operations)
         self._trainer.save(folder, tag, False, files)
@@ -160,8 +156,8 @@ class Job:
 
     @property
     def prints(self) -> bool:
-        """Whether this worker prints what Megatron's last rank would: the last stage's oldest process does, which has
-        all steps of a log line, and of several the highest rank; and no newcomer that is behind.
+        """Whether this worker prints for Megatron's last rank. The oldest process of the last stage does, since it has
+        all steps of a log line: the highest rank among several, and no newcomer that is behind.
         """
         if self._trainer.behind or not self._module.last:
             return False
@@ -170,7 +166,7 @@ class Job:
         return self._session.rank == (self._args.world_size - 1 if oldest is None else oldest.rank)
 
     def print(self, message: str) -> None:
-        """Print a line of Megatron's last rank, if this worker does so."""
+        """Print a line of Megatron's last rank if this worker prints."""
         if self.prints:
             self._take_over()
             print_whole(message)
@@ -179,7 +175,7 @@ class Job:
             self._unsaid = [*((at, line) for at, line in self._unsaid if at == step), (step, message)]
 
     def _take_over(self) -> None:
-        """Print the lines of a step which a lost worker, whose place this one takes, had not applied."""
+        """Print the kept lines of steps that the lost printing worker, replaced by this one, had not applied."""
         for step, line in self._unsaid:
             if step > self._session.view.interrupted_behind:
                 print_whole(line)
@@ -191,8 +187,8 @@ class Job:
             self._take_over()
 
     def writer(self, stock: Callable[[], Any], kind: str, flag: str) -> Any:
-        """The writer ``stock()`` of this ``kind``, for which ``flag`` asks, on the worker that prints; Megatron makes
-        one on its last rank only.
+        """Return the writer ``stock()`` of this ``kind``, for which ``flag`` asks, on the worker that prints, else
+        None. Megatron makes one on its last rank only.
         """
         if not self.prints:
             return None
@@ -205,7 +201,7 @@ class Job:
     def _logged(self, loss: float) -> dict[str, torch.Tensor]:
         if not self._module.last:
             return {}
-        if self._trainer.behind:  # of steps that are over a newcomer is told their mean loss only
+        if self._trainer.behind:  # a newcomer knows only the mean loss of steps that are over
             return {"lm loss": torch.tensor(loss)}
         return log_line.quotients(log_line.sums(self._trainer.losses))
 

@@ -1,8 +1,8 @@
-"""The values of Megatron-LM's log line: what the loss function gives of each micro-batch for it, added up as stock's
-own step and evaluation do.
+"""The values of Megatron-LM's log line, from what the loss function returns for each micro-batch.
 
-Such a value is one number, of which stock logs the mean over its last replica's micro-batches, since that replica's
-rank prints; or a sum and a count, which stock adds up over all micro-batches of all replicas and divides.
+They are added up as stock's step and evaluation do. A value of one number: stock logs the mean over its last replica's
+micro-batches, since that replica's rank prints. A value of a sum and a count: stock adds both up over all micro-batches
+of all replicas, and divides.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.ports import Told
 
 Sums = dict[str, torch.Tensor]
-"""Of each value a numerator and a denominator, in fp32."""
+"""By name: a numerator and a denominator, fp32."""
 Numbers = list[tuple[float, ...]]
 
 
 @torch.no_grad()
 def told(loss: torch.Tensor, values: Any) -> Told:
-    """What all workers are told of a micro-batch: its ``loss``, and the ``values`` that the loss function gives."""
+    """Return what all workers are told of a micro-batch: its ``loss``, and the ``values`` of the loss function."""
     if not isinstance(values, dict):
         raise RecycleError(
             "the loss function gives no dict of what is logged: return (loss, tokens, {'lm loss': …}), as "
@@ -42,7 +42,7 @@ def told(loss: torch.Tensor, values: Any) -> Told:
 
 
 def sums(losses: Mapping[str, Loss]) -> Sums:
-    """The numerator and the denominator of each value, over the micro-batches of a step or an evaluation."""
+    """Return the numerator and denominator of each value over the micro-batches of a step or an evaluation."""
     found: dict[str, dict[int, Numbers]] = {}
     for micro_batch, loss in sorted((MicroBatch.parse(name), loss) for name, loss in losses.items()):
         for name, numbers in {} if isinstance(loss, float | int) else loss[1].items():
@@ -60,5 +60,5 @@ def _added(by_replica: Mapping[int, Numbers]) -> torch.Tensor:
 
 
 def quotients(of: Sums) -> dict[str, torch.Tensor]:
-    """What is logged."""
+    """Return the values to log."""
     return {name: numerator / denominator for name, (numerator, denominator) in of.items()}

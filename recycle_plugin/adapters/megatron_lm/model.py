@@ -1,4 +1,4 @@
-"""A stage of Megatron-LM's model, as the runtime runs it: one micro-batch by Megatron's own forward step."""
+"""A stage of Megatron-LM's model for the runtime: one micro-batch by Megatron's own forward step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from recycle_plugin.runtime.stage.ports import Told
 
 
 class Batches:
-    """Megatron's batches, dicts by name, as tuples that can travel; ``names`` in the order of the tuple's members."""
+    """Megatron's batches, dicts by name, as tuples that can be sent; ``names``: the keys in the tuples' order."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
 
     def packed(self, batch: Any) -> tuple[Any, ...]:
-        """The values of ``batch``.  Raises RecycleError for something else than tensors by name."""
+        """Return the values of ``batch``. Raises RecycleError for anything but tensors by name."""
         if not isinstance(batch, dict):
             raise RecycleError(f"the data iterator gives a {type(batch).__name__}: a dict of tensors is supported")
         names = tuple(batch)
@@ -37,38 +37,37 @@ class Batches:
         return tuple(batch[name] for name in names)
 
     def unpacked(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """The batch, by the names of this worker's own data."""
+        """Return the batch as a dict, with the names of this worker's own data."""
         return dict(zip(self.names, values, strict=True))
 
 
 class StageModule(nn.Module):
-    """The layers of a stage behind Megatron's ``forward_step_func``, ``forward_step`` here.
-
-    ``chunk``: what Megatron has built, DDP around the layers; ``first``, ``last``: which stage it is.  On the last a
-    forward hands on what comes in, and :meth:`loss` computes, since only there the labels are.
+    """The layers of a stage behind Megatron's ``forward_step_func``, ``forward_step`` here. ``chunk``: what Megatron
+    has built, DDP around the layers. ``first``, ``last``: which stage it is. The last stage's forward only hands on its
+    input, and :meth:`loss` computes, since only there the labels are known.
     """
 
     def __init__(self, chunk: nn.Module, batches: Batches, first: bool, last: bool) -> None:
         super().__init__()
         self.layers = chunk.module
-        self._chunk, self._batches = [chunk], batches  # a list: no part of this module
+        self._chunk, self._batches = [chunk], batches  # a list, so that it is no submodule
         self._first, self.last = first, last
         self._config = get_model_config(chunk)
         self.forward_step: Callable[..., Any] | None = None
-        self._values: list[Any] = []  # that the loss function has given for the log line at the last forward
+        self._values: list[Any] = []  # given by the loss function for the log line, at the last forward
 
     def forward(self, given: Any) -> Any:
-        """The stage's output, or on the last stage ``given``."""
+        """Return the stage's output; on the last stage return ``given``."""
         if self.last:
             return given
         return self._run(None, given) if self._first else self._run(given, None)
 
     def loss(self, given: Any, batch: tuple[Any, ...]) -> torch.Tensor:
-        """The mean loss of a micro-batch, whose activations the last stage is ``given``."""
+        """Return the mean loss of a micro-batch whose activations the last stage is ``given``."""
         return self._run(None if self._first else given, batch)
 
     def told(self, loss: torch.Tensor) -> Told:
-        """What all workers are told of the ``loss`` that was just computed."""
+        """Return what all workers are told of the ``loss`` computed last."""
         return log_line.told(loss, self._values.pop())
 
     def _run(self, activations: torch.Tensor | None, batch: tuple[Any, ...] | None) -> torch.Tensor:
@@ -79,23 +78,21 @@ class StageModule(nn.Module):
             self.forward_step,
             data,
             self._chunk[0],
-            1,  # by how many micro-batches the loss is divided: the runtime does so
+            1,  # the number of micro-batches to divide the loss by: the runtime divides
             activations,
             found,
             self._config,
             cp_group_size=1,
             is_last_stage=self.last,
         )
-        get_attr_wrapped_model(self._chunk[0], "set_input_tensor")([None])  # else it is kept until the next one
+        get_attr_wrapped_model(self._chunk[0], "set_input_tensor")([None])  # else it is kept until the next forward
         self._values = found
         return output
 
 
 def detach_from_ddp(chunk: Any) -> None:
-    """Leave gradients where autograd puts them: Megatron's hooks, which add them to buffers of its own, go, and so does
-    those buffers' memory.
-    """
-    chunk.grad_accs = []  # which kept the hooked nodes alive, and so may an optimizer that was there to load only
+    """Leave gradients where autograd puts them: remove Megatron's hooks to its own buffers, and free those."""
+    chunk.grad_accs = []  # it kept the hooked nodes alive, as may an optimizer that was there to load only
     gc.collect()
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         buffer.grad_data.untyped_storage().resize_(0)

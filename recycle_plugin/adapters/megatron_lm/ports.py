@@ -1,4 +1,4 @@
-"""Megatron-LM's side of what a worker's step needs (runtime/stage/ports.py): optimizer, norm, masters, tied weight."""
+"""What Megatron-LM lends a worker's step (runtime/stage/ports.py): optimizer, norm, masters, tied weight."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from recycle_plugin.runtime.state.stage_state import StatePart
 
 
 class MegatronOptimizer:
-    """The step of Megatron's optimizer ``inner``, and of its learning-rate ``scheduler``, by ``samples()`` each."""
+    """Steps Megatron's optimizer ``inner``, and its learning-rate ``scheduler`` by ``samples()`` a step."""
 
     def __init__(self, inner: Any, scheduler: Any, steps: int, samples: Callable[[], int]) -> None:
         self._inner, self._scheduler, self._samples = inner, scheduler, samples
         self.steps, self.skipped = steps, 0
-        self.last_norm: float | None = None  # that the last step was clipped by
+        self.last_norm: float | None = None  # by which the last step was clipped
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -33,26 +33,26 @@ class MegatronOptimizer:
         return self._inner.optimizer
 
     def apply(self, clip: Clip) -> None:
-        """Clip, step, and count."""
+        """Clip, step, and count the step."""
         norm = clip()
         self.last_norm = None if norm is None else float(norm.float())  # as Megatron's log has it
         self._inner.step_with_ready_grads()
         self.pass_over()
 
     def pass_over(self) -> None:
-        """Count a step that is over, and step the scheduler; no weight changes."""
+        """Count a step that is over, and step the scheduler. No weight changes."""
         self._scheduler.step(increment=self._samples())
         self.steps += 1
 
     def skip(self) -> None:
-        """Count a step that is not applied; the scheduler waits for one that is."""
+        """Count a step that is not applied. The scheduler is not stepped."""
         self.last_norm = None
         self.steps += 1
         self.skipped += 1
 
     @property
     def state(self) -> StatePart:
-        """The part of a stage's state that is the counts of steps, and where the scheduler stands."""
+        """The counts of steps and the scheduler's position, as a part of a stage's state."""
         return StatePart("counters", get=self._counts, set=self._count)
 
     def _counts(self) -> dict[str, int]:
@@ -64,9 +64,8 @@ class MegatronOptimizer:
 
 
 class MegatronNorm(TrueNorm):
-    """The norm over all stages, in Megatron's order of roundings: that of the groups of its optimizer ``wrapped``.
-
-    ``elsewhere``: parameters that are another stage's too, which counts them.
+    """The norm over all stages, rounded in Megatron's order: that of the groups of its optimizer ``wrapped``.
+    ``elsewhere``: parameters that another stage has too, and counts.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, elsewhere: AbstractSet[torch.Tensor]) -> None:
@@ -74,7 +73,7 @@ class MegatronNorm(TrueNorm):
         self._wrapped = wrapped
 
     def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
-        """The squared norm of this stage's gradients, by Megatron's own function for them."""
+        """Return the squared norm of this stage's gradients, by Megatron's own function."""
         ordered = [one for group in self._wrapped.param_groups for one in group["params"]]
         counted = [gradients[one].detach() for one in ordered if one in gradients and one not in self._elsewhere]
         if not counted:
@@ -84,7 +83,7 @@ class MegatronNorm(TrueNorm):
         return float(norm**2.0)
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """The norm over all stages, a scalar, from the squared shares, added in fp32 in the order of Gloo's ring."""
+        """Return the norm over all stages, a scalar, adding the squared shares in fp32 in the order of Gloo's ring."""
         total = torch.zeros((), dtype=torch.float32)
         for stage in sorted(shares, key=int, reverse=True):
             total += shares[stage]
@@ -92,7 +91,7 @@ class MegatronNorm(TrueNorm):
 
 
 class MegatronScale:
-    """The loss scale by Megatron's ``grad_scaler``, whose numbers are copied here: they are what a step changes."""
+    """The loss scale, by Megatron's ``grad_scaler``. Its numbers are copied here, as state that a step changes."""
 
     __slots__ = ("__dict__", "_scaler")
 
@@ -101,13 +100,13 @@ class MegatronScale:
         self._take()
 
     def update_scale(self, overflow: bool) -> None:
-        """Change the scale by Megatron's rule, after a step that was applied, or, on ``overflow``, skipped."""
+        """Change the scale by Megatron's rule after a step that was applied, or skipped on ``overflow``."""
         self.put()
         self._scaler.update(overflow)
         self._take()
 
     def put(self) -> None:
-        """Give Megatron's object these numbers, which an undo may have changed."""
+        """Copy these numbers, which an undo may have changed, to Megatron's object."""
         self._scaler._scale.fill_(self.loss_scale)
         if hasattr(self._scaler, "_growth_tracker"):
             self._scaler._growth_tracker, self._scaler._hysteresis_tracker = self.growth, self.hysteresis
@@ -119,7 +118,7 @@ class MegatronScale:
 
 
 def masters_of(module: nn.Module, inner: Any) -> Masters | None:
-    """The masters of a model in bf16 or fp16; None in fp32."""
+    """Return the masters of a model in bf16 or fp16; None in fp32."""
     if not hasattr(inner, "fp32_from_float16_groups"):
         return None
     weights, masters = trained(module), master_of(inner)
@@ -127,7 +126,7 @@ def masters_of(module: nn.Module, inner: Any) -> Masters | None:
 
 
 def master_of(inner: Any) -> Callable[[nn.Parameter], nn.Parameter]:
-    """A function from weights to what Megatron's optimizer ``inner`` steps for them: in fp32 they themselves."""
+    """Return a function from a weight to what the optimizer ``inner`` steps for it; in fp32 the weight itself."""
     groups = zip(getattr(inner, "float16_groups", ()), getattr(inner, "fp32_from_float16_groups", ()))
     pairs = {weight: master for weights, masters in groups for weight, master in zip(weights, masters)}
     return lambda weight: pairs.get(weight, weight)
@@ -136,7 +135,7 @@ def master_of(inner: Any) -> Callable[[nn.Parameter], nn.Parameter]:
 def tied_weights(
     layers: nn.Module, tied: bool, stages: int, replicas: int, view: ControlView, masters: Masters | None
 ) -> list[TiedWeight]:
-    """The word embedding that first and last stage share, where they do.  All workers call it: it makes a group."""
+    """Return the word embedding that first and last stage share, if any. All workers call it: it makes a group."""
     if not tied or stages == 1:
         return []
     ends = range(replicas), range((stages - 1) * replicas, stages * replicas)

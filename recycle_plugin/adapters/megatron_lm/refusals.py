@@ -1,4 +1,4 @@
-"""What of Megatron-LM's flags the plugin does not support: one line each, by the flag, before a model is built."""
+"""Megatron-LM's flags that the plugin does not support, refused in one line each before a model is built."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 class Flag(NamedTuple):
-    """A flag that is refused where the attribute ``name`` of Megatron's arguments ``is_set``; ``instead``: what to
-    write.
-    """
+    """A flag, refused if ``is_set`` of the attribute ``name`` of Megatron's arguments. ``instead``: what to write."""
 
     flag: str
     name: str
@@ -93,17 +91,16 @@ ROWS = (
     Flag("--exit-signal-handler-for-training", "exit_signal_handler_for_training", bool, "write --exit-signal-handler"),
     Flag("--adlr-autoresume", "adlr_autoresume", bool, LEAVE),
 )  # fmt: skip
-"""All flags that are refused."""
 
 
 TOGETHER = {"num_distributed_optimizer_instances": 1, "overlap_param_gather": False, "overlap_grad_reduce": False}
-"""What the plugin does without: nothing is overlapped."""
+"""Nothing is overlapped."""
 WHOLE = {"use_distributed_optimizer": False}
-"""What makes every worker of a stage keep the optimizer's state whole."""
+"""With this every worker of a stage keeps the whole state of the optimizer."""
 
 
 def refusals(args: Namespace) -> Iterator[str]:
-    """A line for each flag among Megatron's parsed arguments that is not supported."""
+    """Yield a line for each unsupported flag in Megatron's parsed arguments."""
     for row in ROWS:
         value = getattr(args, row.name, None)
         if row.is_set(value):
@@ -121,13 +118,13 @@ def refusals(args: Namespace) -> Iterator[str]:
 
 
 def check(args: Namespace, settings: Settings) -> None:
-    """Raise RecycleError for the first flag, or setting, that is not supported."""
+    """Raise RecycleError for the first flag or setting that is not supported."""
     if (first := next(chain(refusals(args), of_settings(settings)), None)) is not None:
         raise RecycleError(first)
 
 
 def of_settings(settings: Settings) -> Iterator[str]:
-    """A line for each setting that is not supported with Megatron-LM."""
+    """Yield a line for each setting that is not supported with Megatron-LM."""
     defaults = Settings()
     for name in ("log", "unit", "batch", "replicas", "checkpoint", "norm", "loss_scaling", "device_link"):
         if getattr(settings, name) != getattr(defaults, name):
@@ -135,8 +132,8 @@ def of_settings(settings: Settings) -> Iterator[str]:
 
 
 def prepare(args: Namespace, config: Any, session: Session) -> None:
-    """Change what the plugin does in its own way, and say so once; ``config``: from 0.19 on, what was made of ``args``
-    before; else None.
+    """Change flags for which the plugin has a way of its own, and report it once. ``config``: from Megatron-LM 0.19 on,
+    the container already made from ``args``; else None.
     """
     said = []
     if args.use_distributed_optimizer:
@@ -154,7 +151,7 @@ def prepare(args: Namespace, config: Any, session: Session) -> None:
 
 
 def keep_whole(args: Namespace, config: Any, *more: Any) -> None:
-    """Have each worker of a stage keep the optimizer's state whole, by what is built from now on."""
+    """Have each worker of a stage keep the optimizer's state whole, in what is built from now on."""
     _set(WHOLE, args, config, *more)
 
 
@@ -166,12 +163,12 @@ def _set(values: dict[str, Any], args: Namespace, config: Any, *more: Any) -> No
 
 
 def single(optimizer: Any) -> Any:
-    """The one that a ChainedOptimizer consists of, or the optimizer itself."""
+    """Return the only member of a ChainedOptimizer, or the optimizer itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])[0]
 
 
 def check_built(model: list[Any], optimizer: Any) -> Any:
-    """The one optimizer in what Megatron has built.  Raises RecycleError for what the plugin can't train."""
+    """Return the one optimizer that Megatron has built. Raises RecycleError for an unsupported model or optimizer."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.utils import unwrap_model

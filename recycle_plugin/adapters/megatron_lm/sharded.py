@@ -1,8 +1,9 @@
-"""Checkpoints in Megatron-LM's format "torch_dist", written without a collective: whole whoever is missing.
+"""Checkpoints in Megatron-LM's format "torch_dist", written without collectives, complete if workers are lost.
 
-Stock gathers the plans of all ranks, and one of them writes the index.  Here each stage's lowest live worker writes the
-file of its stage, with what is in it at the end, and the first of all makes the index of these once all are there.
-Stock Megatron-LM loads the result with any number of stages and replicas, and so do the plugin's jobs, by stock's code.
+Stock gathers all ranks' plans, and one rank writes the index. Here each stage's lowest live worker writes the stage's
+file with a list of its contents at the end, and the first worker makes the index from these lists once all files are
+there. Stock Megatron-LM loads the result with any number of stages and replicas, as do the plugin's jobs, with stock's
+code.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
-LENGTH = struct.Struct("<Q")  # of what a stage's file says at its end
+LENGTH = struct.Struct("<Q")  # length of the list at the end of a stage's file
 
 
 class ShardedFiles(MegatronFiles):
-    """The file of one worker's stage, by Megatron's own sharded state dict."""
+    """The file of one worker's stage, by Megatron's sharded state dict."""
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over the stage's file, and what all stages have alike from the first one, if this worker writes it."""
+        """Hand over the stage's file, and from the first stage what all have in common, if this worker writes it."""
         if share.turn:
             return
         sharded, common = self._parted(state)
@@ -53,7 +54,7 @@ class ShardedFiles(MegatronFiles):
             share.save(path / "common.pt", common)
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write a file's contents, of a stage's each item behind the other."""
+        """Write one file; a stage's items one after the other, and their list."""
         if "of stage" not in contents:
             super().dump(contents, file)
             return
@@ -67,7 +68,7 @@ class ShardedFiles(MegatronFiles):
         file.write(text + LENGTH.pack(len(text)))
 
     def complete(self, folder: Path) -> None:
-        """Write the index of the checkpoint ``folder``, in which all stages' files are.  Raises NotSaved."""
+        """Write the index of the checkpoint ``folder``, which has all stages' files. Raises NotSaved."""
         try:
             writer = FileSystemWriter(folder)
             writer.set_up_storage_writer(True)
@@ -77,7 +78,7 @@ class ShardedFiles(MegatronFiles):
             raise NotSaved(f"the index of {folder}: {error}") from error
 
     def _parted(self, state: StageState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The stage's sharded state dict, and what is alike on all stages."""
+        """Return the stage's sharded state dict, and what all stages have in common."""
         from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
         metadata = _build_sharded_state_dict_metadata(self.args)
@@ -94,10 +95,10 @@ class ShardedFiles(MegatronFiles):
 
 
 def _items(sharded: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What of a stage's state dict it writes: of each an entry for the index, and the value."""
+    """Yield (entry for the index, value) for each item of the state dict that this stage writes."""
     for each in nested_values(sharded):
         where = each.replica_id
-        if not is_main_replica(0 if isinstance(where, int) else (*where[:-1], 0)):  # the last one is the replica's
+        if not is_main_replica(0 if isinstance(where, int) else (*where[:-1], 0)):  # the last place is the replica's
             continue
         if not isinstance(each, ShardedTensor):
             yield {"key": each.unique_key}, [each.data]
@@ -111,12 +112,12 @@ def _items(sharded: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
                 "whole": each.global_shape,
                 "dtype": str(value.dtype).removeprefix("torch."),
             },
-            value.clone(),  # else all of a buffer is saved of which it is a view
+            value.clone(),  # else all of a buffer is saved of which this is a view
         )
 
 
 def _indexed(folder: Path) -> tuple[Metadata, list[list[WriteResult]]]:
-    """The index of the files in ``folder``, as torch's own writer wants it."""
+    """Return the index of the files in ``folder``, in the form that torch's own writer wants."""
     found: dict[str, Any] = {}
     places = []
     for path in sorted(folder.glob("__*_0.distcp")):
@@ -134,7 +135,7 @@ def _indexed(folder: Path) -> tuple[Metadata, list[list[WriteResult]]]:
 
 
 def _said(path: Path) -> list[dict[str, Any]]:
-    """What the file ``path`` of a stage has in it."""
+    """Return the list of contents of a stage's file."""
     with path.open("rb") as file:
         file.seek(-LENGTH.size, io.SEEK_END)
         (length,) = LENGTH.unpack(file.read())

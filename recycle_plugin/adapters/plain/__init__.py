@@ -1,7 +1,7 @@
 """Training in plain torch that survives the loss of workers, without DeepSpeed.
 
-Either a list of layers, a loss, an optimizer and a data source are trained as a pipeline, or a script's own forward and
-backward by replicas.  Started by ``python -m recycle_plugin.launch --workers 4 train.py``.
+A Pipeline trains a list of layers with a loss, an optimizer and a data source. Replicas train a model by the script's
+own forward and backward. Start a job with ``python -m recycle_plugin.launch --workers 4 train.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ __all__ = ["Pipeline", "Replicas", "replica_mesh"]
 
 
 def replica_mesh(shards: int) -> DeviceMesh:
-    """The mesh, of one dimension, of the ``shards`` processes of this process's replica: ``fully_shard(model,
-    mesh=replica_mesh(2))``.
-
-    Every process calls it before it makes its Replicas.  Neighbouring ranks are one replica's.  Raises RecycleError
-    where the job's processes can't be dealt out so.
+    """Return the one-dimensional mesh of the ``shards`` processes of this replica: ``fully_shard(model,
+    mesh=replica_mesh(2))``. Every process calls it before it makes its Replicas. Neighbouring ranks belong to one
+    replica. Raises RecycleError if the job's processes can't be divided into such replicas.
     """
-    from recycle_plugin.adapters.plain.sharded import replica_mesh  # half a second's import, which others do without
+    from recycle_plugin.adapters.plain.sharded import replica_mesh  # takes half a second to import
 
     return replica_mesh(shards)

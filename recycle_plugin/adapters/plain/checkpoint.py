@@ -1,4 +1,4 @@
-"""Checkpoints of a plain job: a folder with a file for each stage, which the stage's lowest live worker writes."""
+"""Checkpoints of a plain job: a folder with one file per stage, written by the stage's lowest live worker."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
-WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # what each file has
+WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # the keys of each file
 
 
 @dataclass(frozen=True)
 class PlainFiles:
-    """The file of one worker's stage, whose layers are in ``module`` (a CheckpointFormat of runtime/stage/ports.py).
-
-    ``kinds``: the names of the classes of what else has a state, which says nothing to others; ``shards``: workers that
-    hold a seat together, each of which has a file of its own, and which of them this one is.
+    """The checkpoint file of one worker's stage, whose layers are ``module`` (a CheckpointFormat). ``kinds``: the class
+    names of the optimizer and the scheduler, the only ones that can read their state. ``shards``: how many workers hold
+    a seat together, each with a file of its own; ``shard``: this worker's number.
     """
 
     seat: Seat
@@ -35,19 +34,19 @@ class PlainFiles:
     shard: int = 0
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over the stage's file, if this worker writes it."""
+        """Hand over the stage's file if this worker writes it."""
         if share.turn == 0:
             share.save(path / self._name, self._contents(state))
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write a file's contents."""
+        """Write one file."""
         torch.save(contents, file)
 
     def complete(self, folder: Path) -> None:
-        """Nothing: no file is made of others."""
+        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Load everything from the checkpoint ``folder``.  Raises RecycleError where it is not one of this job."""
+        """Load everything from the checkpoint ``folder``. Raises RecycleError if it is not one of this job."""
         file = folder / self._name
         if (folder / ".metadata").is_file():
             raise RecycleError(
@@ -60,7 +59,7 @@ class PlainFiles:
         folders.verify(file)
         try:
             contents = torch.load(file, map_location=HOST, weights_only=False)
-        except Exception as error:  # torch's, or of whatever class is in it
+        except Exception as error:  # torch's, or of any class in the file
             raise RecycleError(f"load(): {file} {folders.unread(error)}; load another one") from error
         if not isinstance(contents, dict) or not contents.keys() >= WHOLE:
             raise RecycleError(f"load(): {file} is no file that save() has written; load another one")
@@ -86,10 +85,8 @@ class PlainFiles:
         return f"stage_{self.seat.stage:02d}" + f"_shard_{self.shard}" * (self.shard > 0) + ".pt"
 
     def _contents(self, state: StageState) -> dict[str, Any]:
-        """The contents of the stage's file.
-
-        ``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step
-        changes.
+        """Return the contents of the stage's file. ``layers`` is the module's state dict, with buffers and frozen
+        weights; the other keys have the rest of what a step changes.
         """
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
         return {
@@ -104,7 +101,7 @@ class PlainFiles:
 
 
 def check_kinds(saved: Mapping[str, str], kinds: Mapping[str, str], folder: Path) -> None:
-    """Raise RecycleError where the checkpoint ``folder`` was ``saved`` with other classes than these."""
+    """Raise RecycleError if the checkpoint ``folder`` was ``saved`` with other classes than ``kinds``."""
     for what, kind in kinds.items():
         if saved.get(what, kind) != kind:
             raise RecycleError(
@@ -113,9 +110,7 @@ def check_kinds(saved: Mapping[str, str], kinds: Mapping[str, str], folder: Path
 
 
 def chosen(folder: Path, tag: str | None) -> Path:
-    """The folder of the checkpoint ``folder``/``tag``, or of the one that was saved last.  Raises RecycleError if none
-    was.
-    """
+    """Return a checkpoint's folder, by default that of the one saved last. Raises RecycleError if there is none."""
     latest = folder / "latest"
     if tag is None and not latest.is_file():
         raise RecycleError(

@@ -1,10 +1,10 @@
-"""Checkpoints of replicas in the format of ``torch.distributed.checkpoint`` (DCP), which stock scripts load, on any
+"""Checkpoints of replicas in the format of ``torch.distributed.checkpoint`` (DCP), which stock scripts load on any
 number of processes.
 
-``dcp.async_save`` itself needs all of its processes in collectives of a thread beside the one that trains, which a lost
-worker would leave hanging.  So only DCP's planner and its writer are used, in one process each: a worker plans and
-writes its own part, with what it wrote and where in a file beside it, and the first live worker makes DCP's metadata of
-these (the protocol around it is core/worker/checkpoint_saving.py's, also in the background).
+``dcp.async_save`` runs collectives among all its processes in a second thread, and a lost worker would leave them
+hanging. So only DCP's planner and writer are used, in one process each. A worker plans and writes its own part, and
+beside it a file that describes the part. The first live worker makes DCP's metadata from these descriptions. The
+protocol, also for saving in the background, is in core/worker/checkpoint_saving.py.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from recycle_plugin.runtime.state.stage_state import StageState
 
 PLAN, METADATA = ".plan", ".metadata"
 OURS, OPTIMIZER_STATE, GROUPS = "recycle", "optim.state.", "optim.param_groups."
-ELSEWHERE = ("optimizer", "attributes")  # parts of a state that are under "optim"
+ELSEWHERE = ("optimizer", "attributes")  # parts of a StageState that a checkpoint has under "optim"
 
 
 class Weights(Protocol):
-    """The model's parameters by name: ``parts``, what this worker steps, and ``whole``, of which those are a part."""
+    """The model's parameters by name."""
 
     @property
     def parts(self) -> Mapping[str, torch.Tensor]:
-        """All of them; of a sharded one what this worker has of it."""
+        """All parameters that this worker steps; of a sharded one its local part."""
 
     @property
     def whole(self) -> Mapping[str, DTensor]:
-        """Those that are sharded."""
+        """The sharded parameters among them, whole."""
 
 
 @dataclasses.dataclass
 class _Part:
-    """A worker's part of a checkpoint: its ``plan``, and what its writer has ``written``, once it has."""
+    """A worker's part of a checkpoint: its ``plan``, and the writer's results in ``written`` once it is written."""
 
     plan: SavePlan
     written: list[Any] = dataclasses.field(default_factory=list)
@@ -59,11 +59,11 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedFiles:
-    """The files of one worker's part of a replica (a CheckpointFormat of runtime/stage/ports.py).
+    """The files of one worker's part of a replica (CheckpointFormat, runtime/stage/ports.py).
 
-    A checkpoint is ``{"model": …, "optim": …}``, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives
-    them, and "recycle": what else a step changes.  ``weights``: of ``module``, stepped by ``optimizer``; ``kinds``: as
-    of PlainFiles; ``shard``: this worker's among those of its replica.
+    A checkpoint is ``{"model": …, "optim": …}`` as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns
+    it, plus "recycle" with everything else that a step changes. ``weights``: those of ``module``, which ``optimizer``
+    steps. ``kinds``: as in PlainFiles. ``shard``: this worker's number in its replica.
     """
 
     module: nn.Module
@@ -73,7 +73,7 @@ class DistributedFiles:
     shard: int = 0
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over this worker's file and what describes it, if its replica is the first that is there."""
+        """Hand over this worker's file and its description if its replica is the first live one."""
         if share.turn:
             return
         planner = dcp.DefaultSavePlanner()
@@ -85,7 +85,7 @@ class DistributedFiles:
         share.save(path / f"__{self.shard}{PLAN}", part)
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write a part by DCP's writer, or what it has written."""
+        """Write a part with DCP's writer, or a part's description."""
         if isinstance(contents, _Part):
             pickle.dump(contents, file)
             return
@@ -95,7 +95,7 @@ class DistributedFiles:
         contents["part"].written = writer.write_data(plans[self.shard], _Held(contents["held"])).value()
 
     def complete(self, folder: Path) -> None:
-        """Write DCP's metadata of all workers' parts.  Raises NotSaved."""
+        """Write DCP's metadata from all workers' descriptions, and delete those. Raises NotSaved."""
         files = sorted(folder.glob(f"__*{PLAN}"), key=lambda file: int(file.stem.lstrip("_")))
         if (folder / METADATA).exists():
             return
@@ -110,8 +110,8 @@ class DistributedFiles:
             raise NotSaved(folders.refusal(folder / METADATA, error)) from error
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Load the checkpoint ``folder``, of any number of processes, also one of a stock script.  Raises RecycleError
-        where it is none, or of another job.
+        """Load the checkpoint ``folder``, saved by any number of processes, possibly by a stock script. Raises
+        RecycleError if it is no checkpoint, or one of another job.
         """
         if not (folder / METADATA).is_file():
             raise RecycleError(
@@ -133,12 +133,12 @@ class DistributedFiles:
         state.put(found["rest"])
 
     def _names(self) -> dict[torch.Tensor, str]:
-        """What the weights are called that the optimizer steps."""
+        """The names of the weights that the optimizer steps."""
         return {part: name for name, part in self.weights.parts.items()}
 
     def _check_groups(self, saved: list[Any], folder: Path) -> None:
-        """Raise RecycleError where a checkpoint is of other parameter groups; ``saved``: the names of each, none where
-        it has no optimizer.
+        """Raise RecycleError if the checkpoint's parameter groups differ. ``saved``: the parameter names of each group,
+        empty if the checkpoint has no optimizer.
         """
         groups, name_of = self.optimizer.param_groups, self._names()
         if saved and len(saved) != len(groups):
@@ -154,7 +154,7 @@ class DistributedFiles:
                 )
 
     def _contents(self) -> dict[str, Any]:
-        """The model and its optimizer, as DCP is to know them; tensors are those that are trained."""
+        """Return the model's and the optimizer's state in DCP's form, without copying tensors."""
         name_of = self._names()
         groups = [
             group | {"params": [name_of[each] for each in group["params"]]} for group in self.optimizer.param_groups
@@ -166,7 +166,7 @@ class DistributedFiles:
         return {"model": self.module.state_dict(), "optim": {"state": states, "param_groups": groups}}
 
     def _as_whole(self, name: str, value: Any) -> Any:
-        """What the optimizer keeps for a weight, as the part that it is of what that is for the whole weight."""
+        """Return a weight's optimizer state as a local part of the whole weight's state, if the weight is sharded."""
         whole, part = self.weights.whole.get(name), self.weights.parts[name]
         if whole is None or not torch.is_tensor(value) or value.shape != part.shape:
             return value
@@ -174,12 +174,12 @@ class DistributedFiles:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _rest(self, state: StageState) -> bytes:
-        """What else a step changes, which nobody else needs to know."""
+        """Return what else a step changes, in a form that DCP does not interpret."""
         rest = {name: value for name, value in state.small().items() if name not in ELSEWHERE}
         return _saved({"kinds": dict(self.kinds), "rest": rest})
 
     def _make_room(self, metadata: Metadata) -> None:
-        """Have the optimizer keep what a checkpoint has for it, of whatever values."""
+        """Give the optimizer a tensor of any values for each one that the checkpoint has, to load into."""
         self.optimizer.state.clear()
         for key, one in metadata.state_dict_metadata.items():
             name, _, kind = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
@@ -194,7 +194,7 @@ class DistributedFiles:
             self.optimizer.state[part][kind] = room
 
     def _take(self, read: Mapping[str, Any]) -> None:
-        """Take what was read of the optimizer and is no tensor."""
+        """Take those values of the optimizer that are no tensors."""
         for group, found in zip(self.optimizer.param_groups, read["param_groups"], strict=True):
             group.update({name: value for name, value in found.items() if name != "params"})
         for name, values in read["state"].items():
@@ -204,7 +204,7 @@ class DistributedFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Unsharded:
-    """The weights of a worker that has all of them."""
+    """The weights of a worker that has all of them whole."""
 
     parts: Mapping[str, torch.Tensor]
     whole: Mapping[str, DTensor] = dataclasses.field(default_factory=dict)
@@ -214,32 +214,32 @@ class Unsharded:
 
 
 class _Held(dcp.DefaultSavePlanner):
-    """Gives DCP's writer what is ``held`` for each item of a plan: a tensor, or bytes."""
+    """Hands DCP's writer the tensor or bytes in ``held`` for each item of a plan."""
 
     def __init__(self, held: Mapping[str, torch.Tensor | bytes]) -> None:
         super().__init__()
         self._held = held
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What is held for one item."""
+        """Return the tensor or bytes of one item."""
         found = self._held[write_item.index.fqn]
         return io.BytesIO(found) if isinstance(found, bytes) else found
 
 
 class _Into(FileSystem):
-    """The only file that DCP's writer opens, which is open already."""
+    """A file system whose only file is open already."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """The file, which somebody else closes."""
+        """Yield the file, which its owner closes."""
         yield _Stream(self._file)
 
 
 class _Stream:
-    """A file that only writes, and knows where it is."""
+    """A write-only file that counts its bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._place = file, 0
@@ -252,18 +252,18 @@ class _Stream:
         return size
 
     def tell(self) -> int:
-        """How many bytes were written."""
+        """Return how many bytes were written."""
         return self._place
 
     def flush(self) -> None:
-        """Nothing: who has opened the file flushes it."""
+        """Do nothing: the file's owner flushes it."""
 
     def close(self) -> None:
-        """Nothing: who has opened the file closes it."""
+        """Do nothing: the file's owner closes it."""
 
 
 class _CheckedReader(dcp.FileSystemReader):
-    """DCP's reader, which looks at the CRCs of what it reads."""
+    """DCP's reader, which also checks the CRC of each item."""
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
         file.seek(sinfo.offset)
@@ -276,7 +276,7 @@ class _CheckedReader(dcp.FileSystemReader):
 
 
 def _load(contents: dict[str, Any], folder: Path, metadata: Metadata) -> None:
-    """Load what is in ``contents``, and in the checkpoint, tensors in place; without the other processes."""
+    """Load the entries that both ``contents`` and the checkpoint have, tensors in place, without a collective."""
     reader, planner = _CheckedReader(folder), dcp.DefaultLoadPlanner(allow_partial_load=True)
     with _in_words(folder):
         planner.set_up_planner(contents, metadata, True)
@@ -289,12 +289,12 @@ def _load(contents: dict[str, Any], folder: Path, metadata: Metadata) -> None:
 def _in_words(folder: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # DCP's, or of whatever class is in it
+    except Exception as error:  # DCP's, or of any class in the file
         raise RecycleError(f"load(): {folder} {folders.unread(error)}; load another one") from error
 
 
 def _check_model(model: Mapping[str, Any], metadata: Metadata, folder: Path) -> None:
-    """Raise RecycleError where a checkpoint is of another model."""
+    """Raise RecycleError if the checkpoint is of another model."""
     for name, tensor in model.items():
         saved = metadata.state_dict_metadata.get(f"model.{name}")
         if not isinstance(saved, TensorStorageMetadata):
@@ -312,7 +312,7 @@ def _check_model(model: Mapping[str, Any], metadata: Metadata, folder: Path) -> 
 
 
 def _groups(metadata: Metadata) -> int:
-    """How many parameter groups a checkpoint's optimizer has."""
+    """Return how many parameter groups the checkpoint's optimizer has."""
     keys = (
         key.removeprefix(GROUPS).partition(".")[0] for key in metadata.state_dict_metadata if key.startswith(GROUPS)
     )
@@ -320,7 +320,7 @@ def _groups(metadata: Metadata) -> int:
 
 
 def _held(contents: Mapping[str, Any]) -> dict[str, torch.Tensor | bytes]:
-    """What is to be written, by DCP's name of it: this worker's part of a tensor, or bytes."""
+    """Return what is to be written by DCP's names: this worker's part of a tensor, or bytes."""
     return {
         name: (one.to_local() if isinstance(one, DTensor) else one).detach() if torch.is_tensor(one) else _saved(one)
         for name, one in contents.items()

@@ -1,4 +1,4 @@
-"""Pipelines in plain torch: one object that trains a stage of a pipeline, whoever dies."""
+"""Pipelines in plain torch: an object that trains one stage and survives the loss of workers."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.settings.schema import Settings
 
 Layer = Callable[[], nn.Module] | nn.Module
-Data = Callable[[int, int, int], Any]  # of (step, replica, micro-batch): (inputs, labels)
+Data = Callable[[int, int, int], Any]  # of (step, replica, micro-batch) to (inputs, labels)
 
 
 class Pipeline(PlainJob):
-    """A stage of ``layers``, and the training of all of it.  Every worker of the job makes one alike.
+    """A worker's stage of ``layers``, and its training. Every worker of the job makes one with the same arguments.
 
-    * ``layers``: modules, or callables that make them, of which each worker only calls those of its stage; one's output
-      is the next one's input, a tensor or a tuple of tensors.  ``parts``: how many each stage has; by default as many
-      each as can be.
-    * ``loss``: of (outputs of the last layer, labels); the mean over all micro-batches is what is trained.
-    * ``optimizer``: makes one for a stage's parameters; ``scheduler``: makes one for the optimizer, and is stepped with
-      it; ``clip``: the largest norm of a step's gradients over all stages, 0 for any.
-    * ``data``: ``data(step, replica, micro_batch)`` gives (inputs, labels), the same whoever asks; steps count from 1.
-      Or a map-style dataset of such pairs, read in order, of which a micro-batch has ``micro_batch_size``.
-    * ``stages``: of each replica; there are as many replicas as the job's workers are enough for, at least two.
-      ``micro_batches``: of a replica, in a step.
-    * ``shards``: processes that hold a stage of a replica together, each with a part of it: a tensor-parallel layer
-      adds its parts up by recycle_plugin.seat_group().  What goes from stage to stage, and the loss, comes out alike in
-      all of them; a parameter that all of them have gets the same gradient in all.
-    * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (``recycle docs settings``).  ``seed``:
-      of the layers that are made here.  ``device``: where they compute, by default on this worker's accelerator, if
-      torch finds one and the environment variable DS_ACCELERATOR names no other kind, and else on the CPU.
+    * ``layers``: modules, or callables that make them. Each worker calls those of its own stage only. A layer's output,
+      a tensor or a tuple of tensors, is the next layer's input. ``parts``: how many layers each stage has, by default
+      as equal as possible.
+    * ``loss``: of (outputs of the last layer, labels). The trained loss is the mean over all micro-batches.
+    * ``optimizer``: makes the optimizer of a stage's parameters. ``scheduler``: makes the optimizer's scheduler, which
+      is stepped with it. ``clip``: the largest norm of a step's gradients over all stages, 0 for no clipping.
+    * ``data``: ``data(step, replica, micro_batch)`` returns (inputs, labels), the same on any worker; steps count from
+      1. Or a map-style dataset of such pairs, read in order, ``micro_batch_size`` samples a micro-batch.
+    * ``stages``: of each replica. The job has as many replicas as its workers allow, at least two (one with
+      recycle.log). ``micro_batches``: of a replica in a step.
+    * ``shards``: processes that hold a seat together, each with a part of the stage. A tensor-parallel layer sums its
+      parts over recycle_plugin.seat_group(). Boundary tensors and the loss are the same in all of them, and a parameter
+      that all of them have gets the same gradient.
+    * ``settings``: the plugin's, as in the section "recycle" of a DeepSpeed config (``recycle docs settings``).
+      ``seed``: of the layers made here. ``device``: by default this worker's accelerator, if torch finds one and the
+      environment variable DS_ACCELERATOR names no other kind, else the CPU.
 
-    ``module`` has the stage's layers, by their numbers in ``layers``; ``optimizer`` and ``scheduler`` are the stage's.
-    Raises RecycleError where something does not fit, and SettingsError.
+    ``module`` has the stage's layers, named by their numbers in ``layers``; ``optimizer`` and ``scheduler`` are the
+    stage's. Raises RecycleError or SettingsError for wrong arguments.
     """
 
     def __init__(
@@ -106,10 +106,8 @@ class Pipeline(PlainJob):
         self._trainer.feed.source = _source(data, topology, self._cursor, micro_batch_size)
 
     def evaluate(self, data: Callable[[int, int], Any], micro_batches: int | None = None) -> float:
-        """The mean loss, on every worker, with the layers in evaluation mode.
-
-        ``data(replica, micro_batch)`` gives (inputs, labels), for ``micro_batches`` of each replica, by default as in a
-        step.
+        """Return the mean loss, on every worker, with the layers in evaluation mode. ``data(replica, micro_batch)``
+        returns (inputs, labels), for ``micro_batches`` of each replica, by default as many as in a step.
         """
         if (past := self._trainer.recorded_evaluation()) is not None:
             return past
@@ -119,7 +117,7 @@ class Pipeline(PlainJob):
 
 
 def _refuse_shards(shards: int, settings: Settings, clip: float) -> None:
-    """Refuse what is not supported where ``shards`` workers hold a seat together."""
+    """Raise RecycleError for settings that seats of several workers do not support."""
     if shards > 1 and settings.split_backward:
         raise RecycleError(
             f"recycle.split_backward with shards={shards}: a layer's workers add up in its backward, which is not "
@@ -140,7 +138,7 @@ def _refuse_shards(shards: int, settings: Settings, clip: float) -> None:
 def _cut(
     layers: int, stages: int, workers: int, parts: Sequence[int] | None, shards: int, logs: bool
 ) -> list[tuple[int, int]]:
-    """The first layer of each stage and that of the next one.  ``logs``: a stage without a replica can be replayed."""
+    """Return each stage's layers as (first, end). ``logs``: one replica is enough, since its stages can be replayed."""
     if not 1 <= stages <= layers:
         raise RecycleError(f"stages is {stages}, and there are {layers} layers: write 1 to {layers}")
     each_replica = stages * shards
@@ -161,7 +159,7 @@ def _cut(
 
 
 def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
-    """Refuse weights that stages share: each stage would train a copy of its own."""
+    """Raise RecycleError for weights that stages share, since each stage would train its own copy."""
     owner: dict[nn.Parameter, tuple[int, int]] = {}
     for stage, numbers in enumerate(cut):
         for number in range(*numbers):
@@ -177,7 +175,7 @@ def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
 
 
 def _built(layers: Sequence[Layer] | Mapping[int, Layer], numbers: range, seed: int) -> nn.Sequential:
-    """Make a stage's layers; each draws its weights by its number, whichever stage has it."""
+    """Make a stage's layers. Each draws its weights by its number, so they do not depend on the cut into stages."""
     made = OrderedDict()
     for number in numbers:
         given = layers[number]
@@ -200,7 +198,7 @@ def _built(layers: Sequence[Layer] | Mapping[int, Layer], numbers: range, seed: 
 
 
 def _made_again(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
-    """Make a stage's layers beside those that there are; of modules that were given, copies."""
+    """Make a stage's layers again beside this worker's own; modules that were given are copied."""
 
     def again(layer: Layer) -> Layer:
         return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer
@@ -209,11 +207,11 @@ def _made_again(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequen
 
 
 def _refuse_function(number: int, given: Layer) -> None:
-    """Refuse a function that computes, in place of one that makes a layer."""
+    """Raise RecycleError for a function that computes instead of making a layer."""
     try:
         if callable(given) and not isinstance(given, nn.Module):
             inspect.signature(given).bind()
-    except ValueError:  # nothing is known of it
+    except ValueError:  # the function has no known signature
         pass
     except TypeError as error:
         raise RecycleError(

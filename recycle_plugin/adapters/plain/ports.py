@@ -1,4 +1,4 @@
-"""What plain torch lends the trainer (runtime/stage/ports.py): its optimizer's step."""
+"""Plain torch's optimizer step, lent to the trainer (runtime/stage/ports.py)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from recycle_plugin.runtime.state.stage_state import StatePart
 
 
 class PlainOptimizer:
-    """Steps the torch optimizer ``wrapped``, with its learning-rate ``scheduler``, if it has one."""
+    """Steps the torch optimizer ``wrapped`` and its learning-rate ``scheduler``, if there is one."""
 
     def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any) -> None:
         self.wrapped, self.scheduler = wrapped, scheduler
         self.steps, self.skipped = 0, 0
 
     def apply(self, clip: Clip) -> None:
-        """Clip, step optimizer and scheduler, and count."""
+        """Clip, step optimizer and scheduler, and count the step."""
         clip()
         self.wrapped.step()
         if self.scheduler is not None:
@@ -28,20 +28,20 @@ class PlainOptimizer:
         self.steps += 1
 
     def pass_over(self) -> None:
-        """Count a step that is over, and step the scheduler, as if no step had been skipped; no weight changes."""
+        """Count a step that is over, and step the scheduler as if no step had been skipped. No weight changes."""
         if self.scheduler is not None:
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch misses the optimizer's step
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # no optimizer step came before
                 self.scheduler.step()
         self.steps += 1
 
     def skip(self) -> None:
-        """Count a step that is not applied; the scheduler waits for one that is."""
+        """Count a step that is not applied. The scheduler is not stepped."""
         self.steps += 1
         self.skipped += 1
 
     @property
     def counters(self) -> StatePart:
-        """The part of a stage's state that is the counts of steps."""
+        """The counts of steps, as a part of a stage's state."""
         return StatePart("counters", get=lambda: {"steps": self.steps, "skipped": self.skipped}, set=self._count)
 
     def _count(self, counts: Mapping[str, int]) -> None:

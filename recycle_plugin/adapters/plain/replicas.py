@@ -1,4 +1,4 @@
-"""Data parallel training of a model whose script runs forward and backward itself, by replicas that survive losses."""
+"""Data-parallel training of a model whose script runs forward and backward itself."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from recycle_plugin.settings.schema import Settings
 
 
 class Replicas(PlainJob):
-    """A replica of ``module`` on each worker; ``optimizer`` steps all alike, with its ``scheduler``, if there is one.
+    """A replica of ``module`` on each worker; ``optimizer``, and ``scheduler`` if given, step all replicas alike.
 
-    ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss,
-    ``loss.backward()``; and returns the loss.  It gets all that it needs from its arguments, since the micro-batches of
-    a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``. The first call
-    is made twice, which has to give the same.  Layers stay in the mode, of training or evaluation, that the script has
-    put them in. A parameter that gets no gradient in a step is stepped by one of zeros, as with DeepSpeed. ``clip``,
-    ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches. ``dcp``: checkpoints
-    have the format of torch.distributed.checkpoint, as they always do where ``fully_shard`` shards the module.  That is
-    done before, among the processes of a replica (:func:`replica_mesh`); then the loss is the mean over these too.
-    Raises RecycleError where something does not fit, and SettingsError.
+    ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss and
+    ``loss.backward()``. It returns the loss. It must depend on its arguments only, since other workers compute the
+    micro-batches of a lost replica. Steps count from 1, and each replica has ``micro_batches`` in a step. The first
+    call is made twice and must give the same. Layers stay in the training or evaluation mode that the script has set. A
+    parameter without a gradient is stepped with zeros, as with DeepSpeed.
+
+    The trained loss is the mean over all micro-batches. ``clip``, ``settings``: as for a Pipeline. ``dcp``: write
+    checkpoints in the format of torch.distributed.checkpoint, which a module sharded by ``fully_shard`` always uses.
+    Shard it before, among the processes of a replica (:func:`replica_mesh`); the loss is then the mean over these
+    processes too. Raises RecycleError or SettingsError for wrong arguments.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Replicas(PlainJob):
             )
         line, workers, shards = session_with(chosen), int(os.environ["WORLD_SIZE"]), None
         if _is_sharded(module):
-            from recycle_plugin.adapters.plain.sharded import Shards  # see below
+            from recycle_plugin.adapters.plain.sharded import Shards  # takes half a second to import
 
             _refuse_log(chosen)
             shards = Shards(line, module, micro_batches)
@@ -71,7 +72,7 @@ class Replicas(PlainJob):
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on ``module`` or a part of it."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # half a second's import, and then there is none
+    tensor = sys.modules.get("torch.distributed.tensor")  # imported if something is sharded; it takes 0.5 s
     return tensor is not None and any(isinstance(each, tensor.DTensor) for each in module.parameters())
 
 

@@ -1,10 +1,10 @@
 """Replicas of a model that ``torch.distributed.fsdp.fully_shard`` shards among the processes of each replica (HSDP).
 
-FSDP2 gathers weights and adds up gradients inside a replica, over the group of the processes that hold its seat
-(runtime/collectives/seat.py).  The trainer sees one process's *shard*: each parameter's local part as a parameter of
-its own, in the same memory.  The script's optimizer is given these in the place of the sharded ones, which is right for
-optimizers that step each element by itself.  So what is summed over the replicas, stepped, taken back, compared and
-given to newcomers are plain tensors, as of any stage that several processes hold.
+FSDP2 gathers weights and sums gradients inside a replica, over the group of the processes that hold its seat
+(runtime/collectives/seat.py). The trainer sees one process's *shard*: the local part of each parameter as a parameter
+of its own, in the same memory. The script's optimizer steps these local parts in place of the sharded parameters, which
+is right for optimizers that step each element by itself. So everything that is summed over replicas, stepped, undone,
+compared and sent to newcomers is a plain tensor, as in any stage that several processes hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recycle_plugin.runtime.stage.ports import Compute
 
 
 def replica_mesh(shards: int) -> DeviceMesh:
-    """The mesh of this process's replica; see recycle_plugin.adapters.plain.replica_mesh."""
+    """Return the mesh of this process's replica; see recycle_plugin.adapters.plain.replica_mesh."""
     line, workers = session.of_this_process(), int(os.environ["WORLD_SIZE"])
     if not isinstance(shards, int) or shards < 2:
         raise RecycleError(
@@ -55,18 +55,16 @@ def replica_mesh(shards: int) -> DeviceMesh:
 
 
 class Shards(nn.Module):
-    """The part of ``inner`` that this process holds, as a module: its layers and buffers, and the local parts of its
-    parameters, by their names there.
-
-    Raises RecycleError where ``inner`` is not sharded over the processes of this replica, and for what else does not
-    work.
+    """This process's part of ``inner``, as a module: its layers and buffers, and the local parts of its parameters,
+    under their names in ``inner``. Raises RecycleError if ``inner`` is not sharded over this replica's processes, or in
+    a way that is not supported.
     """
 
     inner: nn.Module
 
     def __init__(self, line: Session, inner: nn.Module, micro_batches: int) -> None:
         super().__init__()
-        object.__setattr__(self, "inner", inner)  # no child, whose names would have a prefix
+        object.__setattr__(self, "inner", inner)  # not a child, whose parameters' names would get a prefix
         place, self._line = line.hooks.place, line
         if place is None:
             raise RecycleError(
@@ -90,7 +88,7 @@ class Shards(nn.Module):
         return iter(self.parts.items())
 
     def named_buffers(self, *how: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers, of which each process has all."""
+        """The buffers, which each process has whole."""
         return self.inner.named_buffers(*how, **more)
 
     def named_modules(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -101,7 +99,7 @@ class Shards(nn.Module):
     # --- what trains it ----------------------------------------------------------------------------
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have ``optimizer`` step the local parts."""
+        """Have ``optimizer`` step the local parts, and move its state to them."""
         mine = {whole: self.parts[name] for name, whole in self.whole.items()}
         for group in optimizer.param_groups:
             group["params"] = [mine.get(each, each) for each in group["params"]]
@@ -110,9 +108,7 @@ class Shards(nn.Module):
                 optimizer.state[part] = {key: _local(value) for key, value in optimizer.state.pop(whole).items()}
 
     def computing(self, compute: Compute) -> Compute:
-        """The script's ``compute``, whose gradients are in the local parts afterwards, and whose loss is the mean over
-        the replica's processes.
-        """
+        """Wrap ``compute``: gradients go into the local parts, the loss is averaged over the replica's processes."""
 
         def computed(step: int, replica: int, micro_batch: int) -> torch.Tensor:
             self._reshard()
@@ -125,7 +121,7 @@ class Shards(nn.Module):
                 gradient, whole.grad = whole.grad, None
                 self.parts[name].grad = None if gradient is None else _local(gradient)
             if not torch.is_tensor(loss) or loss.numel() != 1:
-                return loss  # which is refused
+                return loss  # the trainer refuses it
             mean = loss.detach().clone()
             dist.all_reduce(mean, dist.ReduceOp.AVG, self._line.hooks.seat_group)
             return mean
@@ -133,13 +129,13 @@ class Shards(nn.Module):
         return computed
 
     def _reshard(self) -> None:
-        """Drop gathered weights, which an evaluation has left: they may be of another step."""
+        """Drop gathered weights: an evaluation may have left those of an older step."""
         for part in self.inner.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
     def _check_in_place(self) -> None:
-        """Raise RecycleError where the script trains other parameters than when it has made its Replicas."""
+        """Raise RecycleError if the module's parameters were replaced, frozen or thawed since Replicas(…) was made."""
         now: dict[str, Any] = dict(self.inner.named_parameters())
         for name, whole in self.whole.items():
             part = self.parts[name]
@@ -156,7 +152,7 @@ class Shards(nn.Module):
 
 
 def _check(name: str, parameter: torch.Tensor, line: Session) -> None:
-    """Raise RecycleError for a parameter that is not this replica's alone, or not sharded at all."""
+    """Raise RecycleError for a trained parameter that is not sharded, or not over this replica's mesh and devices."""
     if not isinstance(parameter, DTensor):
         if parameter.requires_grad:
             raise RecycleError(

@@ -1,4 +1,4 @@
-"""What all jobs in plain torch have: steps, commits, checkpoints."""
+"""What all jobs in plain torch have: steps, commits and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
-if TYPE_CHECKING:  # half a second's import, which jobs without shards do without
+if TYPE_CHECKING:  # takes half a second to import; jobs without shards do without
     from recycle_plugin.adapters.plain.sharded import Shards
 
 
 def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
-    """The settings of a plain job; raises SettingsError, and RecycleError for those that nothing would heed."""
+    """Return a plain job's settings. Raises SettingsError, or RecycleError for settings that it would ignore."""
     if not isinstance(section, Mapping | None):
         raise RecycleError(
             f'settings is a {type(section).__name__}: give a dict, as the section "recycle" of a DeepSpeed config'
@@ -53,21 +53,21 @@ def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
 
 
 def session_with(settings: Settings) -> Session:
-    """The session of this process, which goes by ``settings`` from now on."""
+    """Return this process's session, configured by ``settings``."""
     line = session.of_this_process()
     line.configure(settings.deadlines, settings.group_sums)
     return line
 
 
 def check_numbers(**given: Any) -> None:
-    """Raise RecycleError where one of these counts, given by name, is no whole number of at least 1."""
+    """Raise RecycleError if one of the ``given`` counts is no whole number of at least 1."""
     for name, value in given.items():
         if not isinstance(value, Integral) or value < 1:
             raise RecycleError(f"{name} is {value!r}: write a whole number, 1 or more")
 
 
 def device_of_all(module: nn.Module) -> Device:
-    """The device that all of ``module`` is on.  Raises RecycleError where that are several."""
+    """Return the device that all of ``module`` is on. Raises RecycleError if it is on several."""
     found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(found) > 1:
         raise RecycleError(
@@ -78,9 +78,9 @@ def device_of_all(module: nn.Module) -> Device:
 
 
 class PlainJob:
-    """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session, which has its
-    ``place``.  ``make(stage)``: another one's module, made once more.  ``shards``: of a module that the processes of a
-    replica share, what this one has.  ``dcp``: checkpoints have the format of torch.distributed.checkpoint.
+    """The training of the stage ``module`` at ``place``. ``make(stage)``: makes any stage's module once more.
+    ``shards``: this process's part of a module that the processes of a replica share. ``dcp``: use the checkpoint
+    format of torch.distributed.checkpoint.
     """
 
     def __init__(
@@ -145,58 +145,55 @@ class PlainJob:
         line.hooks.at_end = self._trainer.finish
 
     def step(self) -> float:
-        """Train one optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
+        """Train one optimizer step. Returns the mean loss over all micro-batches of all replicas, on every worker.
 
-        It may return before the step is committed; what it returned stays final.  Whoever reads parameters or the
-        optimizer's state with torch in the thread that trains waits for the commit; call :meth:`settle` before
-        something else does.
+        It may return before the step is committed, but the returned loss is final. The training thread waits for the
+        commit when torch code in it reads parameters or the optimizer's state. Call :meth:`settle` before anything else
+        reads them.
         """
         return self._trainer.train()
 
     @property
     def steps(self) -> int:
-        """How many steps were done, by the job of a loaded checkpoint too."""
+        """How many steps were done, including those of a loaded checkpoint's job."""
         return self._trainer.step
 
     @property
     def behind(self) -> bool:
-        """Whether this worker has come back and its script still goes through steps that are over."""
+        """Whether this worker has come back, and its script still goes through steps that are over."""
         return self._trainer.behind
 
     def skip_to_present(self) -> None:
-        """Leave out steps that are over, but the last, in a worker that has come back: ``steps`` and rates go on as
-        with them.  Evaluations, and ends of data, are gone through.  Call it before each step of a loop that goes by
-        ``steps``; elsewhere it does nothing.
+        """Skip the steps that are over, all but the last, if this worker has come back; else do nothing. ``steps`` and
+        learning rates advance as with them. Evaluations and ends of data are not skipped. Call it before each step of a
+        loop that counts by ``steps``.
         """
         self._trainer.skip_to_present()
 
     def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
-        """Have ``callback(step, state)`` called in a worker that comes back, before it trains its first step, ``step``
-        being the last one before; call it on every worker, before the first step.
+        """Have ``callback(step, state)`` called in a worker that comes back, before its first step; ``step`` is the
+        last one before. Call it on every worker, before the first step.
 
-        For what a script keeps of its own, an average of weights or counters of what it has computed: ``state()`` is
-        called at the lowest live rank of the same stage, between two steps, and gives what torch.save can write.  By
-        default ``callback`` gets None.
+        It is for what a script keeps itself: an average of weights, or counters of what it has computed. ``state()`` is
+        called at the lowest live rank of the same stage, between two steps, and returns what torch.save can write.
+        Without it ``callback`` gets None.
         """
         self._trainer.on_join(callback, state)
 
     def settle(self) -> None:
-        """Return when all steps so far are committed, whoever dies meanwhile."""
+        """Wait until all steps so far are committed, whoever dies meanwhile."""
         self._trainer.settle()
 
     def save(self, folder: str | Path, tag: str | None = None) -> None:
-        """Save a checkpoint of all steps so far in ``folder``/``tag``, complete whoever is missing; there when this
-        returns.
-
-        ``tag`` None: by the step.  Raises NotSaved, on all workers, where one can't write it.
+        """Save a checkpoint of all steps so far in ``folder``/``tag``, complete even if workers are missing. It is in
+        place when this returns. ``tag`` None: named by the step. Raises NotSaved, on all workers, if one can't write
+        its part.
         """
         self._trainer.save(Path(folder), tag)
 
     def load(self, folder: str | Path, tag: str | None = None) -> None:
-        """Load a checkpoint, by default the one saved last; everybody goes on from it, with its next step's data and
-        randomness.
-
-        Raises RecycleError where it does not fit this job.
+        """Load a checkpoint, by default the one saved last. The job goes on with the data and randomness of the step
+        after it. Raises RecycleError if it does not fit this job.
         """
         place = f"load({str(folder)!r}, {tag!r})"
         if self._trainer.behind:
@@ -204,7 +201,7 @@ class PlainJob:
             return
         self._trainer.begin_loading(place)
         with self._trainer.lifted():
-            # only now is nobody writing one, so that all find the same
+            # No worker writes a checkpoint any more at this point, so all find the same one.
             self._files.read(self._trainer.state, chosen(Path(folder), tag))
             self._trainer.loaded(whole=True)
         self._trainer.loading.remember(place)
@@ -219,7 +216,7 @@ def _check(
     shards: Shards | None,
     dcp: bool,
 ) -> None:
-    """Raise RecycleError for what a script has given that does not work."""
+    """Raise RecycleError for arguments of a script that do not work."""
     check_layers(module)
     check_optimizer(module, optimizer)
     check_scheduler(scheduler)
@@ -242,11 +239,11 @@ def _files(
     shards: Shards | None,
     dcp: bool,
 ) -> CheckpointFormat:
-    """Which files a checkpoint of this worker's part has."""
+    """Return the checkpoint format of this worker's part."""
     kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
     if shards is None and not dcp:
         return PlainFiles(place.seat, place.topology.stages, module, kinds, place.shards, place.shard)
-    from recycle_plugin.adapters.plain.distributed_files import DistributedFiles, Unsharded  # half a second's
+    from recycle_plugin.adapters.plain.distributed_files import DistributedFiles, Unsharded  # takes 0.5 s
 
     weights = shards or Unsharded(dict(module.named_parameters()))
     return DistributedFiles(module, weights, optimizer, kinds, place.shard)

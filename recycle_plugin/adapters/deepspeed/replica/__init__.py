@@ -1,1 +1,1 @@
-"""Jobs without a pipeline, whose replicas DeepSpeed shards inside: the stock engine, and exchanged gradient shards."""
+"""Jobs without a pipeline, whose replicas DeepSpeed shards: the stock engine, with gradient shards exchanged."""

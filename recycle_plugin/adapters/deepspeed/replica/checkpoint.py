@@ -1,7 +1,7 @@
-"""Stock checkpoints of sharded replicas, complete while some are missing: for as many ranks as one replica has.
+"""Stock checkpoints of sharded replicas, complete even if some are missing: for as many ranks as one replica has.
 
-The ranks of the first live replica write what stock's ranks 0, 1, … do, each the file of its shard; where there is
-ZeRO, all of the state is in stock's own files.  Stock DeepSpeed reads them on as many ranks.
+The ranks of the first live replica write what stock's ranks 0, 1, … do, each the file of its shard. With ZeRO stock's
+own files have the whole state. Stock DeepSpeed reads them on as many ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from recycle_plugin.runtime.state.stage_state import StageState
 
 @contextmanager
 def _partitioned(engine: Any) -> Iterator[None]:
-    """A context in which ZeRO stage 3 has its small parameters in parts too, as stock's files have them."""
+    """A context in which ZeRO stage 3's small parameters are partitioned too, as in stock's files."""
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
     try:
         yield
-    finally:  # also where a disk refuses a file: the script may go on
+    finally:  # also if a disk refuses a file: the script may go on
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
 
 
 def _add_scripts(engine: Any, folder: Path) -> None:
-    """Put stock's scripts for its files into ``folder``.  Raises NotSaved."""
+    """Put stock's scripts for its files into ``folder``. Raises NotSaved."""
     try:
         DeepSpeedEngine._copy_recovery_script(engine, str(folder))
     except OSError as error:
@@ -45,11 +45,9 @@ def _add_scripts(engine: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ReplicaFiles:
-    """What a rank writes of a checkpoint (a CheckpointFormat of runtime/stage/ports.py), by stock code of ``engine``,
-    which it has since that code is methods of the engine's.
-
-    ``stock``: its own checkpoint engine; ``client_state``, ``exclude_frozen_parameters``: as scripts give them to
-    ``save_checkpoint``.
+    """The files of a checkpoint that one rank writes (a CheckpointFormat), by stock code, which is methods of
+    ``engine``. ``stock``: DeepSpeed's checkpoint engine. ``client_state``, ``exclude_frozen_parameters``: as scripts
+    give them to ``save_checkpoint``.
     """
 
     engine: Any
@@ -60,7 +58,7 @@ class ReplicaFiles:
     exclude_frozen_parameters: bool = False
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over the rank's files, if it is of the first replica.  Raises NotSaved."""
+        """Hand over the rank's files if it is of the first live replica. Raises NotSaved."""
         engine, folder = self.engine, str(path.parent)
         if share.turn:
             return
@@ -80,25 +78,25 @@ class ReplicaFiles:
             _add_scripts(engine, path.parent)
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write a file's contents as stock does."""
+        """Write one file as stock does."""
         self.stock.save(contents, file)
 
     def complete(self, folder: Path) -> None:
-        """Nothing: no file is made of others."""
+        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Raise RecycleError: nobody replays a stage of such a job, whose log is refused."""
+        """Raise RecycleError: no stage of such a job is replayed, since its log is refused."""
         raise RecycleError("recycle.log with recycle.replicas is not supported yet; leave it out")
 
 
 @dataclass(frozen=True)
 class WeightsFile(ReplicaFiles):
-    """One file of all weights, as stock's ``save_16bit_model`` writes it; the first live replica's ranks gather them,
-    and the lowest of them writes.
+    """One file of all weights, as stock's ``save_16bit_model`` writes it. The ranks of the first live replica gather
+    them, and the lowest rank writes.
     """
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over the file ``path``, if this rank does so."""
+        """Hand over the file ``path`` if this rank writes it."""
         engine = self.engine
         if share.turn:
             return

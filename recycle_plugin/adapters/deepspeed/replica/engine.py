@@ -1,15 +1,15 @@
 """DeepSpeed's engine as one rank of a replica: scripts call it as stock's, and replicas may be lost.
 
-It is stock's own, with the ranks of one replica as its data parallel group, in front of the worker runtime's steps
-(runtime/worker/pushed_calls.py).  What each call does:
+It is stock's engine with the ranks of one replica as its data parallel group, in front of the worker runtime's steps
+(runtime/worker/pushed_calls.py). What each call does:
 
-* ``engine(batch)`` waits until the program wants a micro-batch; then stock's forward.
-* ``engine.backward(loss)``: stock's, with its reduction inside the replica, whose result is the micro-batch's part;
-  for the last one of a step the exchange with the other replicas too, and the script finds the sum where stock has it.
-  Where a replica is lost before anybody has the sum, this rank has more micro-batches to do:
-  ``is_gradient_accumulation_boundary()`` says when they are done.
-* ``engine.step()``: off the boundary stock's; at the boundary stock's on what the script has made of the sum, and it
-  returns when the step is committed.  ``global_steps`` counts steps that were applied.
+* ``engine(batch)`` waits until the program wants a micro-batch, then runs stock's forward.
+* ``engine.backward(loss)`` is stock's, with its reduction inside the replica, whose result is the micro-batch's
+  contribution. For the last micro-batch of a step it also exchanges gradients with the other replicas, and the script
+  finds the sum at stock's place. If a replica is lost before any rank has the sum, this rank gets more micro-batches:
+  ``is_gradient_accumulation_boundary()`` tells when the last one is done.
+* ``engine.step()`` is stock's. At the boundary it applies what the script has made of the sum, and returns when the
+  step is committed. ``global_steps`` counts steps that were applied.
 """
 
 from __future__ import annotations
@@ -58,60 +58,59 @@ class ReplicaArguments:
     session: Session
     settings: Settings
     replicas: int
-    loads_last: bool = False  # who drives the engine loads no checkpoint before its last step
+    loads_last: bool = False  # the driver loads no checkpoint before its last step
 
 
 class ReplicaGroups:
-    """DeepSpeed's ``mpu``: its data parallel group is ``group``, the ranks of one replica; nothing else is parallel."""
+    """DeepSpeed's ``mpu``: the data parallel group is ``group``, the ranks of one replica. Nothing else is parallel."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks of this replica."""
+        """Return the group of this replica's ranks."""
         return self._group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their global ranks."""
+        """Return the global ranks of this replica."""
         return dist.get_process_group_ranks(self._group)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Return the number of this replica's ranks."""
         return self._group.size()
 
     def get_data_parallel_rank(self) -> int:
-        """Which of them this one is."""
+        """Return this rank's place in its replica."""
         return self._group.rank()
 
     def get_model_parallel_group(self) -> None:
-        """None: a model is not parallel."""
+        """Return None: there is no model parallelism."""
 
     def get_model_parallel_world_size(self) -> int:
-        """1: a model is not parallel."""
+        """Return 1: there is no model parallelism."""
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """0: a model is not parallel."""
+        """Return 0: there is no model parallelism."""
         return 0
 
 
 class ReplicaEngine(DeepSpeedEngine):
-    """DeepSpeed's engine, as one of the ranks of a replica; others go on where a replica is lost.
-
-    A rank that comes back has its shard, and is one of the others, when ``deepspeed.initialize`` returns: its script
-    goes on from ``global_steps``, as after ``load_checkpoint``.
+    """DeepSpeed's engine as one rank of a replica; the other replicas go on if one is lost. A rank that comes back has
+    its shard, and is a member, when ``deepspeed.initialize`` returns. Its script goes on from ``global_steps``, as
+    after ``load_checkpoint``.
     """
 
     monitor: Any  # these three are stock's
     mpu: Any
     dp_world_size: int
-    _job: ReplicaArguments  # of the class that engine_class makes
+    _job: ReplicaArguments  # set by engine_class
     shards: Whole | Partitions
     _trainer: Trainer
     _steps: PushedCalls
-    _boundary: bool | None = None  # what stock code is told; None: what the program says
-    _lr_arguments: dict[str, Any] | None = None  # of the script's step()
-    _judged: torch.Tensor | None = None  # the norm of the last step, where this rank has judged it
+    _boundary: bool | None = None  # what stock code is told; None: ask the program
+    _lr_arguments: dict[str, Any] | None = None  # of the script's call of step()
+    _judged: torch.Tensor | None = None  # the norm of the last step, if this rank has judged it
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         session, world = self._job.session, dist.get_world_size()
@@ -129,35 +128,35 @@ class ReplicaEngine(DeepSpeedEngine):
         device = device_of(self.device)
         stage = PushedStage(self.shards.gradients, device, self.shards)
         self._trainer = Trainer(session, self._job.settings, self._framework(self._place, stage))
-        self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
+        self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, which has the data
         self._steps = PushedCalls(self._trainer, stage)
         session.hooks.at_end = self._steps.end
         self.monitor = FirstLive(self.monitor, session)
-        self._loaded = 0  # checkpoints, before the first step
-        self._losses: list[torch.Tensor] = []  # of the micro-batches of this step so far
-        self._ends_early = False  # the step, without further micro-batches of this rank
-        self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
+        self._loaded = 0  # number of checkpoints, before the first step
+        self._losses: list[torch.Tensor] = []  # of this step's micro-batches so far
+        self._ends_early = False  # the step ends without further micro-batches of this rank
+        self._recalled: list[Any] = []  # results of load_checkpoint in this rank's predecessor
         if session.view.newcomer:
             self._recalled = [*_recalled(session)]
             self._steps.join()
             with session.hooks.startup.apart():
-                self.shards.refresh_model()  # following has stepped the shards alone
+                self.shards.refresh_model()  # catching up has stepped the shards only
 
     # --- what scripts call -----------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Stock's forward; in training that of a micro-batch which is to be trained."""
+        """Run stock's forward. In training it is the forward of the next micro-batch."""
         if self.module.training and torch.is_grad_enabled():
             self._steps.begin()
         return super().forward(*inputs, **named)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Stock's backward of the loss of the last micro-batch."""
+        """Run stock's backward for the last micro-batch's loss, and hand its contribution to the program."""
         if not self._steps.runs:
             raise RecycleError("engine.backward(loss) without a forward: call engine(…) for each micro-batch before it")
         with self._told(True), self._job.session.thread.in_backward(), self.shards.backward() as made:
             scaled = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        # where the script has divided by the number of micro-batches, this loss is a part of the step's
+        # if the script has divided by the number of micro-batches, this loss is a part of the step's
         own = loss.detach() * (1 if scale_wrt_gas else self.gradient_accumulation_steps())
         self._losses.append(own)
         self._steps.run((made, own))
@@ -168,7 +167,7 @@ class ReplicaEngine(DeepSpeedEngine):
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Stock's step; at the boundary after the exchange with the other replicas."""
+        """Run stock's step; at the boundary it follows the exchange with the other replicas."""
         self._lr_arguments = lr_kwargs
         if self._steps.close():
             self._losses, self._ends_early = [], False
@@ -177,27 +176,27 @@ class ReplicaEngine(DeepSpeedEngine):
                 super().step(lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one that this rank has in its step, as far as is known."""
+        """Whether the current micro-batch is the last one of this rank in the step, as far as is known."""
         return self._steps.at_boundary if self._boundary is None else self._boundary
 
     @property
     def data_cursor(self) -> int:
-        """How many micro-batches this rank's script has given to steps, with its predecessors' where the rank has come
-        back: as many of the rank's data are behind it, after a loss more than ``global_steps`` would say.
+        """How many micro-batches this rank's script, and its predecessors', have given to steps. So many of the rank's
+        data are used; after a loss that is more than ``global_steps`` implies.
         """
         return self._steps.given
 
     @property
     def between_steps(self) -> bool:
-        """Whether the script is between two steps, and no micro-batch of the next one has begun."""
+        """Whether the script is between two steps, with no micro-batch of the next one begun."""
         return self._steps.untouched
 
     def open_step(self) -> None:
-        """Begin the next step before its first micro-batch is there: ranks that come back are members from then on."""
+        """Begin the next step before its first micro-batch: ranks that come back are members from then on."""
         self._steps.open()
 
     def settle(self) -> None:
-        """Nothing: each call returns with all steps committed."""
+        """Do nothing: each call returns with all steps committed."""
 
     def save_checkpoint(
         self,
@@ -207,10 +206,8 @@ class ReplicaEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's ``save_checkpoint``: stock's files for the ranks of one replica, complete while others are
-        missing.
-
-        Raises NotSaved, on all ranks, where one can't be written, and RecycleError in the middle of a step.
+        """Save stock's files for the ranks of one replica, complete even if others are missing. Raises NotSaved, on all
+        ranks, if one can't write, and RecycleError in the middle of a step.
         """
         if not self._steps.between:
             raise RecycleError(
@@ -224,9 +221,8 @@ class ReplicaEngine(DeepSpeedEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """DeepSpeed's ``save_16bit_model``; the lowest live rank writes, and the file is in place on return.
-
-        Raises NotSaved, on all ranks, where it can't be written.
+        """Save all weights in one file as DeepSpeed does, written by the lowest live rank and in place on return.
+        Raises NotSaved, on all ranks, if it can't be written.
         """
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)  # stock says why not
@@ -237,7 +233,7 @@ class ReplicaEngine(DeepSpeedEngine):
         return True
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """All weights, on the lowest live rank, and None on the others: rank 0 may be lost, or be lost in it."""
+        """Return all weights on the lowest live rank, None on the others. If that is lost meanwhile, gather again."""
         session = self._job.session
         while True:
             first = session.view.roster.first.rank if self._steps.begun else 0
@@ -250,14 +246,14 @@ class ReplicaEngine(DeepSpeedEngine):
                 return found
 
     def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> Any:
-        """DeepSpeed's ``load_checkpoint``, before the first step; a rank that comes back is told what its predecessor
-        was, and keeps the state that it has.  Behind it only where no rank comes back.
+        """Load a checkpoint as DeepSpeed does, before the first step; later only if no rank ever comes back. A rank
+        that has come back keeps its state, and gets the result that its predecessor got.
         """
         if self._recalled:
             return self._recalled.pop(0)
         startup = self._job.session.hooks.startup
         assert startup is not None, "there are groups"
-        if self._job.loads_last and startup.alone:  # it looks for checkpoints, and finds one that the others have saved
+        if self._job.loads_last and startup.alone:  # it looks for checkpoints, and finds one saved by the others
             return load_dir, {}
         if self._steps.begun:
             if self._job.settings.rejoin != "never" and not self._job.loads_last:
@@ -276,22 +272,22 @@ class ReplicaEngine(DeepSpeedEngine):
         return found
 
     def no_sync(self) -> Any:
-        """Nothing where batches shrink, as in Accelerate's loop: a micro-batch is reduced at once anyway.  Else refuse:
-        what a rank has summed for itself is lost with it, and nobody could take its micro-batches over.
+        """Do nothing if batches shrink, as in Accelerate's loop: each micro-batch is reduced at once anyway. Else raise
+        RecycleError: what a rank sums for itself is lost with it, and no other rank could take over its micro-batches.
         """
         if self._job.settings.batch == "shrink":
             return nullcontext()
         raise RecycleError("engine.no_sync() with recycle.replicas: a micro-batch is reduced at once; leave it out")
 
     def coalesce_grad_reduction(self) -> Any:
-        """Refuse, as :meth:`no_sync`."""
+        """Raise RecycleError, as :meth:`no_sync` does."""
         raise RecycleError(
             "engine.coalesce_grad_reduction() with recycle.replicas: a micro-batch is reduced at once; leave it out"
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Take what is so where batches shrink, or have a step end early, as all ranks do at the end of their data;
-        else refuse: a loss moves the boundary, and the program says where it is.
+        """If batches shrink, accept the boundary where it is, or an early end of the step, as all ranks do when their
+        data end. Else raise RecycleError: the program decides the boundary, and a loss moves it.
         """
         shrinks, at_boundary = self._job.settings.batch == "shrink", self._steps.at_boundary
         self._ends_early = shrinks and is_boundary and not at_boundary
@@ -302,11 +298,11 @@ class ReplicaEngine(DeepSpeedEngine):
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refuse: steps of another size are not planned for yet."""
+        """Raise RecycleError: steps of another size are not planned for yet."""
         raise RecycleError("engine.set_train_batch_size() with recycle.replicas is not supported yet; leave it out")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Refuse: steps of another size are not planned for yet."""
+        """Raise RecycleError: steps of another size are not planned for yet."""
         raise RecycleError(
             "engine.set_train_micro_batch_size() with recycle.replicas is not supported yet; leave it out"
         )
@@ -317,7 +313,7 @@ class ReplicaEngine(DeepSpeedEngine):
         make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)  # type: ignore[arg-type]
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Stock's, for which stage 3 reads the config once more, in which the job's batch is not the replica's."""
+        """Return stock's optimizer. Stage 3 reads the config again for it, and the batch there is the job's."""
         sizes = {TRAIN_BATCH_SIZE: None, TRAIN_MICRO_BATCH_SIZE_PER_GPU: self.train_micro_batch_size_per_gpu()}
         with replaced(self, config=self.config | sizes):
             return super()._configure_zero_optimizer(optimizer)
@@ -327,15 +323,15 @@ class ReplicaEngine(DeepSpeedEngine):
         log_dist(said, ranks=[self._job.session.rank] if self._job.session.view.is_first else [])
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Nothing, where stock would for its rank 0 only: ReplicaFiles does so, whichever replica writes."""
+        """Do nothing, since stock acts on its rank 0 only: ReplicaFiles copies the script, whichever replica writes."""
 
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's call at stage 0 in fp32: each rank has all gradients, so the norm is one of its own."""
+        """Clip at stage 0 in fp32: each rank has all gradients, so it computes the norm alone."""
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.gradient_clipping())
         self._global_grad_norm = float(norm)
 
     def deepspeed_io(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
-        """Stock's loader, for which each rank of each replica draws a part of its own."""
+        """Return stock's loader, with a part of the data for each rank of each replica."""
         with replaced(self, mpu=None, dp_world_size=dist.get_world_size()):
             return super().deepspeed_io(dataset, *arguments, **named)
 
@@ -343,9 +339,7 @@ class ReplicaEngine(DeepSpeedEngine):
 
     @contextmanager
     def _told(self, boundary: bool) -> Iterator[None]:
-        """A context in which stock code hears that it is at the boundary of a step, or not, and that the lowest live
-        rank is its rank 0.
-        """
+        """A context in which stock code is told ``boundary``, and takes the lowest live rank for rank 0."""
         before, self._boundary = self._boundary, boundary
         try:
             with first_for_stock(self, self._job.session.view.is_first):
@@ -354,7 +348,7 @@ class ReplicaEngine(DeepSpeedEngine):
             self._boundary = before
 
     def _step_as_stock(self, clip: Clip) -> None:
-        """Apply a step: by stock code, or, where this rank follows others before it is one of them, as they have."""
+        """Apply a step by stock code; if this rank is catching up, apply it as the others have."""
         given = clip()  # stock clips by itself: there is no limit here
         with self._job.session.thread.undisturbed(), self._told(True):
             if given is not None:
@@ -386,7 +380,7 @@ class ReplicaEngine(DeepSpeedEngine):
             forward=_no_forward,
             state=(
                 scheduler_part(lambda: self.lr_scheduler, lambda: self.shards.wrapped),
-                counters_part(self, COUNTERS[:-1]),  # micro_steps follow from them, and count on in a step
+                counters_part(self, COUNTERS[:-1]),  # micro_steps follows from them, and counts on within a step
                 StatePart("scaler", get=scale.state, set=scale.set_state),
             ),
             shards=place.shards,
@@ -405,7 +399,7 @@ class ReplicaOptimizer(StockOptimizer):
         return self._engine.shards.wrapped
 
     def pass_over(self) -> None:
-        """Count a step that changes no weight here, as one that does."""
+        """Count a step that changes no weight here like one that does."""
         super().pass_over()
         count_micro_steps(self._engine)
 
@@ -421,22 +415,22 @@ class ReplicaOptimizer(StockOptimizer):
 
 
 def count_micro_steps(engine: Any) -> None:
-    """Have ``engine`` count micro-batches as all replicas do, whoever has drawn them."""
+    """Have ``engine`` count micro-batches as all replicas do, whichever ranks ran them."""
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def engine_class(job: ReplicaArguments) -> type:
-    """The plugin's engine in the place of DeepSpeed's."""
+    """Return the plugin's engine class for ``job``."""
     return type(ReplicaEngine.__name__, (ReplicaEngine,), {"_job": job})
 
 
 def _loading(number: int) -> str:
-    """The name by which what loading a checkpoint has given is remembered."""
+    """Return the name under which the result of loading a checkpoint is remembered."""
     return f"load_checkpoint, number {number}"
 
 
 def _recalled(session: Session) -> Iterator[Any]:
-    """What loading checkpoints has given the predecessor of this rank's script, in order."""
+    """Yield the results of load_checkpoint in the script of this rank's predecessor, in order."""
     startup = session.hooks.startup
     assert startup is not None, "there are groups"
     number = 1
@@ -446,7 +440,7 @@ def _recalled(session: Session) -> Iterator[Any]:
 
 
 def _alone(world: int) -> dist.ProcessGroup:
-    """A group of this rank alone; all ranks make all of them."""
+    """Return a group of this rank alone. All ranks make all of these groups."""
     return [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
 
 

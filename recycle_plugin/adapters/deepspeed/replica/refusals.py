@@ -1,4 +1,4 @@
-"""What jobs of sharded replicas ask for that is refused, in one line that says what to write instead."""
+"""What jobs of sharded replicas ask for that is refused, in one line that tells what to write instead."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ def check(
     replicas: int,
     world: int,
 ) -> None:
-    """Raise RecycleError for a job that is not supported, before its engine is built.
-
-    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name.
+    """Raise RecycleError for a job that is not supported, before its engine is built. ``config``: the whole DeepSpeed
+    config. ``given``: the arguments of ``deepspeed.initialize``, by name.
     """
     lines = _of_config(config), sizes(config), _of_ranks(replicas, world), _of_arguments(config, given)
     for line in (line for each in lines for line in each):

@@ -1,15 +1,14 @@
-"""What one rank of a replica steps, at each ZeRO stage, and where stock DeepSpeed keeps the gradients of it.
+"""What one rank of a replica steps, at each ZeRO stage, and where stock DeepSpeed keeps its gradients.
 
-A *shard* is what a rank's optimizer steps: at ZeRO stages 1 to 3 flat fp32 partitions, at stage 0 all parameters.  A
-micro-batch's contribution to the step is what stock's reduction inside the replica leaves of its gradients in this
-shard.  It is taken after each backward, and not at the boundary only, which the loss of a replica may move: so a
-micro-batch counts as a whole or not at all.  At stages 2 and 3 stock reduces after each backward itself; at 0 and 1
-that costs one reduction inside the replica for each micro-batch more.
+A *shard* is what a rank's optimizer steps: at ZeRO stages 1 to 3 flat fp32 partitions, at stage 0 all parameters. A
+micro-batch's contribution is the part of its gradients in this shard, after stock's reduction inside the replica. It is
+taken after each backward, not only at the boundary, which a lost replica may move. So a micro-batch counts as a whole
+or not at all. Stages 2 and 3 reduce after each backward anyway; at stages 0 and 1 this costs one more reduction inside
+the replica per micro-batch.
 
-The sum over the replicas is put where stock has the reduced gradient between its backward and its step, so that scripts
-find it there, and stock judges what they have made of it for overflows, clips by its norm, steps, and gathers the
-parameters.  DeepSpeed's private names are used here and in
-engine.py only.
+The sum over the replicas is put where stock has the reduced gradient between backward and step. Scripts find it there.
+Stock checks what they have made of it for overflows, clips by its norm, steps, and gathers the parameters. DeepSpeed's
+private names are used here and in engine.py only.
 """
 
 from __future__ import annotations
@@ -39,14 +38,13 @@ OF_GRADIENTS = (
     "get_local_fp32_grad_for_param",
     "set_local_grad_for_param",
     "update_fp32_grad_for_param_vectorized",
-)  # of stage 3's optimizer, by which deepspeed.utils.safe_get_full_grad and the like go
+)  # called by deepspeed.utils.safe_get_full_grad and the like, at stage 3
 
 
 class Whole:
-    """Stage 0 in fp32: each rank of a replica has all parameters of ``module``, and steps them by ``optimizer``.
-
-    ``limit``: gradients are clipped by it, 0 for not at all; ``clipped_by()``: the norm by which stock code has done so
-    last, None where it does not.
+    """Stage 0 in fp32: each rank of a replica has all parameters of ``module``, and ``optimizer`` steps them.
+    ``limit``: the norm to clip at, 0 for no clipping. ``clipped_by()``: the norm by which stock code clipped last, None
+    if it does not clip.
     """
 
     def __init__(
@@ -65,35 +63,35 @@ class Whole:
 
     @contextmanager
     def backward(self) -> Iterator[Slots]:
-        """A context for a backward; the list has its contribution afterwards."""
+        """A context for a backward; the yielded list has its contribution afterwards."""
         made = empty(self.gradients)
         with swapped(self.gradients, made):
             yield made
 
     def step(self, once: Callable[[], None]) -> torch.Tensor:
-        """Let ``once()`` step by the gradients, which stay as they are; returns the norm by which it has judged."""
+        """Run stock's step ``once()`` on the gradients without changing them. Returns the norm that it judged by."""
         self.show()
         once()
         norm = torch.tensor(self._clipped_by() or 0.0)
         return norm if norm.isfinite() else torch.tensor(0.0)  # stock skips nothing at stage 0
 
     def show(self) -> None:
-        """Show a script the sum that is in the gradients, in memory of its own."""
+        """Show a copy of the summed gradients to the script."""
         self.gradients.change(torch.clone)
 
     def hide(self) -> None:
-        """Nothing: ``parameter.grad`` is the plugin's again."""
+        """Do nothing: ``parameter.grad`` is the plugin's again."""
 
     def made(self, sums: Sequence[torch.Tensor | None]) -> Slots | None:
-        """What the script has made of ``sums``; None where it has left all as it was."""
+        """Return what the script has made of ``sums``, None if it has changed nothing."""
         found = self.gradients.view()
         return found if _differ(found, sums) else None
 
     def follow(self, norm: torch.Tensor) -> None:
-        """Step by the gradients, as others have judged them; what has none stays as it is."""
+        """Step by the gradients, clipped by the other ranks' ``norm``; parameters without a gradient stay as is."""
         self.show()
         if self._limit:
-            torch.nn.utils.clip_grads_with_norm_(self.gradients.parameters, self._limit, norm)  # with stock's rounding
+            torch.nn.utils.clip_grads_with_norm_(self.gradients.parameters, self._limit, norm)  # rounds as stock does
         self.wrapped.step()
 
     def refresh_model(self) -> None:
@@ -119,7 +117,7 @@ class Partitions:
 
     @property
     def gradients(self) -> TorchGradients:
-        """Those of the partitions, where the plugin has what it adds up."""
+        """The partitions' gradients, in which the plugin adds up contributions."""
         return TorchGradients(self.parameters)
 
     @property
@@ -129,7 +127,7 @@ class Partitions:
 
     @contextmanager
     def backward(self) -> Iterator[Slots]:
-        """A context for a backward; the list has its contribution afterwards."""
+        """A context for a backward; the yielded list has its contribution afterwards."""
         made: Slots = []
         yield made
         found = self._optimizer.averaged_gradients
@@ -137,37 +135,37 @@ class Partitions:
         self._forget()
 
     def step(self, once: Callable[[], None]) -> torch.Tensor:
-        """Let ``once()`` step by the gradients, which stay as they are; returns the norm by which it has judged."""
+        """Run stock's step ``once()`` on the gradients without changing them. Returns the norm that it judged by."""
         self._show()
         self.gradients.zero()
         once()
         return _judged(self._optimizer)
 
     def show(self) -> None:
-        """Show a script the sum that is in the gradients, in memory of its own."""
+        """Show a copy of the summed gradients to the script."""
         self._show()
 
     def _show(self) -> None:
-        """Put copies of the gradients where stock has what it has reduced."""
+        """Put copies of the gradients where stock has its reduced ones."""
         for group, gradient in enumerate(self.gradients.view()):
             assert gradient is not None, "all that is stepped was summed"
             self._put(group, gradient)
 
     def hide(self) -> None:
-        """Show nothing any more, and have the next backward begin anew."""
+        """Show nothing any more, and have the next backward start afresh."""
         self._forget()
 
     def made(self, sums: Sequence[torch.Tensor | None]) -> Slots | None:
-        """What the script has made of ``sums``; None where it has left all as it was."""
+        """Return what the script has made of ``sums``, None if it has changed nothing."""
         found: Slots = [_changed(self._shown(group), gradient) for group, gradient in enumerate(sums)]
         return found if _differ(found, sums) else None
 
     def _shown(self, group: int) -> torch.Tensor:
-        """What is in the place of a group's reduced gradient, flat."""
+        """Return what is in the place of a group's reduced gradient, flat."""
         return self._optimizer.averaged_gradients[group].flat_partition
 
     def follow(self, norm: torch.Tensor) -> None:
-        """Step by the gradients, as others have judged them; what has none stays as it is."""
+        """Step by the gradients, clipped by the other ranks' ``norm``; partitions without a gradient stay as is."""
         optimizer, scaled = self._optimizer, norm * self._optimizer.loss_scale
         for group, gradient in enumerate(self.gradients.swap(empty(self.gradients))):
             if gradient is not None:
@@ -198,7 +196,7 @@ class Partitions:
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def _put(self, group: int, gradient: torch.Tensor) -> None:
-        """Put a copy of the reduced ``gradient`` in its place, cut as stock cuts it by parameters."""
+        """Put a copy of the reduced ``gradient`` in its place, cut by parameters as in stock."""
         flat, offset, parts = gradient.clone(), 0, []
         for each in self._optimizer._build_compact_grad_partition_buffer(group):
             part: Any = flat.narrow(0, offset, each.numel()).view(each.shape)
@@ -211,15 +209,15 @@ class Partitions:
         self._optimizer.unscale_and_clip_grads([gradient], norm)
 
     def _make_own(self, group: int) -> None:
-        """Make this rank's part of the model's weights: now, since scripts may change masters behind a step, which is
-        in no forward before the next.
+        """Update this rank's part of the model's weights. It is done now, since scripts may change masters after a
+        step, which must not show in forwards before the next one.
         """
         optimizer = self._optimizer
         rank = dist.get_rank(optimizer.real_dp_process_group[group])
         optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(self.parameters[group].data)
 
     def refresh_model(self) -> None:
-        """Gather the model's weights of what each rank of the replica has made.  All of them call it."""
+        """Gather the model's weights from the parts of the replica's ranks. All of them call it."""
         optimizer = self._optimizer
         all_gather_dp_groups(
             groups_flat=optimizer.bit16_groups_flat,
@@ -231,10 +229,8 @@ class Partitions:
 
 
 class PartitionedWeights(Partitions):
-    """Stage 3: the flat fp32 partitions of ``optimizer``, one for each of its sub-groups.
-
-    Outside of its own steps stock leaves torch's optimizer without parameters, so that nobody could say what its state
-    is of; here they are in its groups.
+    """Stage 3: the flat fp32 partitions of ``optimizer``, one for each of its sub-groups. Between its steps stock
+    leaves torch's optimizer without parameters, so its state could not be assigned to any. Here they are in its groups.
     """
 
     _optimizer: Any
@@ -275,7 +271,7 @@ class PartitionedWeights(Partitions):
 
     @torch.no_grad()
     def _clear_paddings(self) -> None:
-        """Zero what stock has allocated beyond a parameter's end and nobody reads: replicas would differ in it."""
+        """Zero what stock has allocated beyond a parameter's end and never reads: replicas would differ in it."""
         for group, flat in zip(self._optimizer.fp16_groups, self.parameters, strict=True):
             for parameter, part in zip(group, flat.split([each.partition_numel() for each in group]), strict=True):
                 begin = parameter.ds_process_group.rank() * len(part)
@@ -292,18 +288,18 @@ class PartitionedWeights(Partitions):
         optimizer = self._optimizer
         for group in range(len(self.parameters)):
             optimizer.averaged_gradients[group] = None
-        optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
+        optimizer.zero_grad(set_to_none=True)  # it also restarts the count of micro-batches
 
     @contextmanager
     def backward(self) -> Iterator[Slots]:
-        """As Partitions does; what was shown goes, which a micro-batch that leaves a weight out would keep else."""
+        """As in Partitions. What was shown is cleared: a micro-batch that leaves a weight out would keep it."""
         self._shows = False
         self._optimizer.grad_partitions_flat_buffer.zero_()
         with super().backward() as made:
             yield made
 
     def hide(self) -> None:
-        """Show nothing any more, and have the next backward begin anew."""
+        """Show nothing any more, and have the next backward start afresh."""
         self._shows = False
         super().hide()
 
@@ -317,7 +313,7 @@ class PartitionedWeights(Partitions):
         return stock(*arguments, **named)
 
     def show(self) -> None:
-        """Show a script the sum where stock's functions for gradients look for it: in its own buffer, and dtype."""
+        """Show the sum where stock's functions for gradients look for it: in stock's buffer, in its dtype."""
         for group, whole in enumerate(self.gradients.view()):
             assert whole is not None, "all that is stepped was summed"
             for part, gradient in zip(self._places(group), self._cut(group, whole), strict=True):
@@ -328,7 +324,7 @@ class PartitionedWeights(Partitions):
         return torch.cat(self._places(group))
 
     def _places(self, group: int) -> list[torch.Tensor]:
-        """Where stock has the reduced gradients of a group's parameters."""
+        """Return stock's views of the reduced gradients of a group's parameters."""
         optimizer = self._optimizer
         return [optimizer._get_fp32_grad_state_partition(each, False)[0] for each in optimizer.fp16_groups[group]]
 
@@ -345,7 +341,7 @@ class PartitionedWeights(Partitions):
         self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
     def refresh_model(self) -> None:
-        """Do nothing: forwards gather what each rank has made."""
+        """Do nothing: forwards gather the ranks' parts."""
 
 
 class Shard(torch.nn.Module):
@@ -354,11 +350,11 @@ class Shard(torch.nn.Module):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         shards: Mapping[str, Any] = {f"shard{number}": tensor for number, tensor in enumerate(tensors)}
-        self._parameters.update(shards)  # which are no nn.Parameters, and have to stay what stock has
+        self._parameters.update(shards)  # not nn.Parameters: they have to stay stock's tensors
 
 
 def shards_of(engine: Any) -> Whole | Partitions:
-    """The shard of this rank.  Raises RecycleError where stock has built another optimizer than is known."""
+    """Return the shard of this rank. Raises RecycleError if stock has built an unknown optimizer."""
     optimizer = engine.optimizer
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         return PartitionedWeights(optimizer)
@@ -374,7 +370,7 @@ def shards_of(engine: Any) -> Whole | Partitions:
 
 
 def _differ(made: Slots, sums: Sequence[torch.Tensor | None]) -> bool:
-    """Whether a script has changed anything; where something is no number it may have."""
+    """Whether a script has changed anything; NaNs count as changed."""
     if any((one is None) != (other is None) for one, other in zip(made, sums)):
         return True
     there = [torch.ne(one, other).any() for one, other in zip(made, sums) if one is not None and other is not None]
@@ -382,7 +378,7 @@ def _differ(made: Slots, sums: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _changed(shown: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """``gradient`` with what was changed in ``shown``, which has it in a dtype of its own."""
+    """Return ``gradient`` with the changes made in ``shown``, a copy of it in another dtype."""
     assert gradient is not None, "what is shown was summed"
     if shown.dtype == gradient.dtype:
         return shown
@@ -390,8 +386,8 @@ def _changed(shown: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor
 
 
 def _judged(optimizer: Any) -> torch.Tensor:
-    """The norm by which stock has judged a step, without the loss scale, in its own dtype, on the host; not finite
-    where it has skipped it.
+    """Return the norm by which stock has judged a step, without the loss scale, in its dtype, on the host. It is
+    infinite if stock has skipped the step.
     """
     if optimizer.overflow:
         return torch.tensor(float("inf"))
