@@ -1,7 +1,7 @@
-"""Version-gated shims for what no seam of DeepSpeed or megatron-core reaches.
+"""Version-gated replacements of functions in DeepSpeed and megatron-core that no hook reaches.
 
-A :class:`Patch` says what it replaces, in which versions, and what the replaced source looked like; where
-any of that is different it refuses, so that an update is noticed here and not in somebody's gradients.
+A :class:`Patch` states its target, the versions, and a hash of the replaced source. It refuses if any of these differs,
+so an update is noticed here and not in somebody's gradients.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from packaging.specifiers import SpecifierSet
 
 
 class PatchMismatch(RuntimeError):
-    """What a patch would replace is not what it was written for; nothing was changed."""
+    """A patch's target is not the code that it was written for; nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function replaced.
+    """The replacement of one function.
 
-    ``target``: ``package.module:qualified.name`` of a plain function or method; ``package``: the
-    distribution whose version has to satisfy ``versions``, for instance ``>=0.16,<0.17``;
-    ``source_sha256``: of ``inspect.getsource`` of the original; ``replacement``: has its signature.
+    ``target``: ``package.module:qualified.name`` of a plain function or method; ``package``: the distribution whose
+    version must satisfy ``versions``, for instance ``>=0.16,<0.17``; ``source_sha256``: of ``inspect.getsource`` of the
+    original; ``replacement``: has the original's signature.
     """
 
     target: str
@@ -42,7 +42,7 @@ class Patch:
         return bool(self._original)
 
     def apply(self) -> None:
-        """Replace the target; doing it twice is doing it once.  Raises :class:`PatchMismatch`."""
+        """Replace the target; a second call does nothing. Raises :class:`PatchMismatch`."""
         if self.applied:
             return
         self._check_version()
@@ -52,9 +52,8 @@ class Patch:
         setattr(owner, name, self.replacement)
 
     def revert(self) -> None:
-        """Put the original object back; does nothing where nothing was applied.
-
-        Raises :class:`PatchMismatch` if somebody else has replaced the target since.
+        """Put the original back, if it was replaced. Raises :class:`PatchMismatch` if the target was replaced again
+        since.
         """
         if not self.applied:
             return
@@ -64,12 +63,12 @@ class Patch:
         setattr(owner, name, self._original.pop())
 
     def _locate(self) -> tuple[Any, str]:
-        """The module or class that holds the target, and its name there."""
+        """Return the module or class that holds the target, and the target's name in it."""
         module, _, path = self.target.partition(":")
         *outer, name = path.split(".")
         try:
-            # import_module, not attributes: deepspeed.comm.torch is a module, yet an attribute of deepspeed.comm is
-            # torch
+            # import_module, not attributes: the module deepspeed.comm.torch is hidden by an attribute of
+            # deepspeed.comm, torch
             owner = importlib.import_module(module)
             for part in outer:
                 owner = getattr(owner, part)
@@ -101,5 +100,5 @@ class Patch:
 
 
 def source_sha256(function: Any) -> str:
-    """The hash that a patch of ``function`` has to state: 64 hex digits."""
+    """Return the hash that a patch of ``function`` has to state: 64 hex digits."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""Keeps DeepSpeed's ``init_distributed`` from building its shared-memory extension on the CPU.
+"""Keep DeepSpeed's ``init_distributed`` from building its shared-memory extension on the CPU.
 
-The build takes a minute and a C++ compiler, and a process killed while it holds the build's lock file
-leaves the lock behind: every later run then hangs without a word.  DeepSpeed falls back to the backend's
-own collectives, which are the ones that recovery can abort.
+The build takes a minute and a C++ compiler. A process killed while it holds the build's lock file leaves the lock
+behind, and every later run hangs silently. Without the extension DeepSpeed uses the backend's own collectives, which
+recovery can abort.
 
-No function is replaced: DeepSpeed asks its table of compatible extensions, which is computed once and
-kept so that entries can be changed (deepspeed/ops/__init__.py).
+No function is replaced: DeepSpeed looks into a table of compatible extensions that is computed once and may be changed
+(deepspeed/ops/__init__.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ EXTENSION = "deepspeed_shm_comm"
 
 
 def apply() -> None:
-    """Mark the extension as not available.  Call it before ``init_distributed``.
-
-    Raises RuntimeError where this DeepSpeed has no such table.
+    """Mark the extension as not available; call this before ``init_distributed``. Raises RuntimeError if this DeepSpeed
+    has no such table.
     """
     import deepspeed
 
@@ -32,7 +31,7 @@ def apply() -> None:
 
 
 def revert() -> None:
-    """Drop the table: DeepSpeed computes it anew when it is next asked."""
+    """Drop the table, which DeepSpeed computes again when needed."""
     import deepspeed
 
     vars(deepspeed.ops).pop("__compatible_ops__", None)

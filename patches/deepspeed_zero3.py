@@ -1,8 +1,8 @@
-"""ZeRO stage 3's checks that all ranks do the same, among the ranks that do: those of its data parallel group.
+"""Restrict ZeRO stage 3's checks that all ranks do the same to the ranks of one data parallel group.
 
-Before it gathers parameters for the first time, and reduces gradients, stage 3 compares lists of numbers with those of
-global rank 0, over the group of all ranks, also where its data parallel group is a part of them.  In a job of sharded
-replicas (recycle_plugin/adapters/deepspeed/replica) other replicas are at another micro-batch then, or gone.
+Before it first gathers parameters, and before it reduces gradients, stage 3 compares lists of numbers with global rank
+0 over the group of all ranks, even if its data parallel group is smaller. In a job of sharded replicas
+(recycle_plugin/adapters/deepspeed/replica) other replicas are at another micro-batch then, or lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WHERE = "deepspeed.runtime.zero.utils"
 
 
 def _from_first(numbers: list[int]) -> list[int]:
-    """What the first rank of this one's data parallel group gives."""
+    """Return the list of the first rank in this rank's data parallel group."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import groups
@@ -28,7 +28,7 @@ def _from_first(numbers: list[int]) -> list[int]:
 
 
 def _check_length(lst: list[int]) -> None:
-    """``assert_lst_len_same_as_other_ranks`` among the ranks of the data parallel group."""
+    """Replace ``assert_lst_len_same_as_other_ranks``: compare within the data parallel group."""
     (first,) = _from_first([len(lst)])
     if first != len(lst):
         raise RuntimeError(f"ZeRO stage 3: a list has {len(lst)} numbers here and {first} at the group's first rank")
@@ -51,7 +51,7 @@ NUMBERS = Patch(
 
 
 def apply() -> None:
-    """Apply both.  Raises ``PatchMismatch``."""
+    """Apply both patches. Raises ``PatchMismatch``."""
     LENGTH.apply()
     NUMBERS.apply()
 

@@ -1,8 +1,8 @@
-"""What megatron-core 0.16's local spec needs on a machine without CUDA: one function.
+"""Run megatron-core 0.16's local spec on a machine without CUDA: one function has to change.
 
-With ``use_cpu_initialization``, no fusions and an explicit mask (lab/training/gpt.py), a GPT asks for
-the CUDA device in one place: the scratch buffer of attention scores.  Nothing else is replaced, torch
-least of all.  The random numbers need no patch: see ``follow_default_generator`` in the adapter.
+With ``use_cpu_initialization``, no fusions and an explicit mask (lab/training/gpt.py), a GPT asks for the CUDA device
+in one place: the scratch buffer of attention scores. Nothing else is replaced, and nothing of torch. Random numbers
+need no patch: see ``follow_default_generator`` in the adapter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from recycle_plugin.runtime.devices.kinds import own_device
 def _get_tensor(
     self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None
 ) -> torch.Tensor:
-    """``GlobalMemoryBuffer.get_tensor`` where this job computes: a view of a buffer that grows, values undefined."""
+    """Return a view of a growing buffer on this job's device, with undefined values
+    (``GlobalMemoryBuffer.get_tensor``).
+    """
     length = reduce(mul, tensor_shape, 1)
     buffer = self.buffer.get((name, dtype))
     if buffer is None or buffer.numel() < length:
@@ -40,7 +42,7 @@ MEMORY_BUFFER = Patch(
 
 
 def apply() -> None:
-    """Apply where this job does not compute on CUDA; there megatron-core stays as it is.  Raises ``PatchMismatch``."""
+    """Apply the patch unless this job computes on CUDA. Raises ``PatchMismatch``."""
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         MEMORY_BUFFER.apply()
 

@@ -1,8 +1,8 @@
-"""What Megatron-LM's training loop needs on a machine without CUDA.
+"""Run Megatron-LM's training loop on a machine without CUDA.
 
-``device="cuda"`` stands in many literals of that loop.  Here it means the CPU, and the random state, streams and counts
-of memory that the loop asks CUDA for are the host's, or nothing.  ``torch.cuda.is_available`` stays false, and nothing
-of torch.distributed, of the schedule or of an optimizer is touched.  What is replaced is put in place for all of the
+Many literals of that loop say ``device="cuda"``. With this module they mean the CPU; the random state, streams and
+memory counts that the loop asks CUDA for are the host's, or do nothing. ``torch.cuda.is_available`` stays false, and
+nothing of torch.distributed, of the schedule or of an optimizer is touched. The replacements hold for the whole
 process, which computes on the CPU only.
 """
 
@@ -26,11 +26,11 @@ KERNELS = (
     "megatron.core.transformer.moe.ops.paged_stash",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
 )
-"""Modules of kernels in triton, which Megatron-LM imports in every job, and calls in none on a CPU."""
+"""Modules of triton kernels, which Megatron-LM imports in every job, but does not call on a CPU."""
 
 
 def wanted() -> bool:
-    """Whether this job computes on the CPU."""
+    """Return whether this job computes on the CPU."""
     return not torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cpu") == "cpu"
 
 
@@ -38,7 +38,7 @@ def apply() -> None:
     """Prepare torch, and Megatron-LM once it is imported; a second call does nothing."""
     if hasattr(torch.Tensor.cuda, "recycle"):
         return
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron compiles small functions, which takes 10 s a process
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron compiles small functions, 10 s a process
     _torch()
     _without_triton()
     AfterImport(
@@ -51,23 +51,20 @@ def apply() -> None:
 
 
 class _Stream:
-    """A stream on which everything is done at once."""
+    """A stream that completes all work at once."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing is asked of any device."""
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, other: Any) -> None:
-        """Nothing: it is done."""
+    def wait_stream(self, other: Any) -> None: ...
 
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Nothing."""
+    def __exit__(self, *error: object) -> None: ...
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``factory``, with a CUDA device read as the CPU, and memory never pinned."""
+    """Return ``factory`` with CUDA devices read as the CPU, and without pinned memory."""
 
     @functools.wraps(factory)
     def made(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -90,7 +87,7 @@ def _torch() -> None:
 
     stays.recycle = True  # type: ignore[attr-defined]
     torch.Tensor.cuda = stays  # type: ignore[method-assign, assignment]
-    kind = torch.Tensor.type  # Megatron sorts and checks by "torch.cuda.FloatTensor" and its like
+    kind = torch.Tensor.type  # Megatron sorts and checks by types such as "torch.cuda.FloatTensor"
     torch.Tensor.type = lambda self, *to, **how: (  # type: ignore[method-assign, assignment]
         kind(self, *to, **how) if to or how else kind(self).replace("torch.", "torch.cuda.", 1)
     )
@@ -108,7 +105,7 @@ def _torch() -> None:
 
 
 def _without_triton() -> None:
-    """Put empty modules in the place of those that need triton, where it is missing."""
+    """Put empty modules in the place of those that need triton, if triton is missing."""
     if find_spec("triton") is not None:
         return
     for name in KERNELS:
@@ -133,7 +130,7 @@ def _random(module: ModuleType) -> None:
 
 
 def _initialize(module: ModuleType) -> None:
-    """The fused kernels want nvcc; the index of a dataset is compiled only where no wheel has brought it."""
+    """Skip the compilation, whose fused kernels need nvcc, if a wheel has brought the datasets' index."""
     stock = module._compile_dependencies  # type: ignore[attr-defined]
     if find_spec("megatron.core.datasets.helpers_cpp") is not None:
         stock = lambda: None

@@ -1,1 +1,1 @@
-"""What a cluster is found to do: ``scripts/check_cluster``."""
+"""Trials of a cluster: ``scripts/check_cluster``."""

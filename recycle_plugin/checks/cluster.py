@@ -1,14 +1,14 @@
-"""What a cluster does with a small job under its own launcher: releases, clocks, placement, links, deadlines, kills.
+"""Try a cluster with a small job under its own launcher: releases, clocks, placement, links, deadlines, kills.
 
 scripts/check_cluster --out DIR -- deepspeed --hostfile hosts.txt --module recycle_plugin.launch
 scripts/check_cluster --out DIR -- srun --no-kill --ntasks-per-node 4 python -u -m recycle_plugin.launch
 scripts/check_cluster --out DIR              # on this host alone: four workers under the plugin's own launcher
 
-Behind "--" stands what you start your jobs with, but for the script and its arguments; it is run once without a failure
-and once for each kill, of one worker of the second stage at a named instruction.  DIR has to be seen by all hosts and
-by this one.  The table is printed, and is in DIR/check.txt and DIR/check.json, which are what to send back.
+After "--" write the command that starts your jobs, without the script and its arguments.  It is run once without a
+failure, and once for each kill of a worker of the second stage at a named instruction.  All hosts and this one have to
+see DIR.  The table is printed, and written to DIR/check.txt and DIR/check.json: send these two back.
 
-Exit code: 0 where all has passed, 1 where a row has failed, 2 for bad input.
+Exit code: 0 if all has passed, 1 if a row has failed, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.versions import releases
 
 ALONE = (sys.executable, "-m", "recycle_plugin.launch", "--workers", "4")
-JOB_S = 300.0  # of each small job, its start included
-OFF_S = 1.0  # by which clocks may differ, before times of different hosts tell nothing
-TRIPS = 50  # worst round trips that a deadline has to be longer than
+JOB_S = 300.0  # of each small job, with its start
+OFF_S = 1.0  # with clocks further apart, times of different hosts mean nothing
+TRIPS = 50  # a deadline has to be longer than so many worst round trips
 SHARED = "give --out a folder that all hosts and this one share"
 TOLD = ("placement", *(field.name for field in dataclasses.fields(Deadlines)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the cluster, print the table; returns the exit code."""
+    """Try the cluster, print the table, and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, launcher = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     found = parser().parse_args(own)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What stands before "--" on the command line."""
+    """Return the parser of the arguments before "--"."""
     made = argparse.ArgumentParser(
         prog="check_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def section_of(path: str | None) -> dict[str, Any]:
-    """The settings that the small jobs take from a config, and by which nobody comes back beside what is measured.
-    Raises ValueError.
+    """Return the settings of the small jobs: those of a config that matter here, and no returns beside the
+    measurements. Raises ValueError.
     """
     section = {} if path is None else config_of(path).get(SECTION) or {}
     Settings.from_section(section)
@@ -99,7 +99,7 @@ def section_of(path: str | None) -> dict[str, Any]:
 
 
 def checked(launcher: Sequence[str]) -> list[str]:
-    """The launcher's command.  Raises ValueError where nothing can come of it."""
+    """Return the launcher's command. Raises ValueError if it can't start a job with the plugin."""
     if not launcher:
         return list(ALONE)
     if shutil.which(launcher[0]) is None:
@@ -115,7 +115,7 @@ def checked(launcher: Sequence[str]) -> list[str]:
 def tried(
     started: StartedJob, out: Path, section: Mapping[str, Any], settings: Settings
 ) -> tuple[list[Row], list[str]]:
-    """All rows, and what the doctor says of the placement that was found."""
+    """Return all rows, and the doctor's lines on the placement that was found."""
     config = out / "ds_config.json"
     section_of_file = {**section, "secret_file": str(out.resolve() / "secret")}  # all hosts have this folder
     config.write_text(
@@ -144,7 +144,7 @@ def tried(
 
 
 def versions(workers: Sequence[Mapping[str, Any]]) -> Row:
-    """Whether all hosts have the same releases, and such as the plugin is written for."""
+    """Return whether all hosts have the same releases, and releases that the plugin is written for."""
     wrong = [one.wrong for one in releases() if not one.fits]
     shown = []
     for name in workers[0]["versions"]:
@@ -160,14 +160,14 @@ def versions(workers: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def clocks(found: Mapping[str, Any]) -> Row:
-    """Whether the hosts' clocks agree well enough for times in logs."""
+    """Return whether the hosts' clocks agree well enough for times in logs."""
     worst = max(abs(link["clock_ms"]) for link in found["links"].values())
     wrong = f"clocks differ by {worst:.0f} ms" if worst > 1e3 * OFF_S else ""
     return judged("clocks", wrong, f"at most {worst:.2f} ms apart", "have NTP set them", ms=worst)
 
 
 def links(found: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each pair of hosts that was measured."""
+    """Yield a row for each pair of hosts that was measured."""
     host = {worker["rank"]: worker["host"] for worker in found["workers"]}
     for name, link in found["links"].items():
         one, other = map(int, name.split("-"))
@@ -176,7 +176,7 @@ def links(found: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def devices(workers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """A row for each host's device, by its worker of the lowest rank."""
+    """Yield a row for each host's devices."""
     for host in dict.fromkeys(worker["host"] for worker in workers):
         here = [worker for worker in workers if worker["host"] == host]
         name = ", ".join(sorted({worker["device"] for worker in here}))
@@ -184,7 +184,7 @@ def devices(workers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, list[str]]:
-    """Whether a host's loss is survived where the workers were put, and what the doctor says of it."""
+    """Return whether the job as placed survives a host's loss, and the doctor's lines on it."""
     arguments = argparse.Namespace(
         config=str(config), pp=2, dp=len(workers) // 2, micro_batches=None, hostfile=None, profile=None
     )
@@ -202,7 +202,7 @@ def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, lis
 
 
 def deadlines(settings: Settings, found: Mapping[str, Any]) -> Row:
-    """Whether the deadlines are long enough for the links that were measured."""
+    """Return whether the deadlines are long enough for the measured links."""
     worst = max(link["worst_ms"] for link in found["links"].values()) / 1e3
     silent = settings.heartbeat_timeout_s
     return judged(

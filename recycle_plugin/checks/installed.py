@@ -1,4 +1,4 @@
-"""Which releases a process computes with, its device's driver among them."""
+"""The releases that a process computes with, including its device's driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE = "none"
 
 
 def installed(kind: str) -> dict[str, str]:
-    """The releases of what a worker on a device of this kind needs, by name."""
+    """Return {name: release} of what a worker on a device of this ``kind`` needs."""
     cuda = kind == "cuda"
     return {
         "python": platform.python_version(),
@@ -27,12 +27,12 @@ def installed(kind: str) -> dict[str, str]:
 
 
 def name_of(device: torch.device) -> str:
-    """The name of a device's model, or its kind where that is all there is."""
+    """Return the name of a device's model, or else its kind."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def first_line(*command: str) -> str:
-    """The first line that a command prints within 30 s, or "unknown"."""
+    """Return the first line that a command prints within 30 s, or "unknown"."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Jobs that lose a worker at a named moment, compared with the same job without: losses, survivors, times."""
+"""Jobs that lose a worker at a named moment, compared with the same job without a loss: losses, survivors, times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recycle_plugin.runtime.devices.host import HOST
 
 JOB = Path(__file__).with_name("small_job.py")
 SEAT, KILLED_IN, STEPS = "0.1", 4, 8
-TOLERANCE = 5e-6  # between losses with and without a kill, on the same devices: sums are in another order
+TOLERANCE = 5e-6  # between losses with and without a kill on the same devices: the order of sums differs
 MOMENTS = {
     "F": "after 1F0.0@4",
     "I": "after 1I0.0@4",
@@ -24,28 +24,25 @@ MOMENTS = {
     "STEP": "after 1STEP@4",
     "between steps": "at step.end@4",
 }
-"""When a worker of stage 1 is killed.
-
-On an accelerator what the host is "after" has only been started: the device is in the middle of it.
+"""When a worker of stage 1 is killed. On an accelerator, what the host is "after" has only been started: the device is
+in the middle of it.
 """
 
 
 class StartedJob(NamedTuple):
-    """How a small job is started: ``command`` runs a script on all workers, under ``variables``, within
-    ``deadline_s``.
-    """
+    """How a small job is started: ``command`` runs a script on all workers, with the environment ``variables``."""
 
     command: Sequence[str]
     variables: Mapping[str, str]
     deadline_s: float
 
     def run(self, folder: Path, *options: str, job: Path = JOB) -> JobRun:
-        """Start the small job with these options of its own."""
+        """Start the small job, with ``options`` as its arguments."""
         return JobRun(folder, [*self.command, str(job), "--run-dir", str(folder), *options], self.variables)
 
 
 def one_host(device: str, deadline_s: float, workers: int = 4) -> StartedJob:
-    """Workers under the plugin's own launcher, all of them on one device of this kind."""
+    """Return a job of workers under the plugin's own launcher that share one device of this kind."""
     return StartedJob(
         [sys.executable, "-m", "recycle_plugin.launch", "--workers", str(workers), "--one-device"],
         on_device(device),
@@ -54,14 +51,14 @@ def one_host(device: str, deadline_s: float, workers: int = 4) -> StartedJob:
 
 
 def on_device(device: str) -> dict[str, str]:
-    """The environment of processes that share one device of this kind, the first of those that this one may use."""
+    """Return the environment of processes that share one device of this kind, the first that this process may use."""
     first = "" if device == HOST.type else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     own = {"CUDA_VISIBLE_DEVICES": first, "DS_ACCELERATOR": device}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def outcome(run: JobRun, deadline_s: float) -> RunOutcome:
-    """What the job has left at its end; raises RunFailed where it ends badly, or is ended past the deadline."""
+    """Return the job's outcome. Raises RunFailed if it fails, or is ended at the deadline."""
     try:
         return run.finish(deadline_s)
     except RunFailed:
@@ -70,7 +67,7 @@ def outcome(run: JobRun, deadline_s: float) -> RunOutcome:
 
 
 def killed_itself(run: JobRun, moment: str) -> None:
-    """Nothing: the job's own fault kills the worker, wherever that is."""
+    """Do nothing: the job's own fault kills the worker, on whichever host."""
 
 
 def kill_list(
@@ -81,7 +78,7 @@ def kill_list(
     kill: Callable[[JobRun, str], float | None],
     options: Sequence[str] = (),
 ) -> list[Row]:
-    """One job for each of the moments, in which ``kill`` loses a worker there: a row each, by its losses."""
+    """Run a job for each of ``moments``, in which ``kill`` loses a worker then, and return a row for each."""
     kind = "kill" if kill is killed_itself else "stop"
     found = []
     for name in moments:
@@ -98,9 +95,8 @@ def kill_list(
 
 
 def row(name: str, found: RunOutcome, reference: RunOutcome, at: float | None, tolerance: float = TOLERANCE) -> Row:
-    """Whether a job that has lost the worker of SEAT has trained what the ``reference`` has, and how long that took.
-
-    ``at``: when it was killed, in seconds since the epoch; None: as the job's own log has it.
+    """Return whether a job that lost the worker of SEAT trained the same as the ``reference``, with the times. ``at``:
+    when it was killed, in seconds since the epoch; None: by the job's own log.
     """
     lost, apart = {str(failure.seat) for failure in found.failures}, difference(found, reference)
     wrong = (
@@ -121,23 +117,23 @@ def row(name: str, found: RunOutcome, reference: RunOutcome, at: float | None, t
 
 
 def times_of(failure: Failure, at: float | None) -> dict[str, float]:
-    """Seconds until a loss was seen, from then on until the others went on, and from the loss to the next commit."""
+    """Return seconds until the loss was seen, from then until the others went on, and from loss to next commit."""
     struck, resumed = failure.struck_at if at is None else at, failure.resumed_at or failure.seen_at
     commit = failure.committed_at or resumed
     return {"seen": failure.seen_at - struck, "regrouped": resumed - failure.seen_at, "next commit": commit - struck}
 
 
 def failed(name: str, error: RunFailed, folder: Path) -> Row:
-    """The row of a job that has not come to its end, by the line that says why where there is one."""
+    """Return the row of a failed job, with the line that says why if there is one."""
     lines = str(error).splitlines()
     said = next((line for line in reversed(lines) if "recycle: error:" in line or "] end: " in line), lines[0])
     return Row(name, False, " ".join(said.split()), f"{folder}/output.txt has all that it said", {})
 
 
 def difference(one: RunOutcome, other: RunOutcome) -> float:
-    """The largest difference of a step's loss; infinite where the two have other steps, or none."""
+    """Return the largest difference of a step's loss; infinite if the two have different steps, or none."""
     mine, theirs = one.curve, other.curve
     if not mine or mine.keys() != theirs.keys():
         return float("inf")
     apart = [abs(mine[step] - theirs[step]) for step in theirs]
-    return max(apart) if all(each == each for each in apart) else float("inf")  # no NaN hides behind a maximum
+    return max(apart) if all(each == each for each in apart) else float("inf")  # max() could hide a NaN

@@ -1,4 +1,4 @@
-"""What the workers of a job measure between them before they train: releases, devices, clocks, links."""
+"""Measurements among the workers of a job before they train: releases, devices, clocks, links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recycle_plugin.checks.installed import installed, name_of
 
 PINGS, WARM_UP = 50, 5
 LARGE, TIMES = 16 << 20, 4  # bytes, and how often they are sent
-ALL_PAIRS = 6  # hosts; of more, each with the first and with the next
+ALL_PAIRS = 6  # hosts; if there are more, each is measured with the first and with the next
 
 
 def write(pipeline: Pipeline, path: Path) -> None:
@@ -38,7 +38,7 @@ def write(pipeline: Pipeline, path: Path) -> None:
 
 
 def about(pipeline: Pipeline) -> dict[str, Any]:
-    """What there is to know of this worker: its place, its releases, its device."""
+    """Return this worker's place, releases and device."""
     where = next(pipeline.module.parameters()).device
     return {
         "rank": dist.get_rank(),
@@ -51,7 +51,7 @@ def about(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """The ranks between which links are measured: one of each host with one of another; the first two on one host."""
+    """Return the pairs of ranks whose links are measured, one rank for each host; with one host its first two ranks."""
     first = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
     if len(first) == 1:
         return [(0, 1)]
@@ -67,7 +67,7 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def _link(one: int, other: int) -> dict[str, float] | None:
-    """The link between two ranks as the first of them sees it; None on all others."""
+    """Return the link between two ranks as the first of them measures it, None on all others."""
     rank = dist.get_rank()
     if rank == one:
         return _measure(other)
@@ -77,7 +77,7 @@ def _link(one: int, other: int) -> dict[str, float] | None:
 
 
 def _measure(other: int) -> dict[str, float]:
-    """Milliseconds of a round trip, GB/s one way, and by how many milliseconds the other's clock is ahead."""
+    """Return milliseconds of a round trip, GB/s one way, and how many milliseconds the other's clock is ahead."""
     now, taken = torch.zeros(1, dtype=torch.float64), []
     for _ in range(WARM_UP + PINGS):
         begun, begun_at = time.perf_counter(), time.time()
@@ -90,13 +90,13 @@ def _measure(other: int) -> dict[str, float]:
     begun = time.perf_counter()
     for _ in range(TIMES):
         dist.send(large, other)
-    dist.recv(now, other)  # all of it has come
+    dist.recv(now, other)  # all of it has arrived
     seconds = max(time.perf_counter() - begun - median(trips), 1e-9)
     return {
         "round_trip_ms": round(1e3 * median(trips), 4),
         "worst_ms": round(1e3 * max(trips), 4),
         "gb_s": round(TIMES * LARGE / seconds / 1e9, 4),
-        "clock_ms": round(1e3 * min(taken)[1], 3),  # by the quickest of all, where the error is least
+        "clock_ms": round(1e3 * min(taken)[1], 3),  # from the fastest trip, whose error is least
     }
 
 

@@ -1,4 +1,4 @@
-"""What was tried, one row each: how it went, the figures, and what to do."""
+"""The trials of a cluster, one row each: result, figures, and advice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ MARKS = {True: "pass", False: "FAIL", None: "-"}
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was tried.
-
-    ``passed``: None where it was measured only, or could not be tried.  ``text``: what was found; ``advice``: what to
-    do where it has not passed; ``figures``: numbers of it, by name.
+    """One trial. ``passed``: None if it was only measured, or could not be tried. ``text``: the finding; ``advice``:
+    what to do if it has not passed; ``figures``: numbers by name.
     """
 
     name: str
@@ -34,7 +32,7 @@ class Row:
 
 
 def judged(name: str, wrong: str, text: str, advice: str, **figures: Any) -> Row:
-    """A row that has passed with ``text`` unless ``wrong`` says what was; ``advice``: for then."""
+    """Return a row that passes with ``text``, or fails with the text ``wrong`` and the ``advice``."""
     return Row(name, not wrong, wrong or text, advice if wrong else "", figures)
 
 

@@ -1,6 +1,6 @@
-"""The job that is killed here: a small pipeline in plain torch with dropout and Adam, on whatever device a worker has.
+"""The job of the trials: a small pipeline in plain torch with dropout and Adam, on whatever device a worker has.
 
-The plugin's launcher runs this file on each worker.  Who gets to the end writes RUN_DIR/losses/rank<r>.json.
+The plugin's launcher runs this file on each worker. A worker that reaches the end writes RUN_DIR/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from recycle_plugin.adapters.plain import Pipeline
 
 WORDS, TOKENS, WIDTH = 64, 32, 32
 GO, HELD_S = "go", 200.0  # the file in the run folder that ends --hold
-SETTLED = 2  # steps in which everything is made that is made once
+SETTLED = 2  # steps in which everything is made that is made only once
 
 
 class SmallLayer(nn.Module):
-    """A layer with a residual, as wide as it is told."""
+    """A residual layer of the given ``width``."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class SmallLayer(nn.Module):
 
 
 def batch(step: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words (1, 32) and those behind them; each follows from the one before it, most of the time."""
+    """Return words (1, 32) and the words that follow them; mostly each word determines the next."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * replica + micro_batch)
     noise = torch.randint(0, 3, (1, TOKENS + 1), generator=generator)
     ids = (torch.arange(TOKENS + 1) * (1 + replica) + noise) % WORDS
@@ -49,7 +49,7 @@ def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def main(watch: Callable[[], AbstractContextManager[Mapping[str, Any]]] = lambda: nullcontext({})) -> None:
-    """Train, and write this rank's record; with what ``watch`` has seen of it once all was made that is made once."""
+    """Train, and write this rank's record with what ``watch`` has seen since everything that is made once was made."""
     found = parser().parse_args()
     layers = [
         lambda: nn.Embedding(WORDS, WIDTH),
@@ -84,13 +84,13 @@ def main(watch: Callable[[], AbstractContextManager[Mapping[str, Any]]] = lambda
 
 
 class Hold(NamedTuple):
-    """Before ``step``, counted from 0, everybody waits for ``file``; before none of them where it is None."""
+    """All workers wait for ``file`` before ``step``, counted from 0; None: never."""
 
     step: int | None
     file: Path
 
     def wait(self, steps: int) -> None:
-        """Return once step ``steps`` may begin; raises TimeoutError."""
+        """Return once step number ``steps`` may begin. Raises TimeoutError."""
         until = time.monotonic() + HELD_S
         while steps == self.step and not self.file.exists():
             if time.monotonic() > until:
@@ -99,7 +99,7 @@ class Hold(NamedTuple):
 
 
 def train(pipeline: Pipeline, steps: int, record: dict, hold: Hold) -> None:
-    """Train up to so many steps in all, and wait until they stay."""
+    """Train until ``steps`` steps are done in all, and wait until they are committed."""
     while pipeline.steps < steps:
         hold.wait(pipeline.steps)
         record["losses"].append(pipeline.step())
@@ -108,8 +108,8 @@ def train(pipeline: Pipeline, steps: int, record: dict, hold: Hold) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
-    made.add_argument("--local_rank", type=int)  # DeepSpeed's launcher gives it
-    made.add_argument("--deepspeed_config")  # in which the plugin's launcher looks for the placement
+    made.add_argument("--local_rank", type=int)  # DeepSpeed's launcher passes it
+    made.add_argument("--deepspeed_config")  # the plugin's launcher reads the placement from it
     made.add_argument("--run-dir", type=Path, required=True)
     made.add_argument("--steps", type=int, default=8)
     made.add_argument("--device", help="its kind (default: an accelerator, or else the host)")

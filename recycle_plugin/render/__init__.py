@@ -1,1 +1,1 @@
-"""Schedules and runs to look at: text grid, Gantt picture, loss curves."""
+"""Pictures of schedules and runs: text grid, Gantt picture, loss curves."""

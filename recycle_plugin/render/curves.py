@@ -8,9 +8,8 @@ HEAD = ("step", "fault-free", "with failure", "difference")
 
 
 def table(fault_free: Mapping[int, float], failed: Mapping[int, float], killed_in: tuple[int, ...] = ()) -> str:
-    """A table of two loss curves: one line for each step that either run has; ``killed_in``: steps to mark.
-
-    Raises ValueError where the runs have no step in common.
+    """Return a table of two loss curves, a line for each step of either run; ``killed_in``: steps to mark. Raises
+    ValueError if the runs have no step in common.
     """
     if not fault_free.keys() & failed.keys():
         raise ValueError("the two runs have no step in common: nothing to compare")
@@ -25,7 +24,7 @@ def table(fault_free: Mapping[int, float], failed: Mapping[int, float], killed_i
 
 
 def largest_difference(fault_free: Mapping[int, float], failed: Mapping[int, float]) -> float:
-    """The largest difference over the steps that both runs have; nan if any of them is."""
+    """Return the largest difference over the steps of both runs, NaN if any is. Raises ValueError if there is none."""
     differences = [abs(fault_free[step] - failed[step]) for step in sorted(fault_free.keys() & failed.keys())]
     return max(differences, key=lambda value: (value != value, value))
 

@@ -1,6 +1,6 @@
 """A Gantt picture of spans: one row per seat, rerouted micro-batches hatched, deaths marked with a cross.
 
-matplotlib is imported where it is needed, and only its Agg canvas: no display, no global state.
+matplotlib is imported only when needed, with only its Agg canvas: no display, no global state.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ LOOKS = {
 INK, DEATH, IDLE, MARK, PAUSE = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f", "#fbe3e0"
 LOST_ALPHA, AGAIN_WIDTH = 0.35, 1.6
 ROW, GAP = 0.82, 0.55  # height of a row, extra space between replicas
-CHARACTER = 1 / 150  # of the time axis, which a text's character takes
+CHARACTER = 1 / 150  # a character's width, of the time axis
 TITLE = 100  # characters in a line
 UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
-MOST = 0.9  # of the bars of a kind have a text, or none has
+MOST = 0.9  # the share of a kind's bars that must have room for their text, else none of them gets one
 Texts = Mapping[tuple[Op, bool], float]
-"""Of each kind of bar that has texts, an operation, rerouted or not: how much of the time axis a bar with one takes."""
+"""{(operation, rerouted): the least share of the time axis for a bar with text}, for kinds of bars with texts."""
 
 
 class Pause(NamedTuple):
-    """A stretch of time that the failure itself cost, in the spans' microseconds; ``text`` says for what."""
+    """Time lost to the failure itself, in the spans' microseconds; ``text``: its cause."""
 
     text: str
     start_us: int
@@ -54,12 +54,12 @@ class Pause(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One picture's worth: spans in microseconds, who died in it and when, and what it shows.
+    """One picture: spans in microseconds, deaths, and what to show.
 
-    ``deaths``: when a seat was killed, on the spans' clock; one from before the first span has no cross. ``unit``:
-    microseconds and name of what the time axis counts; None: chosen from the length. ``origin_us``: where the time axis
-    has its 0; None: at the panel's first span. ``again``: spans whose work was lost, drawn pale, each with the one that
-    did it again, drawn with a frame (``run_again``).
+    ``deaths``: when each seat was killed, on the spans' clock; a death before the first span has no cross. ``unit``:
+    microseconds and name of the time axis' unit, None: chosen by the length. ``origin_us``: 0 of the time axis, None:
+    the first span. ``again``: spans whose work was lost, drawn pale, each with the span that repeated it, drawn with a
+    frame (``run_again``).
     """
 
     title: str
@@ -72,10 +72,8 @@ class Panel(NamedTuple):
 
 
 def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
-    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf; into a stream: PNG).
-
-    Panels are one below the other, and share their scale of time, so that a longer step looks longer.  Raises
-    ValueError without spans.
+    """Write the picture to ``path``; its ending gives the format (.png, .svg, .pdf), a stream gets PNG. Panels are
+    stacked and share the scale of time, so a longer step looks longer. Raises ValueError without spans.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -95,9 +93,8 @@ def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
 
 
 def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -> float:
-    """The part of the seats' time, from the first start to the last end, in which they computed nothing.
-
-    ``until``: a dead seat's time ends there, in the spans' microseconds.
+    """Return the share of the seats' time, from the first start to the last end, without computation. ``until``: when a
+    dead seat's time ends, in the spans' microseconds.
     """
     spans = list(spans)
     begin, end = min(span.start_us for span in spans), max(span.end_us for span in spans)
@@ -108,7 +105,7 @@ def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -
 
 
 def is_rerouted(span: Span) -> bool:
-    """Whether a peer runs this micro-batch instead of its own replica."""
+    """Return whether a peer runs this micro-batch instead of its own replica."""
     micro_batch = span.instruction.micro_batch
     return micro_batch is not None and micro_batch.replica != span.seat.replica
 
@@ -122,7 +119,7 @@ def _end(panel: Panel) -> int:
 
 
 def _rows(panel: Panel) -> tuple[dict[Seat, float], float]:
-    """Each seat's height from the top, replicas apart from each other, and the height of all."""
+    """Return each seat's height from the top, with gaps between replicas, and the total height."""
     rows: dict[Seat, float] = {}
     height, last = 0.0, None
     for seat in sorted({span.seat for span in panel.spans} | set(panel.deaths)):
@@ -158,7 +155,7 @@ def _draw_panel(axes: Axes, panel: Panel, length: int, texts: Texts) -> None:
 
 
 class _Scale(NamedTuple):
-    """Microseconds to places on the time axis, which shows ``length`` from ``left`` on, in its own unit."""
+    """Maps microseconds to places on the time axis, which shows ``length`` from ``left`` on, in its own unit."""
 
     origin: int
     unit_us: int
@@ -169,7 +166,7 @@ class _Scale(NamedTuple):
         return (us - self.origin) / self.unit_us
 
     def share(self, us: int) -> float:
-        """The part of the axis that this time takes."""
+        """Return the share of the axis that this time takes."""
         return us / self.unit_us / self.length
 
 
@@ -223,7 +220,7 @@ def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, lost: bool) -> N
 
 
 def _texts(panels: Iterable[Panel], length: int) -> Texts:
-    """The kinds of bars most of which have room for their text: of equal bars all have one, or none has."""
+    """Return the kinds of bars most of which have room for their text: all bars of a kind have one, or none has."""
     kinds: defaultdict[tuple[Op, bool], list[tuple[float, int]]] = defaultdict(list)
     for span in (span for panel in panels for span in panel.spans):
         if text := label(span.instruction, is_rerouted(span)):
@@ -244,7 +241,7 @@ def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
     start, end = at(pause.start_us), at(pause.end_us)
     axes.axvspan(start, end, color=PAUSE, linewidth=0, zorder=0.5)
     middle = (start + end) / 2
-    at_edge = middle < at.left + 0.12 * at.length  # where a centred text would run into the rows' names
+    at_edge = middle < at.left + 0.12 * at.length  # a centred text would run into the rows' names
     axes.text(
         start if at_edge else middle,
         height + 0.2,
@@ -258,14 +255,14 @@ def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
 
 
 def label(instruction: Instruction, rerouted: bool) -> str:
-    """The text on a bar: the micro-batch's index, or its whole name where a peer runs it."""
+    """Return the text on a bar: the micro-batch's index, or its whole name if a peer runs it."""
     if instruction.op not in COMPUTE or instruction.micro_batch is None:
         return ""
     return str(instruction.micro_batch) if rerouted else str(instruction.micro_batch.index)
 
 
 def _draw_death(axes: Axes, row: float, place: float, at: _Scale, cross: bool) -> None:
-    """A cross where a worker died, and a dotted line from there on; only the line where it had died before."""
+    """Draw a cross at a worker's death and a dotted line after it; only the line if it died before the panel."""
     middle, right = row + ROW / 2, at.left + at.length
     axes.plot([place, right], [middle, middle], color=DEATH, linewidth=1, linestyle=(0, (1, 3)), zorder=1)
     if cross:

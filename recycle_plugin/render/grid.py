@@ -1,7 +1,7 @@
 """A schedule as a text grid: one row per seat, one column per tick.
 
-Own micro-batches show their index (``F3``), rerouted ones their full name (``F1.3``); an instruction
-that goes on shows ``=``, an idle tick ``.``.
+Own micro-batches show their index (``F3``), rerouted ones their full name (``F1.3``). A continued instruction shows
+``=``, an idle tick ``.``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ IDLE, GOES_ON = ".", "="
 
 
 def cell(seat: Seat, instruction: Instruction) -> str:
-    """The text of an instruction: ``F3`` for an own micro-batch, ``F1.3`` for one of another replica.
-
-    What ends a step has the first letter: ``R``, ``T``, ``V``, ``S``.
+    """Return the text of an instruction: ``F3`` for an own micro-batch, ``F1.3`` for one of another replica.
+    Instructions at the end of a step have their first letter: ``R``, ``T``, ``V``, ``S``.
     """
     if instruction.op in STAGE_WIDE:
         return instruction.op.value[0]
@@ -29,9 +28,8 @@ def cell(seat: Seat, instruction: Instruction) -> str:
 
 
 def draw(spans: Iterable[Span], tick_us: int = 1) -> str:
-    """The grid of ``spans``, ``tick_us`` microseconds a column.  What takes less than half a tick is not drawn.
-
-    Raises ValueError for a tick that is not positive.
+    """Return the grid of ``spans``, ``tick_us`` microseconds a column, without spans of less than half a tick. Raises
+    ValueError for a tick that is not positive.
     """
     if tick_us < 1:
         raise ValueError(f"tick_us is {tick_us}: it has to be at least 1 microsecond")

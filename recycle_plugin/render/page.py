@@ -1,7 +1,7 @@
-"""A run's report as one HTML file that needs nothing else: no network, no script; pictures are in it.
+"""A run's report as one self-contained HTML file: no network, no script, pictures inside.
 
-It is light or dark as its reader's system is, and fits a phone: tables stack there, and wide pictures scroll.
-matplotlib is imported where a chart is drawn, and only its Agg canvas: no display, no global state.
+It is light or dark like its reader's system, and fits a phone: there tables stack and wide pictures scroll. matplotlib
+is imported only for charts, with only its Agg canvas: no display, no global state.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import isfinite
 from typing import NamedTuple
 
 INK, CURVE, LOST, BACK = "#22303c", "#2f6fad", "#b71c1c", "#1b6e35"
-LARGEST, SMALLEST = 1e300, 1e-300  # values beyond these are drawn there, and at 0: floats end soon after
-SHORT = 16  # a cell with no more characters is kept on one line
+LARGEST, SMALLEST = 1e300, 1e-300  # larger values are drawn at the limit, smaller ones at 0: floats end soon beyond
+SHORT = 16  # most characters of a cell that is kept on one line
 COLOURS = {
     "light": "--ink: #22303c; --soft: #55626e; --line: #dfe4e9; --paper: #ffffff; --bad: #b71c1c; --good: #1b6e35;",
     "dark": "--ink: #e3e8ed; --soft: #a3b0bc; --line: #35414c; --paper: #151b21; --bad: #ff8a80; --good: #7fd49a;",
@@ -64,9 +64,8 @@ td[data-name]:not([data-name=""])::before { content: attr(data-name) ": "; color
 
 
 class Chart(NamedTuple):
-    """A line over steps; those of ``lost`` and ``back``, in which workers were lost and came back, are marked.
-
-    ``unit``: name of the y axis, which begins at 0 with ``from_zero``. A point that is no number is left out.
+    """A line over steps, with marks at the steps of ``lost`` and ``back``: losses and returns of workers. ``unit``:
+    name of the y axis, which begins at 0 with ``from_zero``. Points that are no finite numbers are left out.
     """
 
     title: str
@@ -78,10 +77,8 @@ class Chart(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table whose ``rows`` have cells of text; ``styles``: some rows are "good" or "bad".
-
-    Without a ``head``, each row's first cell is its name.  Where the page is narrow, cells stand one below the other,
-    each with its column's name.
+    """A table with ``rows`` of text cells; ``styles``: rows that are "good" or "bad". Without a ``head`` each row's
+    first cell is its name. On a narrow page cells are stacked, each with its column's name.
     """
 
     head: Sequence[str]
@@ -90,7 +87,7 @@ class Table(NamedTuple):
 
 
 class Screen(NamedTuple):
-    """Lines as a terminal has them, in letters of one width."""
+    """Lines of a terminal, in a monospaced font."""
 
     text: str
 
@@ -100,10 +97,10 @@ Content = Chart | Table | Screen | bytes | str
 
 
 def page(title: str, lead: str, sections: Iterable[tuple[str, Sequence[Content]]], again_s: int | None = None) -> str:
-    """The whole HTML file.  ``again_s``: a browser loads it anew every so many seconds; None: it does not.
+    """Return the whole HTML file. ``again_s``: seconds between reloads by the browser, None for no reload.
 
-    ``lead``: the paragraph at the top; ``sections``: heading and contents of each, of which neighbouring charts share a
-    row where there is room.
+    ``lead``: the paragraph at the top; ``sections``: heading and contents of each; neighbouring charts share a row if
+    there is room.
     """
     body = "\n".join(f"<h2>{escape(heading)}</h2>\n{_listed(contents)}" for heading, contents in sections)
     return (
@@ -159,7 +156,7 @@ def _cell(name: str, text: str) -> str:
 
 
 def _line(given: Chart) -> str:
-    """The chart as an image, or a paragraph where it has fewer than two points."""
+    """Return the chart as an image, or a paragraph if it has fewer than two points."""
     points = {step: _drawable(value) for step, value in sorted(given.points.items()) if isfinite(value)}
     if len(points) < 2:
         return '<p class="note">No two steps to draw a line between.</p>'
@@ -167,7 +164,7 @@ def _line(given: Chart) -> str:
 
 
 def chart(given: Chart, points: Mapping[int, float]) -> bytes:
-    """The chart with these ``points`` as PNG."""
+    """Return the chart with these ``points`` as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
