@@ -1,4 +1,4 @@
-"""The words of heartbeats for what a worker is doing, which the failure detector and the wait graph read."""
+"""The words of heartbeats for what a worker is doing, read by the failure detector and the wait graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,5 @@ LONGEST = 200  # characters of what a worker is at: a group of a thousand has a 
 
 
 def awaited(datum: object, source: Seat) -> str:
-    """The name of a wait for ``datum`` from the worker at ``source``, by which the wait graph knows whom it waits
-    for.
-    """
+    """Return the name of a wait for ``datum`` from seat ``source``; the wait graph reads the seat from it."""
     return f"{datum} from seat {source}"

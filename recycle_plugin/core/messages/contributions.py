@@ -1,17 +1,16 @@
-"""Contributions: numbers of a step that all workers add to and all need, losses by micro-batch and squared norms by
-stage.
+"""Contributions: numbers of a step that all workers add to and all need: losses by micro-batch, squared norms by stage.
 
-What is complete is told to all *once*, and is the step's for good.  A stage whose sum is made again after a failure may
-find another last digit of its share, and somebody may have stepped with the norm that was told before: a second one
-would clip replicas by two factors.  Everybody has heard of the first before it hears of any later change of the
-membership (one connection, in order), and keeps it (core/worker/control_view.py).
+All workers are told a complete set *once*, and it stays the step's. A stage whose sum is made again after a failure may
+find another last digit of its share, and a worker may have stepped with the norm told before: a second norm would clip
+replicas by two factors. Every worker hears of the first norm before any later change of the membership (one connection,
+in order), and keeps it (core/worker/control_view.py).
 
-Nothing here belongs to a membership: a share, or a loss, is of the step's micro-batches, whoever computed it.  So what
-is incomplete stays good over failures too, and it does not matter when it was sent; only what is *discarded*
-(core/coordinator/facts/step_validation.py) counts no more.
+Contributions belong to no membership: a share or a loss is of the step's micro-batches, whoever computed it. So an
+incomplete set stays good over failures, whenever its parts were sent. Only *discarded* parts
+(core/coordinator/facts/step_validation.py) no longer count.
 
-Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all that compute the
-same; of shards that have samples of their own it is the mean.  A norm's shares are added, since each shard has other
+Every shard of a seat contributes, and a set is complete when all have. Losses are equal from all shards that compute
+the same; shards with samples of their own have their mean taken. A norm's shares are added, since each shard has other
 parameters.
 """
 
@@ -30,20 +29,18 @@ SHARE = "share"  # the same of a step that is validated after it was applied; no
 
 
 class Contributions:
-    """The numbers that have come of each (step, name), from seats of so many ``shards``."""
+    """The numbers received of each (step, name), from seats of ``shards`` shards."""
 
     def __init__(self, shards: int = 1) -> None:
         self._shards = shards
         self._values: dict[tuple[int, str], dict[int, dict[str, Loss]]] = {}  # by shard
-        self._told: dict[tuple[int, str], dict[str, Loss]] = {}  # what all were told of steps that are not committed
+        self._told: dict[tuple[int, str], dict[str, Loss]] = {}  # what all were told of uncommitted steps
 
     def add(self, message: Contribution) -> dict[str, Loss] | None:
-        """Takes ``message`` in; returns all numbers of its step and name, sorted by key, if that makes them complete,
-        else None.
-        """
+        """Add ``message``. Return all numbers of its step and name, by sorted key, if it completes them, else None."""
         key = message.step, message.name
         if key in self._told:
-            return None  # after a failure it is said once more
+            return None  # sent once more after a failure
         values = self._values.setdefault(key, {})
         values.setdefault(message.shard, {}).update(message.values)
         if not self._complete(values, message.expected):
@@ -56,19 +53,17 @@ class Contributions:
 
     @property
     def told(self) -> dict[tuple[int, str], dict[str, Loss]]:
-        """All complete numbers of steps that are not committed, by (step, name): who comes to such a step later has
-        to be told as well.
-        """
+        """All complete numbers of uncommitted steps, by (step, name); a worker that comes later is told them too."""
         return self._told
 
     def discard_after(self, after: int) -> None:
-        """Forgets what was said of the steps after ``after``: it was computed with rejected weights."""
+        """Drop contributions to the steps after ``after``: they were computed with rejected weights."""
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key: values for key, values in self._told.items() if key[0] <= after}
 
     def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict[str, Loss]]]:
-        """Forgets what was said of void steps (core/vocabulary/step_batches.py), but losses of what they still have;
-        gives (step, losses) of those of which all have been said by that.  ``micro_batches``: of a replica.
+        """Drop contributions to void steps (core/vocabulary/step_batches.py), except the losses of micro-batches that
+        still count. Yield (step, losses) for each step that this completes. ``micro_batches``: of a replica.
         """
         void = [key for key in {*self._values, *self._told} if key[0] >= batches.void]
         for key in sorted(void):
@@ -83,8 +78,8 @@ class Contributions:
                 self._values[key] = kept
 
     def committed(self, step: int) -> Iterator[tuple[int, dict[str, Loss]]]:
-        """Forgets ``step`` and all before it, which are committed; gives (step, losses) of those whose losses are
-        incomplete, since the missing ones have gone down with a worker.
+        """Drop the contributions to ``step`` and all before it, which are committed. Yield (step, losses) for those
+        with incomplete losses, because the missing ones died with a worker.
         """
         for key in sorted(key for key in self._values if key[0] <= step):
             values = self._values.pop(key)
@@ -94,12 +89,11 @@ class Contributions:
 
 
 def _of(losses: dict[str, Loss], replicas: Collection[int]) -> dict[str, Loss]:
-    """The losses of the micro-batches of ``replicas``."""
     return {name: loss for name, loss in losses.items() if MicroBatch.parse(name).replica in replicas}
 
 
 def _over_shards(name: str, values: dict[int, dict[str, Loss]]) -> dict[str, Loss]:
-    """The numbers of all shards by key, in order: the mean of losses, squared norms added up."""
+    """Return the numbers of all shards by key, in order: the mean of losses, the sum of squared norms."""
     found: dict[str, list[Loss]] = {}
     for _, each in sorted(values.items()):
         for key, value in each.items():
@@ -108,6 +102,6 @@ def _over_shards(name: str, values: dict[int, dict[str, Loss]]) -> dict[str, Los
 
 
 def _mean(losses: list[Loss]) -> Loss:
-    """The mean, and of equal losses just that, whatever its last digit would be."""
+    """Return the mean; of equal losses exactly that loss, whatever the mean's last digit would be."""
     alike = all(loss == losses[0] for loss in losses)
     return losses[0] if alike else sum(map(number, losses)) / len(losses)

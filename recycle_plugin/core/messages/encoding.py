@@ -1,13 +1,12 @@
 """Encoding of messages as bytes: frames of a fixed head and a msgpack body.
 
-The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up)
-and the body's length.  All of it is looked at before a byte of the body is, and so is a limit on that length.  The body
-is the list of the message's number among the kinds that are said on such a line and its fields
-(core/messages/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.  A long body of
-what goes to every member, and grows with their number, is packed.
+The head has two letters, the *version* (a checksum of every message's fields, so nobody can forget to count it up) and
+the body's length in bytes. The head and a limit on the length are checked before a byte of the body is read. The body
+is a list: the number of the message's kind on such a line, then its fields (core/messages/typed.py). Texts may be any
+that Python has, and whole numbers any that a float can hold. Long bodies that go to every member and grow with their
+number are packed.
 
-Whatever bytes come, reading them raises nothing: what is no message is an
-:class:`~recycle_plugin.core.messages.typed.Unreadable`.
+Reading never raises: bytes that are no message become an :class:`~recycle_plugin.core.messages.typed.Unreadable`.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ MAGIC = b"RP"
 HEAD = Struct(">2sII")
 LIMIT = 1 << 24  # bytes of a body as it is sent
 LONG = 1 << 13  # bytes of a body that is worth packing
-UNPACKED = 1 << 28  # bytes that a body may come to
+UNPACKED = 1 << 28  # bytes that a body may unpack to
 PACKED = b"x"  # how a packed body begins, and no other does
-MOST = 1 << 20  # entries of one list or dict: room for them is made before they are there
-LARGE = 1  # msgpack's type number for whole numbers of more than 64 bits, which are ours
-LARGEST = 127  # bytes of one
+MOST = 1 << 20  # entries of one list or dict: msgpack makes room for them before they are there
+LARGE = 1  # our msgpack type number for whole numbers of more than 64 bits
+LARGEST = 127  # bytes of such a number
 
 
 class Language:
-    """The messages that are said on connections of one sort: those of ``kinds``, whose order numbers them.  ``version``
-    is a checksum of their names, fields and types.
+    """The messages of connections of one sort: those of ``kinds``, numbered by their order. ``version`` is a checksum
+    of their names, fields and types.
     """
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
@@ -45,9 +44,7 @@ class Language:
         self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
 
     def encode(self, message: object) -> bytes:
-        """The frame of ``message``, as bytes.  Raises TypeError where a field holds what nobody could read, and
-        ValueError where the message is too long.
-        """
+        """Return the frame of ``message``. Raises TypeError for an odd field, ValueError for too long a message."""
         body: bytes = msgpack.packb(
             (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
         )
@@ -58,8 +55,8 @@ class Language:
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
-        """The bytes of the body that comes behind ``head``, of which all has come; an Unreadable where this is no head
-        of this version, or announces more than ``limit``.
+        """Return the bytes of the body that follows ``head``; an Unreadable if this is no head of this version, or
+        announces more than ``limit`` bytes.
         """
         size: int
         magic, version, size = HEAD.unpack_from(head)
@@ -75,7 +72,7 @@ class Language:
         return size
 
     def message(self, body: bytes, limit: int = UNPACKED) -> object:
-        """The message whose body is ``body``, or an Unreadable.  ``limit``: bytes that a packed one may come to."""
+        """Return the message whose body is ``body``, or an Unreadable. ``limit``: bytes that it may unpack to."""
         try:
             body = _unpacked(body, limit) if body[:1] == PACKED else body
             plain = msgpack.unpackb(
@@ -97,7 +94,7 @@ encode = CONTROL.encode
 
 
 def decode(frame: bytes) -> object:
-    """The message in one whole frame, as :func:`encode` makes it; an Unreadable where it is none."""
+    """Return the message of one whole frame, as :func:`encode` makes it; else an Unreadable."""
     frames = Frames()
     frames.feed(frame)
     message = frames.take()
@@ -109,8 +106,8 @@ def decode(frame: bytes) -> object:
 
 
 class Frames:
-    """A buffer that puts together messages that come in pieces.  A body longer than ``limit`` bytes is an
-    Unreadable; so is a frame that does not fit its seal, of so many bytes behind it, by ``fits``.
+    """A buffer that puts together messages that come in pieces. A body longer than ``limit`` bytes is an Unreadable; so
+    is a frame that does not fit the ``seal`` bytes behind it, by ``fits``.
     """
 
     def __init__(
@@ -121,18 +118,18 @@ class Frames:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Adds bytes that have come."""
+        """Add bytes that were received."""
         self._rest += data
 
     @property
     def broken_off(self) -> bool:
-        """Whether what has come ends in the middle of a message."""
+        """Whether the bytes end in the middle of a message."""
         return bool(self._rest)
 
     def take(self) -> object | None:
-        """Takes the next message out; None while it is not whole.
+        """Take the next message out; None while it is not whole.
 
-        After an Unreadable nothing is known of where the next would begin.
+        After an Unreadable it is unknown where the next message would begin.
         """
         if len(self._rest) < HEAD.size:
             return None
@@ -150,7 +147,7 @@ class Frames:
 
 
 def _unpacked(body: bytes, limit: int) -> bytes:
-    """A packed body as it was.  Raises ValueError or zlib's error where it is none, or is longer than ``limit``."""
+    """Return a body unpacked. Raises ValueError or zlib's error if it is damaged or has more than ``limit`` bytes."""
     stream = decompressobj()
     plain = stream.decompress(body, limit)
     if not stream.eof or stream.unused_data:
@@ -159,7 +156,7 @@ def _unpacked(body: bytes, limit: int) -> bytes:
 
 
 def _other(thing: object) -> object:
-    """A value that msgpack does not know, as one that it does.  Raises TypeError for a number of too many bits."""
+    """Return a value that msgpack does not know as one that it does. Raises TypeError for a number of too many bits."""
     if type(thing) is int:
         if thing.bit_length() >= 8 * LARGEST:
             raise TypeError(f"a number of {thing.bit_length()} bits can't be written down")

@@ -1,4 +1,4 @@
-"""What the coordinator tells workers, supervisors and operators."""
+"""What the coordinator sends to workers, supervisors and operators."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
-# exit code of a job that was ended from outside: sysexits' "temporary
-# failure, try again"
+# exit code of a job that was ended from outside: sysexits' "temporary failure, try again"
 TRY_AGAIN = 75
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The coordinator's answer to an operator's Hello: the whole path of the run folder, empty before the start."""
+    """Answers an operator's Hello: the absolute ``path`` of the run folder, empty before the job's start."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The coordinator's answer to an operator's request, in a sentence: what is done, or why it is not ``done``."""
+    """Answers an operator's request. ``text``: a sentence on what is done, or why not; ``done``: whether it is."""
 
     text: str
     done: bool
@@ -36,10 +35,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The coordinator's answer to a Hello: where the job's key-value store listens, the job's name, and how many
-    ``ranks`` it has; to a worker also which incarnation of its rank it is.  ``line`` is the connection's number,
-    ``heard`` how many messages of its other end the coordinator has, and ``token`` what that end has to know to go on
-    with it.
+    """Answers a Hello. ``store_port``: the port of the job's key-value store; ``job_id``: the job's name;
+    ``incarnation``: to a worker, which process of its rank it is; ``ranks``: how many the job has; ``line``: the
+    connection's number; ``heard``: how many messages the coordinator has received over it; ``token``: the sender of the
+    Hello needs it to continue the connection.
     """
 
     store_port: int
@@ -53,22 +52,22 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Placed:
-    """The coordinator's answer to a supervisor that was placing: the rank of its worker."""
+    """Answers a supervisor whose Hello was ``placing``: the rank of its worker."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Seated:
-    """The coordinator's answer to a supervisor that was joining: from now on it is the one of ``rank``."""
+    """Tells a supervisor whose Hello was ``joining`` that it is now the supervisor of ``rank``."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The coordinator's answer to a supervisor that was joining, for which there is nothing to do: why, and the code
-    that it is to end with.
+    """Tells a supervisor whose Hello was ``joining``, or a process that offers to stand by, that it is not needed: the
+    reason, and its exit code.
     """
 
     reason: str
@@ -77,40 +76,37 @@ class Refused:
 
 @dataclass(frozen=True)
 class Restart(OfWorker):
-    """To the supervisor of ``rank``, whose last process has ended: start the one of this incarnation after ``after_s``
-    seconds.
-    """
+    """Tells the supervisor of ``rank``, whose last process has ended, to start the next after ``after_s`` seconds."""
 
     after_s: float
 
 
 @dataclass(frozen=True)
 class Stay(OfWorker):
-    """To the supervisor of ``rank``: when the process of this incarnation has ended, as planned mostly, there may still
-    be a next one, and so it stays; but nobody is on the way, and it may be ended.
+    """Tells the supervisor of ``rank`` to stay when the process ``incarnation`` has ended, mostly by a planned leave:
+    another process may follow. None is announced yet, so the supervisor may also be ended.
     """
 
 
 @dataclass(frozen=True)
 class ForkStandby:
-    """To the supervisor of ``rank``: have the guard start a process that stands by, to take the coordinator's place."""
+    """Tells the supervisor of ``rank`` to have its guard start a standby."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Pace:
-    """To supervisors of a large job: send a heartbeat every so many seconds."""
+    """Tells the supervisors of a large job to send a heartbeat every ``every_s`` seconds."""
 
     every_s: float
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A version of the membership.  ``from_step`` 0: it holds at once, leave what you do; otherwise from that step on.
-
-    ``slowness``: seats and percent that were measured, as in core.vocabulary.cost.CostModel.  ``at``: when it was made,
-    in seconds.
+    """Announces a version of the membership to all its members. ``number``: counts up; ``from_step``: 0 if it holds at
+    once and members stop what they do, else the first step that it holds for; ``cause``: in words; ``at``: when it was
+    made, in seconds since the epoch; ``slowness``: measured seats and percent, as in core.vocabulary.cost.CostModel.
     """
 
     PACKS: ClassVar[bool] = True
@@ -129,15 +125,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Resume:
-    """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later
-    ones.
+    """Tells all members of ``generation``, once all have reported, to go on after step ``committed``.
 
-    ``held``, ``held_draws``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
-    (core/coordinator/facts/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after
-    it counts nowhere.  ``placed``: seats whose plain iterators stand at their replicas' places; ``places``: these, by
-    replica, as far as they are known; ``ended``: by replica, which of its script's iterators has ended. ``unfilled``:
-    the step that the iterators can't fill, since all have ended, and that is dropped; 0 for none. ``batches``: whose
-    micro-batches each step has from now on, and which step is void, where that is not all; None: it is all.
+    ``held``, ``held_draws``: what each seat holds of later steps, by the seat's text form, as reported. ``norm``: the
+    norm for which the next step was rejected (core/coordinator/facts/step_validation.py), else None; ``rejected``: not
+    every worker knew that, so what was computed after the step does not count. ``placed``: seats whose plain iterators
+    stand at their replicas' places; ``places``: those places by replica, as far as known; ``ended``: by replica, the
+    number of its script's iterator that has ended. ``unfilled``: the step that is dropped because all iterators have
+    ended; 0 for none. ``batches``: whose micro-batches each step has, and which step is void; None if steps have all of
+    them.
     """
 
     PACKS: ClassVar[bool] = True  # 0.5 KiB a member, and a twentieth of that once packed
@@ -158,10 +154,9 @@ class Resume:
 
 @dataclass(frozen=True)
 class Lease:
-    """The heartbeat ``number`` has come: until ``for_s`` seconds after it was sent, this worker is not given up for its
-    silence.
-
-    To a supervisor: its :class:`Exited` of the process of incarnation ``number`` has come.
+    """Answers a worker's Heartbeat ``number``: the worker is not given up for silence until ``for_s`` seconds after it
+    sent that heartbeat. To a supervisor: the coordinator has received its :class:`Exited` of the process of incarnation
+    ``number``.
     """
 
     number: int
@@ -170,9 +165,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class Fence(OfWorker):
-    """The worker of ``rank`` was given up.
-
-    Its supervisor kills it; where it gets this itself, it ends without doing anything more.
+    """Says that the worker of ``rank`` and ``incarnation`` was given up, and why. Its supervisor kills it; the worker
+    itself, if it gets this, ends without doing anything more.
     """
 
     reason: str
@@ -180,23 +174,21 @@ class Fence(OfWorker):
 
 @dataclass(frozen=True)
 class Serve:
-    """A worker is to serve ``newcomer``, which catches up."""
+    """Tells a worker to serve its state to ``newcomer``, which catches up."""
 
     newcomer: WorkerId
 
 
 @dataclass(frozen=True)
 class HashAfter:
-    """A worker is to send the hash of its state after ``step``: one of a stage to which somebody comes back, or that
-    newcomer.
-    """
+    """Asks a newcomer, and the workers of its stage, for a StateHash of the state after ``step``."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class ServeLogs:
-    """To the supervisor of ``rank``: serve the segments in ``folder``, also when your worker is dead."""
+    """Tells the supervisor of ``rank`` to serve the log segments in ``folder``, also after its worker has died."""
 
     rank: int
     folder: LogFolder
@@ -204,9 +196,7 @@ class ServeLogs:
 
 @dataclass(frozen=True)
 class LogsAt:
-    """Where the logs of ``ranks`` are, or some of them: in the folder with this ``token``, which is served at each of
-    ``addresses``.
-    """
+    """Part of a Replay: logs of ``ranks`` are in the folder with this ``token``, served at each of ``addresses``."""
 
     token: str
     addresses: tuple[str, ...]
@@ -215,13 +205,12 @@ class LogsAt:
 
 @dataclass(frozen=True)
 class Replay:
-    """To a newcomer of a stage that nobody holds, or a live worker of one beside it (core/worker/companion.py): take
-    the state after ``step`` from the checkpoint in the folder ``path``, and replay the stage from the logs up to
-    ``committed``.
+    """Tells a newcomer of an empty stage, or a companion (core/worker/companion.py), to take the state after ``step``
+    from the checkpoint in the folder ``path``, and to replay its stage from the logs up to step ``committed``.
 
-    ``stages``: all that are being replayed, whose logs grow meanwhile; ``valid_from``: the generation from which data
-    is valid by now; ``passed``: the barriers that all have passed since that step: at others they may be waiting, for
-    this worker too; ``helpers``: who is live, and may help; ``logs``: where those are that it needs.
+    ``stages``: all stages that are being replayed; their logs grow meanwhile. ``valid_from``: the generation from which
+    data is valid. ``passed``: the barriers passed since ``committed``; at others the members may be waiting for this
+    worker too. ``helpers``: live members that may help. ``logs``: where the needed logs are served.
     """
 
     step: int
@@ -236,9 +225,8 @@ class Replay:
 
 @dataclass(frozen=True)
 class Beside:
-    """To a newcomer that replays its stage: ``members`` are newcomers of that stage too, wait for it, and may help.
-
-    All of them, each time that one has come or gone.
+    """Tells a newcomer that replays its stage which other newcomers of that stage wait for it and may help.
+    ``members``: all of them; sent again each time that one comes or goes.
     """
 
     members: tuple[Member, ...]
@@ -246,8 +234,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Expected:
-    """To all who wait for stages that nobody holds: ``what`` comes next, with what is predicted of that, in words; who
-    waits for it is to do so for at least ``limit_s`` seconds.
+    """Sent to workers that wait for an empty stage. ``what``: the next event and its predicted time, in words;
+    ``limit_s``: the shortest deadline for it, in seconds.
     """
 
     what: str
@@ -256,8 +244,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class LogOnly:
-    """To all workers, and to each newcomer: of what crosses the stages log what crosses these ``boundaries``
-    (core/vocabulary/log_boundaries.py), and nothing else, from now on.  Who was not told logs all.
+    """Tells all workers, and each newcomer, to log from now on the boundary tensors of these ``boundaries`` only
+    (core/vocabulary/log_boundaries.py). A worker that was not told logs all.
     """
 
     boundaries: tuple[int, ...]
@@ -265,9 +253,8 @@ class LogOnly:
 
 @dataclass(frozen=True)
 class Committed:
-    """All stages have applied ``step``: its effects stay.
-
-    ``figures``: those of core.coordinator.facts.step_figures, for the user's monitors.
+    """Tells all workers that every live worker has applied ``step``: its effects stay. ``figures``: those of
+    core.coordinator.facts.step_figures, for the user's monitors.
     """
 
     step: int
@@ -276,7 +263,9 @@ class Committed:
 
 @dataclass(frozen=True)
 class Collected:
-    """A complete set of contributions: the only one of its step and name, unless that is discarded."""
+    """Tells all workers a complete set of contributions, the only one of its ``step`` and ``name`` unless it is
+    discarded; a worker that joins is told it too. ``values``: as in Contribution.
+    """
 
     step: int
     name: str
@@ -285,14 +274,14 @@ class Collected:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a newcomer's script, which runs from the top, is told of what is over: the mean losses of the steps from
-    ``step`` on, and of the evaluations from number ``evaluation`` on.
+    """Tells a newcomer's script, which runs from the top, what is over: before its first step, and again as steps are
+    committed.
 
-    ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.
-
-    ``refused``: why such a script can't come to the present, or empty.  ``place``: where the plain iterator of its
-    replica stood behind ``committed``, as far as is known.  ``unfilled``: the steps before which all data had ended,
-    one for each time.
+    ``step``, ``losses``: the mean losses of the steps from ``step`` on. ``evaluation``, ``evaluations``: the mean
+    losses of the evaluations from number ``evaluation`` on. ``committed``: the last step that is over. ``unknown``:
+    steps whose loss nobody knows. ``refused``: why such a script can't come to the present, else empty. ``place``:
+    where the replica's plain iterator stood after ``committed``, if known. ``unfilled``: the steps before which all
+    data had ended, one for each time.
     """
 
     step: int
@@ -308,8 +297,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class BarrierPassed:
-    """Everybody has arrived at the barrier named ``place``; nobody has started ``from_step`` yet, or will before
-    reading this.  ``values``: what all have brought along.
+    """Tells all workers that all have arrived at the barrier ``place``. ``values``: what they have brought.
+    ``from_step``: no worker has started this step, nor will before it reads this.
     """
 
     place: str
@@ -319,7 +308,7 @@ class BarrierPassed:
 
 @dataclass(frozen=True)
 class Posted:
-    """The answer to a ReadBoard: ``values`` on the board, by rank; each later one comes in a message of its own."""
+    """Answers a ReadBoard: ``values`` on the ``board``, by rank. Each later value comes in a Posted of its own."""
 
     board: str
     values: dict[str, bytes]
@@ -327,9 +316,8 @@ class Posted:
 
 @dataclass(frozen=True)
 class End:
-    """The job ends before ``step`` (0: at once); ``failed`` when it could not go on.
-
-    ``code``: of its processes, for the launcher; TRY_AGAIN asks for a checkpoint first.
+    """Tells workers that the job ends before ``step`` (0: at once). ``reason``: in words; ``failed``: the job could not
+    go on; ``code``: the exit code for the launcher; TRY_AGAIN asks for a checkpoint first.
     """
 
     step: int
@@ -340,13 +328,13 @@ class End:
 
 @dataclass(frozen=True)
 class MayGo:
-    """To a worker whose script is through: all have committed ``step``, the last one, and nobody needs it any more."""
+    """Answers a worker's Through: all have committed ``step``, the last one, and nobody needs the worker any more."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Over:
-    """The job is over: supervisors are to go with ``code`` once their worker is gone."""
+    """Tells supervisors that the job is over: each ends with ``code`` once its worker is gone."""
 
     code: int

@@ -1,4 +1,4 @@
-"""What an operator at a terminal asks the coordinator for."""
+"""What an operator at a terminal asks the coordinator for; each request gets an Answer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Ask:
 
 @dataclass(frozen=True)
 class AskLeave(Ask):
-    """The holder of ``seat`` is to leave as planned."""
+    """Asks that the holder of ``seat`` leaves as planned."""
 
     seat: str
 
 
 @dataclass(frozen=True)
 class AskDrain(Ask):
-    """All seats on ``host`` are to leave as planned, and nobody is to be started there."""
+    """Asks that all seats on ``host`` leave as planned, and that no process is started there."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class AskAdmit(Ask):
-    """Somebody is to hold ``seat`` again, which has left as planned, or was given up."""
+    """Asks that ``seat``, which has left as planned or was given up, gets a process again."""
 
     seat: str

@@ -1,4 +1,4 @@
-"""What workers and their supervisors tell the coordinator."""
+"""What workers and their supervisors send to the coordinator."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
-ALWAYS = -1  # the generation of what is posted for as long as the job goes on
+ALWAYS = -1  # the generation of posts that last as long as the job
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of every connection.
+    """The first message of every connection, from the end that connects.
 
-    ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet; or
-    ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``; or ``operator``: somebody at a
-    terminal, who has no rank; or ``standby``: a process that takes the coordinator's place if that dies.
-    ``incarnation``: which process of its rank a worker was started as.  ``line``: it goes on with that connection,
-    over which ``heard`` messages have come to it, and of which it has the ``token``; -1 for a new one.  ``term``: the
-    last that it has heard of (core/coordinator/succession.py).  ``port``: where one that stands by on another host
-    listens, 0 on the coordinator's.
+    ``role``: ``worker``; ``supervisor``; ``placing``, a supervisor that has no rank yet; ``joining``, a supervisor that
+    asks for a lost worker's rank, and waits for one if it ``waits``; ``operator``, a terminal, without rank; or
+    ``standby``. ``pid``, ``host``: of the sender. ``incarnation``: which process of its rank a worker is. ``line``: the
+    connection that it continues, -1 for a new one; ``heard``: the messages received over that; ``token``: the
+    Welcome's. ``term``: the last term that the sender knows of (core/coordinator/succession.py). ``port``: where a
+    standby on another host listens; 0 on the coordinator's host.
     """
 
     rank: int
@@ -43,8 +42,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class LogFolder:
-    """The folder of a worker's log: its ``path`` on the worker's host, the ``token`` by which all know it who see the
-    same folder, and the address of the ``host`` at which others reach that.
+    """The folder of a worker's log: its ``path`` on the worker's host, the ``token`` that is equal for all that see the
+    same folder, and the address of the ``host`` at which others reach it.
     """
 
     path: str
@@ -54,8 +53,9 @@ class LogFolder:
 
 @dataclass(frozen=True)
 class Ready(ToCoordinator):
-    """A worker's engine stands, and it asks to take part: ``stepped`` steps are applied in its state, and its log is
-    ``logged_in`` that folder, if it has one.
+    """From a worker whose engine is built: it asks to take part. ``member``: its identity, seat and addresses;
+    ``stepped``: steps applied in its state; ``job``: the job by its settings; ``logged_in``: the folder of its log, if
+    it has one.
     """
 
     member: Member
@@ -65,18 +65,18 @@ class Ready(ToCoordinator):
 
     @property
     def worker(self) -> WorkerId:
-        """The identity of the process that asks."""
+        """The identity of the sender."""
         return self.member.worker
 
 
 @dataclass(frozen=True)
 class CatchUp(OfWorker):
-    """A newcomer's script has come to the present, and it asks for the state of its stage."""
+    """From a newcomer whose script has come to the present: it asks for the state of its stage."""
 
 
 @dataclass(frozen=True)
 class Serving(OfWorker):
-    """A worker serves ``newcomer`` at ``address``; the coordinator passes it on to that one."""
+    """From a worker, answering Serve: it serves ``newcomer`` at ``address``. Forwarded to the newcomer."""
 
     newcomer: WorkerId
     address: str
@@ -84,11 +84,11 @@ class Serving(OfWorker):
 
 @dataclass(frozen=True)
 class CaughtUp(OfWorker):
-    """A newcomer has the state after ``step``, follows the others' steps, and asks to take part.
+    """From a newcomer that has the state after ``step`` and follows the others' steps, or has replayed its stage: it
+    asks to take part.
 
-    ``bytes``: how many of its stage's state it has taken from the others; ``followed``: how many of the sums since;
-    ``helpers``: of one that has replayed its stage, how many have helped to the end; ``sources``: those of the others
-    whose sums it follows.
+    ``bytes``: bytes of state received; ``followed``: bytes of sums received since; ``helpers``: how many workers have
+    helped its replay to the end; ``sources``: the workers whose sums it follows.
     """
 
     step: int
@@ -100,24 +100,22 @@ class CaughtUp(OfWorker):
 
 @dataclass(frozen=True)
 class Replaying(OfWorker):
-    """A worker has replayed ``step`` from the logs; the coordinator passes it on to those who wait for that."""
+    """From a worker that has replayed ``step`` from the logs. The coordinator forwards it to the workers that wait."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Accompanied(OfWorker):
-    """A live worker has replayed its stage up to ``step``, for others that need what it sends, and has its state
-    again.
-    """
+    """From a companion that has replayed its stage up to ``step`` and has its own state again."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Unreplayable(OfWorker):
-    """A worker can't replay its stage, and ``why``.  ``lacks``: the stage that could make once more what is missing;
-    ``checkpoint``: the path of the one that can't be read.
+    """From a worker that can't replay its stage, with the reason. ``lacks``: the stage that could make again what is
+    missing; ``checkpoint``: the path of an unreadable one.
     """
 
     why: str
@@ -127,12 +125,12 @@ class Unreplayable(OfWorker):
 
 @dataclass(frozen=True)
 class Durable(OfWorker, running=True):
-    """The checkpoint of ``step`` in the folder ``path`` is whole, on the disk, and was read back.
+    """From the worker that publishes a checkpoint: that of ``step`` in the folder ``path`` is whole, on disk, and was
+    read back.
 
-    The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
-    which data is valid at that worker; ``write_s``: how many seconds the slowest worker has written its share for, 0
-    where that is not known; ``boundaries``: those that are to be logged from now on, None for those that are to be
-    already.
+    The coordinator forwards it to all: what is logged up to ``step`` may go. ``valid_from``: the generation from which
+    data is valid at the sender; ``write_s``: seconds for which the slowest worker wrote its share, 0 if unknown;
+    ``boundaries``: those to log from now on, None for no change.
     """
 
     step: int
@@ -144,15 +142,15 @@ class Durable(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class Logged(OfWorker):
-    """All that a worker has made of the steps up to ``step`` is in its log, on its disk."""
+    """From a worker: all that it made of the steps up to ``step`` is in its log, on its disk."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class LogBroken(OfWorker):
-    """A worker's log lacks something of ``step``, and ``why``: no stage can be replayed over that step, so not before
-    the next checkpoint is durable.
+    """From a worker whose log lacks something of ``step``, with the reason: no stage can be replayed over that step, so
+    none before the next checkpoint is durable.
     """
 
     step: int
@@ -161,7 +159,7 @@ class LogBroken(OfWorker):
 
 @dataclass(frozen=True)
 class LogsServed(ToCoordinator, by=SUPERVISOR):
-    """The supervisor of ``rank`` serves what is in the folder with this ``token``, at ``address``."""
+    """From the supervisor of ``rank``: it serves the folder with this ``token`` at ``address``."""
 
     rank: int
     token: str
@@ -170,9 +168,7 @@ class LogsServed(ToCoordinator, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class StrangersAtLogs(ToCoordinator, by=SUPERVISOR):
-    """To a port of the supervisor of ``rank`` somebody has come from ``address`` who does not belong to the job, as
-    ``text`` says.
-    """
+    """From the supervisor of ``rank``: ``text`` describes a caller from ``address`` that is not of the job."""
 
     rank: int
     text: str
@@ -181,7 +177,7 @@ class StrangersAtLogs(ToCoordinator, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class StateHash(OfWorker, running=True):
-    """A hash of a worker's state after ``step``, which the coordinator has asked for."""
+    """From a worker asked by HashAfter: the hash of its state after ``step``."""
 
     step: int
     digest: str
@@ -189,16 +185,16 @@ class StateHash(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class SurvivorReport(OfWorker, running=True, most=1 << 22):
-    """A worker has stopped for ``generation``, and says what it has.
+    """From a worker that has stopped for ``generation``: what it has.
 
-    It has applied ``stepped`` steps, made the plan ``digest``, by which a step takes ``period_us``, while no plan's
-    takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.packed_data.pack), and of plain iterators'
-    data ``held_draws`` (core.vocabulary.iterator_draws.pack).  ``timings``: seconds that it took to notice and to plan.
-    ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: the generation from which data
-    is valid there (core/worker/step_store.py).  ``places``: where its plain iterator stood behind the last applied
-    step, and behind the next where that was begun, by their numbers; nothing where it does not stand at its replica's
-    place, or there is none.  ``ended``: its number, if it has given all that it has, else 0; ``lacks``: the step for
-    which this worker has found nothing to draw, 0 for none.
+    ``stepped``: steps applied. ``digest``: the hash of its plan; ``period_us``: the plan's time per step in
+    microseconds; ``bound_us``: the lower bound of any plan's. ``held``: data that it holds
+    (core.vocabulary.packed_data.pack); ``held_draws``: batches of plain iterators that it holds
+    (core.vocabulary.iterator_draws.pack). ``timings``: seconds that it took to notice and to plan. ``loaded``: its
+    state is that of a checkpoint that all have loaded. ``valid_from``: the generation from which its data is valid
+    (core/worker/step_store.py). ``places``: by step, where its plain iterator stood after the last applied step, and
+    after the next if that was begun; empty if it has none, or not at its replica's place. ``ended``: the number of its
+    iterator if that has ended, else 0. ``lacks``: the step for which it found nothing to draw, 0 for none.
     """
 
     generation: int
@@ -218,7 +214,7 @@ class SurvivorReport(OfWorker, running=True, most=1 << 22):
 
 @dataclass(frozen=True)
 class OutOfData(OfWorker, running=True, ahead=2):
-    """A worker has found nothing to draw for ``step``, since its plain iterator has ended, or all have."""
+    """From a worker that found nothing to draw for ``step``, because its plain iterator has ended, or all have."""
 
     generation: int
     step: int
@@ -226,17 +222,18 @@ class OutOfData(OfWorker, running=True, ahead=2):
 
 @dataclass(frozen=True)
 class CheckpointLoaded(OfWorker, running=True):
-    """A worker has the state of a checkpoint that all were to load."""
+    """From a worker that has loaded the state of a checkpoint that all were to load."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Resized(OfWorker, running=True):
-    """A worker plans for another number of micro-batches from the next step on, as all do that have passed the barrier
-    before.
+    """From a worker that plans for another number of micro-batches from the next step on, like all that have passed the
+    barrier before.
 
-    ``batch``: samples in a step of all replicas; ``full_us``: the planned period in microseconds with everybody there.
+    ``micro_batches``: of a replica; ``batch``: samples in a step of all replicas; ``full_us``: the planned period in
+    microseconds with all seats live.
     """
 
     generation: int
@@ -247,8 +244,8 @@ class Resized(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class Stepped(OfWorker, running=True, ahead=1):
-    """A worker has applied ``step``.  ``place``: where its plain iterator stood when all was drawn for that, None where
-    it does not stand at its replica's place, or there is none.
+    """From a worker that has applied ``step``. ``place``: where its plain iterator stood once all was drawn for that
+    step; None if it has none, or not at its replica's place.
     """
 
     generation: int
@@ -258,9 +255,8 @@ class Stepped(OfWorker, running=True, ahead=1):
 
 @dataclass(frozen=True)
 class Fingerprint(OfWorker, running=True):
-    """A hash of a worker's state after ``step``; said before :class:`Stepped`.
-
-    ``tied``: of each weight that other stages have too, by name.
+    """From a worker, before :class:`Stepped`: the hash of its state after ``step``. ``tied``: by name, the hash of each
+    weight that other stages have too.
     """
 
     step: int
@@ -270,13 +266,13 @@ class Fingerprint(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class ComputeTime(OfWorker, running=True):
-    """A worker has computed for ``spent_us`` microseconds in ``step``, and ``nominal_us`` is what that should take;
-    said before :class:`Stepped`.
+    """From a worker, before :class:`Stepped`: it has computed for ``spent_us`` microseconds in ``step``, which should
+    take ``nominal_us``.
 
-    ``again_us``: the part of the first that went to what had been another worker's, or to what it had computed before.
-    ``exchange_us``: how long its sum with the other replicas took, most of which who comes early waits for the others;
-    ``own_us``: the part of the time since the step before in which it has waited for nobody.  Neither is known of a
-    step that a failure has interrupted, and the second not of the first.
+    ``again_us``: the part of ``spent_us`` for work that had been another worker's, or that it had done before.
+    ``exchange_us``: the time of its sum with the other replicas, which for early workers is mostly waiting. ``own_us``:
+    the part of the time since the step before in which it waited for nobody. The last two are None for a step that a
+    failure interrupted, ``own_us`` also for the first step.
     """
 
     step: int
@@ -288,15 +284,13 @@ class ComputeTime(OfWorker, running=True):
 
 
 AHEAD_OF_STEPPED = (ComputeTime,)
-"""What is said right before :class:`Stepped`, so that one packet can have both."""
+"""Sent right before :class:`Stepped`, so that one packet can have both."""
 
 
 @dataclass(frozen=True)
 class Contribution(OfWorker, running=True, ahead=2):
-    """A worker's part of named numbers of one step that everybody needs (losses by micro-batch, squared norms by
-    stage).
-
-    They are complete when ``expected`` keys are there, of each ``shard``.
+    """From a worker: its part of the numbers ``name`` of ``step`` that all workers need (losses by micro-batch, squared
+    norms by stage). They are complete when ``expected`` keys are there of each ``shard``.
     """
 
     step: int
@@ -308,9 +302,7 @@ class Contribution(OfWorker, running=True, ahead=2):
 
 @dataclass(frozen=True)
 class BarrierReached(OfWorker, running=True, most=1 << 22):
-    """A worker has reached the barrier named ``place``, outside a step (core/coordinator/facts/barriers.py), with
-    ``values`` for everybody.
-    """
+    """From a worker at the barrier ``place``, outside a step, with ``values`` for all."""
 
     generation: int
     place: str
@@ -319,7 +311,7 @@ class BarrierReached(OfWorker, running=True, most=1 << 22):
 
 @dataclass(frozen=True)
 class Leaving(OfWorker):
-    """A worker wants to go at a commit line: a planned leave, no failure.  ``all``: the job is to end there."""
+    """From a worker that wants to leave at a commit, as planned. ``all``: the job is to end there."""
 
     reason: str
     all: bool = False
@@ -327,8 +319,8 @@ class Leaving(OfWorker):
 
 @dataclass(frozen=True)
 class HostGoes(OfWorker, running=True):
-    """The host of a worker is to be taken away, for ``reason``: all workers there are to go at a commit line.
-    ``coordinator``: it is the coordinator's host, so the job is to end there.
+    """From a worker whose host is to be taken away, with the reason: all workers there leave at a commit.
+    ``coordinator``: it is the coordinator's host, so the job ends there.
     """
 
     reason: str
@@ -337,8 +329,8 @@ class HostGoes(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class Post(OfWorker, most=1 << 24):
-    """A worker posts ``value`` on the board named ``board``, in membership ``generation``; ALWAYS: for newcomers of its
-    rank (core/coordinator/facts/boards.py).
+    """From a worker: it posts ``value`` on ``board`` in membership ``generation``; ALWAYS: for newcomers of its rank
+    (core/coordinator/facts/boards.py).
     """
 
     generation: int
@@ -348,7 +340,7 @@ class Post(OfWorker, most=1 << 24):
 
 @dataclass(frozen=True)
 class ReadBoard(OfWorker):
-    """A worker asks, in ``generation``, for what each of ``ranks`` posts on the board ``board``."""
+    """From a worker: it asks, in ``generation``, for what each of ``ranks`` posts on ``board``. Answered by Posted."""
 
     generation: int
     board: str
@@ -357,8 +349,8 @@ class ReadBoard(OfWorker):
 
 @dataclass(frozen=True)
 class WantResult(OfWorker):
-    """A worker asks the one of rank ``holder`` to post the result of collective ``number`` of the sequence ``line``;
-    the coordinator passes it on.
+    """From a worker: the worker of rank ``holder`` is to post the result of collective ``number`` of the sequence
+    ``line``. The coordinator forwards it.
     """
 
     generation: int
@@ -369,14 +361,13 @@ class WantResult(OfWorker):
 
 @dataclass(frozen=True)
 class Through(OfWorker, running=True):
-    """A worker's script is through, in a job that logs: it goes once it hears MayGo."""
+    """From a worker whose script is through, in a job that logs: it leaves once it gets MayGo."""
 
 
 @dataclass(frozen=True)
 class Left(OfWorker):
-    """A worker goes now, after everybody's commit, with exit code ``code``.
-
-    ``planned``: since the step has come before which it was to leave; else its script is through, after ``step``.
+    """From a worker that leaves now, after all have committed, with exit code ``code``. ``planned``: the step has come
+    before which it was to leave; else its script is through, after ``step``.
     """
 
     code: int = 0
@@ -386,14 +377,16 @@ class Left(OfWorker):
 
 @dataclass(frozen=True)
 class Vanishing(OfWorker, running=True, ahead=0):
-    """A worker's script calls ``os._exit(0)`` after ``step``, which is committed, and before the next one."""
+    """From a worker whose script calls ``os._exit(0)`` after ``step``, which is committed, and before the next step."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Exited(OfWorker, by=SUPERVISOR):
-    """A supervisor saw its worker's process end.  ``code`` is negative for a signal; ``at`` is the time in seconds."""
+    """From a supervisor whose worker's process ended. ``code``: negative for a signal; ``at``: seconds since
+    the epoch.
+    """
 
     code: int
     at: float
@@ -401,19 +394,16 @@ class Exited(OfWorker, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class Unguarded(OfWorker, by=SUPERVISOR):
-    """A supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes the
-    worker with it.
-    """
+    """From a supervisor whose guard ``pid``, which the launcher started, is gone and takes the worker with it."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Heartbeat(OfWorker):
-    """A worker's heartbeat, from a thread of its own, every so often: it has finished ``done`` instructions, the last
-    ones of ``step``, and ``at`` and ``what`` say what it is doing (core/messages/activity.py).
-
-    ``number`` comes back in :class:`Lease`.
+    """From a worker, at intervals, from a thread of its own: it has finished ``done`` instructions, the last ones of
+    ``step``; ``at`` and ``what`` say what it is doing (core/messages/activity.py). ``number`` comes back in
+    :class:`Lease`.
     """
 
     number: int
@@ -425,10 +415,8 @@ class Heartbeat(OfWorker):
 
 @dataclass(frozen=True)
 class Missing(OfWorker, running=True):
-    """A worker has waited long for ``what`` from seat ``source``, and both are there: the connection between them is
-    broken.
-
-    ``source`` is empty where ``what`` is a collective, which does not say whose connection it is.
+    """From a worker that has waited long for ``what`` from the live seat ``source``: the connection between them is
+    broken. ``source`` is empty for a collective, which does not tell whose connection it is.
     """
 
     generation: int
@@ -438,8 +426,8 @@ class Missing(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class SupervisorHeartbeat(OfWorker, by=SUPERVISOR):
-    """A supervisor's heartbeat, every so often: its worker's process is there, whether it is stopped, and how many
-    seconds it has used a CPU, or waited for one or for a disk, None where that can't be read.
+    """From a supervisor, at intervals: its worker's process exists. ``stopped``: whether it is stopped; ``cpu_s``:
+    seconds for which it used a CPU, or waited for one or for a disk; None if unreadable.
     """
 
     stopped: bool
@@ -448,9 +436,8 @@ class SupervisorHeartbeat(OfWorker, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class Terminate(ToCoordinator, by=SUPERVISOR):
-    """Somebody asks for the job's end at the next commit.
-
-    ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason.
+    """From a supervisor that is asked to end the job at the next commit. ``host``: where the supervisor of ``rank`` got
+    the signal that ``reason`` names; empty for another reason.
     """
 
     rank: int
@@ -460,16 +447,15 @@ class Terminate(ToCoordinator, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class Fatal(OfWorker):
-    """A worker has come upon something after which nobody can go on."""
+    """From a worker that found something after which nobody can go on."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Crashed(OfWorker):
-    """A worker's script has ended with ``error``, in a line, and the process ends with it.
-
-    ``trace``: the traceback, if there is one; ``step``: the last one that was begun.
+    """From a worker whose script has ended with ``error``, in one line; the process ends with it. ``trace``: the
+    traceback, if there is one; ``step``: the last step begun.
     """
 
     error: str
@@ -485,12 +471,12 @@ NOTED: dict[str, dict[str, type]] = {
     "unwritten": {"path": str},
     "written": {"path": str},
 }
-"""The kinds of events that workers note, and of each the details that are read by more than people."""
+"""The kinds of events that workers note; for each the details that programs read too."""
 
 
 @dataclass(frozen=True)
 class Note(OfWorker):
-    """A worker has something to be said and logged: see :class:`core.coordinator.facts.output.Event`."""
+    """From a worker: an event to print and log (:class:`core.coordinator.facts.output.Event`)."""
 
     kind: str
     text: str

@@ -1,4 +1,4 @@
-"""The description of a job for the coordinator: it has to be the same on every worker, or they can't train together."""
+"""The description of a job for the coordinator; it has to be the same on every worker."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The job that its workers ask for; the ``start`` event shows it to the user, field by field.
+    """The job as its workers' settings describe it; the ``start`` event shows it to the user, field by field.
 
-    ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
-    ``arithmetic``: in exact mode, what decides how operations round.  ``log``: what crosses stages is logged, so that a
-    stage without a live worker can be replayed, over which ``boundaries``, and in how many bytes (``log_budget``).
-    ``pushed``: scripts push their micro-batches (core/worker/pushed.py).  ``folders``: those that are set beside
-    ``run_dir``, by setting.  Times are in seconds.  The others are the settings of the same name.
+    ``batch``: samples in a step of all replicas. ``clipping``: the limit of the gradient norm, 0 for none.
+    ``arithmetic``: in exact mode, what decides how operations round. ``log``: boundary tensors are logged, so that a
+    stage without a live worker can be replayed: those of ``boundaries``, in at most ``log_budget`` bytes. ``pushed``:
+    scripts push their micro-batches (core/worker/pushed.py). ``folders``: those set beside ``run_dir``, by setting.
+    Times are in seconds. The others are the settings of the same name.
     """
 
     replicas: int
@@ -62,5 +62,5 @@ class JobSpec:
 
     @property
     def domain(self) -> FailureDomain:
-        """Who is given up with whom: all that hold a seat, or a replica, where that is the unit."""
+        """The unit that is given up as one: a replica if ``unit`` says so, else a seat."""
         return FailureDomain.REPLICA if self.unit == "replica" else FailureDomain.SEAT

@@ -1,8 +1,8 @@
-"""What was sent over a connection and may not have got there: it is sent again where the connection goes on with
-another coordinator (core/coordinator/switchboard.py).
+"""Messages that were sent over a connection and may be lost; they are sent again if the connection goes on with another
+coordinator (core/coordinator/switchboard.py).
 
-Both ends count the messages that come, but for the greeting (Hello, Welcome), the counts themselves (Got), and who
-stands by (StandsBy, Knows, Turns).
+Both ends count the messages that they receive, except the greeting (Hello, Welcome, Refused), the counts themselves
+(Got), and the standby's (StandsBy, Knows, Turns).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
 
 UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows, Turns)
-EVERY = 64  # after so many messages who receives them says how far it is
-BEATS = 8  # of a supervisor, which hears little else
+EVERY = 64  # after so many messages the receiver reports its count
+BEATS = 8  # the same for a supervisor's messages; it hears little else
 
 
 class Kept:
-    """The frames behind the first ``dropped``, of which it is known that they have got there."""
+    """The frames behind the first ``dropped``, which are known to have been received."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -28,32 +28,32 @@ class Kept:
 
     @property
     def count(self) -> int:
-        """How many have been sent in all."""
+        """The number of frames sent in all."""
         return self.dropped + len(self._frames)
 
     def add(self, frame: bytes) -> None:
-        """Keep one more."""
+        """Keep one more frame."""
         self._frames.append(frame)
 
     def got(self, count: int) -> None:
-        """Forget the first ``count``, which have got there; what was said before, or can't be, changes nothing."""
+        """Drop the first ``count`` frames, which were received; an old or impossible count changes nothing."""
         while self._frames and self.dropped < count:
             self._frames.popleft()
             self.dropped += 1
 
     def since(self, count: int) -> list[bytes]:
-        """All behind the first ``count``."""
+        """Return all frames behind the first ``count``."""
         return list(islice(self._frames, max(0, count - self.dropped), None))
 
 
 class Heard:
-    """Counts the messages that come: ``count``."""
+    """Counts the messages received: ``count``."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = self._said = count
 
     def is_due(self, message: object) -> bool:
-        """Count ``message``; whether the other end is to hear how many have come: soon, where it keeps a long one."""
+        """Count ``message``. Return whether the other end is to hear the count; sooner if it keeps a long message."""
         self.count += 1
         if self.count - self._said < EVERY and not (isinstance(message, Posted) or getattr(message, "PACKS", False)):
             return False

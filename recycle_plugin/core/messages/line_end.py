@@ -1,5 +1,5 @@
-"""The end of a connection to the coordinator that may go on with another process in its place, by what both ends have
-counted (core/messages/kept.py), and where it turns when it is broken (core/coordinator/succession.py).
+"""The end of a connection to the coordinator: how it goes on with another process in the coordinator's place, by what
+both ends have counted (core/messages/kept.py), and where it turns when it is broken (core/coordinator/succession.py).
 
 No clock, threads or sockets: real connections (runtime/control/framed.py) and simulated ones share these rules.
 """
@@ -13,21 +13,21 @@ from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
 
-AT_HOME_S = 1.5  # how long who listened where the connection led is tried, before who stands by elsewhere is
-TRY_S = 1.0  # and then each of them in turn
+AT_HOME_S = 1.5  # seconds for which the old address alone is tried, before a standby on another host is
+TRY_S = 1.0  # seconds for each of the two in turn after that
 APART = 2  # times the silence after which the coordinator is taken for dead: others find so later
 NOBODY = StandsBy(0, "", 0, 0.0)
 
 
 class LineEnd:
-    """What an end knows of its connection: its number at the coordinator (``line``, -1 before that has welcomed it),
-    what was sent and heard over it, and the last term.
+    """What an end knows of its connection: its number at the coordinator (``line``, -1 before the Welcome), what was
+    sent and received over it, and the last term.
     """
 
     def __init__(self) -> None:
-        self.line, self._token = -1, ""  # and what shows that it is this end's
+        self.line, self._token = -1, ""  # and what proves that it is this end's
         self._kept, self._heard = Kept(), Heard()
-        self._term = self._stood_by = NOBODY  # the last that it knows of; the last in which somebody stood by elsewhere
+        self._term = self._stood_by = NOBODY  # the last that it knows of; the last with a standby elsewhere
 
     def send(self, message: object) -> object:
         """Send a message; implementations do."""
@@ -38,12 +38,12 @@ class LineEnd:
             self._kept.add(frame)
 
     def _again(self, hello: Hello) -> Hello:
-        """The ``hello`` of who comes again."""
+        """Return the ``hello`` that continues this connection."""
         return replace(hello, line=self.line, heard=self._heard.count, token=self._token, term=self._term.term)
 
     def _since(self, welcome: Welcome) -> list[bytes]:
-        """Go on with the connection that ``welcome`` answers for; the frames to be sent once more."""
-        if welcome.line != self.line:  # another one than before
+        """Go on with the connection that ``welcome`` answers for; return the frames to send once more."""
+        if welcome.line != self.line:  # a new connection
             self.line, self._token, self._kept, self._heard = welcome.line, welcome.token, Kept(), Heard()
         self._got(welcome.heard)
         return self._kept.since(welcome.heard)
@@ -52,7 +52,7 @@ class LineEnd:
         self._kept.got(count)
 
     def _is_news(self, message: object) -> bool:
-        """Take note of how far either end is, at the end that was welcomed; whether that was not all of ``message``."""
+        """Record how far either end is, if this end was welcomed; return whether ``message`` says more than that."""
         if isinstance(message, Welcome) and self.line < 0:
             self.line, self._token = message.line, message.token
         if self.line < 0:
@@ -68,12 +68,12 @@ class LineEnd:
         return True
 
     def _learn(self, term: StandsBy) -> None:
-        """Take note of a term, and of who stands by in it, and say so."""
+        """Record a term and its standby, and confirm it."""
         if (answer := self._noted(term)) is not None:
             self.send(answer)
 
     def _noted(self, term: StandsBy) -> Knows | None:
-        """The answer to a term, once it is noted; None to one before the last."""
+        """Record a term and return the answer; None for a term before the last."""
         if term.term < self._term.term:
             return None
         self._term = term
@@ -81,27 +81,27 @@ class LineEnd:
         return Knows(term.term)
 
     def _last_word(self) -> Turns | None:
-        """What is said before this end breaks a connection over which it hears nothing; None where it does not break
-        it, since nobody stands by elsewhere.
+        """Return what is sent before this end breaks a silent connection; None if it keeps it, without a standby
+        elsewhere.
         """
         return Turns(self._term.term) if self._term.host else None
 
     def _elsewhere(self, role: str, address: tuple[str, int]) -> tuple[str, int] | None:
-        """Where somebody stands by on another host than that of ``address``.  For who is no worker, and decides nothing
-        by turning there, it may also be the last one that did: that one may coordinate by now.
+        """Return the address of a standby on another host than ``address``'s. For an end that is no worker, which
+        decides nothing by turning, it may also be the last standby: that one may coordinate by now.
         """
         its = self._stood_by if role != "worker" and not self._term.host else self._term
         there = its.host, its.port
         return None if not its.host or self.line < 0 or there == address else there
 
     def _has_turned(self) -> None:
-        """Who stands by for the coordinator to which this end has turned, that will say."""
+        """Forget the standby: the coordinator to which this end has turned will name its own."""
         self._term = replace(self._term, host="", port=0)
 
 
 class Tries:
-    """The tries to make a connection again, one after the other, since ``began``, by any clock in seconds: at the same
-    address for a while, then there and ``elsewhere`` in turn.
+    """The tries to make a connection again since ``began``, in seconds of any clock: at the same address for a while,
+    then there and ``elsewhere`` in turn.
     """
 
     def __init__(self, began: float, timeout_s: float, elsewhere: bool, silent_s: float) -> None:
@@ -109,12 +109,12 @@ class Tries:
         self.until = began + timeout_s + (APART * silent_s if elsewhere else 0.0)  # others may come there later
 
     def next(self, now: float, elsewhere: bool) -> bool:
-        """Whether the next try goes elsewhere, where there is such a place by now."""
+        """Return whether the next try goes elsewhere, if there is such an address by now."""
         self.goes_elsewhere = elsewhere and not self.goes_elsewhere and now >= self._began + AT_HOME_S
         return self.goes_elsewhere
 
     def are_over(self, answer: object | None) -> bool:
-        """Whether no other follows one that has come through, with an ``answer`` or without: it was refused, or there
-        is no way back (core/coordinator/succession.py).
+        """Return whether a try that has come through, with an ``answer`` or without, is the last: it was refused, or
+        there is no way back (core/coordinator/succession.py).
         """
         return answer is not None or self.goes_elsewhere

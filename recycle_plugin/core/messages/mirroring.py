@@ -1,5 +1,5 @@
-"""What is said so that the coordinator's process may die: over each connection how much has come, and from the one that
-coordinates to the one that stands by, all that it takes in (core/coordinator/switchboard.py).
+"""Messages that let the coordinator's process die: on each connection the counts of messages received, and from the
+coordinator to its standby all that it handles (core/coordinator/switchboard.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from recycle_plugin.core.messages.from_workers import Hello
 
 @dataclass(frozen=True)
 class Got:
-    """So many messages have come over this connection, and need not be sent again; from one that stands by, so many
-    news.
-    """
+    """From an end of a connection: it has received ``count`` messages. From a standby: ``count`` news."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class StandsBy:
-    """In this ``term`` a process on another host stands by, and listens at the address ``host`` and ``port``; or nobody
-    does (``host`` is empty).  ``silent_s``: so long may the coordinator say nothing before it is taken for dead there.
+    """From the coordinator to all: in this ``term`` a standby on another host listens at ``host`` and ``port``, or
+    there is none (``host`` is empty). ``silent_s``: seconds of the coordinator's silence after which it is taken for
+    dead there.
     """
 
     term: int
@@ -32,15 +31,15 @@ class StandsBy:
 
 @dataclass(frozen=True)
 class Knows:
-    """The answer to that: this end knows of the ``term``, and turns to nobody who stood by in one before."""
+    """Answers StandsBy: the sender knows of the ``term``, and turns to no standby of an earlier one."""
 
     term: int
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The last word over a connection that this end breaks, since it hears nothing in this ``term``: it comes again, or
-    turns to who stands by, and is not dead.
+    """The last message over a connection that the sender breaks because it hears nothing in this ``term``. It is not
+    dead: it connects again, or turns to the standby.
     """
 
     term: int
@@ -48,8 +47,8 @@ class Turns:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A piece of the state of the one that coordinates, as JSON (core/coordinator/state_dump.py), with the first
-    ``count`` news in it.
+    """From the coordinator to its standby: a ``piece`` of its state, as JSON (core/coordinator/state_dump.py).
+    ``last``: no piece follows; ``count``: the news that the state contains.
     """
 
     piece: bytes
@@ -59,9 +58,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the one that coordinates takes in at ``now``, in seconds: a ``kind`` of news (switchboard.NEWS) of the
-    connection ``line``, with a ``hello``, the frame of a ``message``, and a ``text``, where there are such.  ``out``:
-    what has followed from so many news is out; it ``waits``: what follows from this waits for the answer.
+    """From the coordinator to its standby: what it handles at ``now``, in seconds. ``kind``: of news
+    (switchboard.NEWS); ``line``: the connection; ``hello``, ``message`` (its frame), ``text``: if there are such.
+    ``out``: the number of news whose effects are out; ``waits``: the effects of this one wait for the answer.
     """
 
     kind: str

@@ -11,14 +11,12 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass(frozen=True)
 class OfWorker(ToCoordinator):
-    """A message from a worker, or about it: ``rank`` and ``incarnation`` say which of the processes that have had its
-    rank is meant.
-    """
+    """A message from a worker, or about one: process ``incarnation`` of ``rank``."""
 
     rank: int
     incarnation: int = field(default=0, kw_only=True)
 
-    @cached_property  # all that look at a message ask for it
+    @cached_property  # everything that looks at a message asks for it
     def worker(self) -> WorkerId:
-        """The identity of the process that is meant."""
+        """The identity of the worker."""
         return WorkerId(self.rank, self.incarnation)

@@ -1,7 +1,6 @@
-"""The control messages between workers, supervisors and the coordinator; core/messages/encoding.py makes bytes of them,
-by their fields' annotations.
-
-Data (activations, gradients) never passes here: a step costs each worker a handful of these messages.
+"""The list of control messages between workers, supervisors, the coordinator, its standbys and operators;
+core/messages/encoding.py encodes them by their annotations. Data (activations, gradients) never passes here: a step
+costs each worker a handful of messages.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ MESSAGES = (
     AskAdmit,
     RunFolder,
     Answer,
-    # between a coordinator and who could take its place
+    # between a coordinator and its standbys
     Got,
     StandsBy,
     Knows,

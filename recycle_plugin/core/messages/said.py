@@ -1,6 +1,5 @@
-"""What the class of a message declares of who may say it to the coordinator, and when.
-
-core/coordinator/words.py looks at that before the message is handled.
+"""What a message's class declares of who may send it to the coordinator, and when. core/coordinator/words.py checks
+that before the message is handled.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ WORKER, SUPERVISOR = "worker", "supervisor"
 class ToCoordinator:
     """A message to the coordinator.
 
-    ``by``: a WORKER says it of itself, or a SUPERVISOR of the workers that it starts.  ``running``: nobody says it
-    before training has started.  ``ahead``: by so many steps its ``step`` may be ahead of the last committed one; None:
-    the step is judged where it is taken in.  Its ``generation``, if it has one, is at most the newest.  ``most``: so
-    many bytes are read of it, since what all are told has a part of it.
+    ``by``: a WORKER sends it about itself, or a SUPERVISOR about its workers. ``running``: only once training has
+    started. ``ahead``: the steps by which its ``step`` may be ahead of the last committed one; None: the handler judges
+    the step. Its ``generation``, if it has one, is at most the newest. ``most``: the bytes that are read of it, since a
+    part of it goes to all.
     """
 
     BY: ClassVar[str] = WORKER

@@ -1,9 +1,9 @@
-"""Typed values from plain ones: objects of this package's classes from the numbers, texts, lists and dicts that a wire
-or a file has.
+"""Typed values from plain ones: objects of this package's classes from the numbers, texts, lists and dicts of a wire or
+a file.
 
-The annotations say what is taken, and nothing else is.  A dataclass or a named tuple is the list of its fields' values
-(on the wire), or a dict of them by name (in files, where those with a default may be missing); an enumeration's member
-is its value.  What does not fit is no exception but an :class:`Unreadable`, with the field's name.
+Only what the annotations say is accepted. A dataclass or a named tuple is the list of its fields' values (on the wire),
+or a dict by name (in files, where fields with a default may be missing). An enumeration's member is its value. What
+does not fit becomes no exception but an :class:`Unreadable`, with the field's name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SHOWN = 80  # characters of a value that does not fit
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A value that can't be read: ``what`` names the part of it that is wrong, a field by its dotted name mostly, and
-    ``why`` goes on from there: "is '2', …".
+    """A value that can't be read: ``what`` names the wrong part, mostly a field by its dotted name, and ``why``
+    continues the sentence: "is '2', …".
     """
 
     what: str
@@ -37,18 +37,17 @@ class Unreadable:
 
 
 class _Wrong(Exception):
-    """A value does not fit; raised only between here and :func:`read`, which makes an Unreadable of it."""
+    """A value does not fit; :func:`read` makes an Unreadable of it."""
 
     def __init__(self, why: str, path: str = "") -> None:
         self.why, self.path = why, path
 
 
 class TypeForm(NamedTuple):
-    """The way in which the values of one annotation are read.
+    """How the values of one annotation are read.
 
-    ``kinds``: types whose values stand as they are; ``make`` takes any other, and raises _Wrong.
-
-    ``text`` is alike exactly where the same values are taken for the same.
+    ``kinds``: types whose values stand as they are; ``make`` converts any other, or raises _Wrong. ``text``: equal for
+    two forms if and only if they read the same values alike.
     """
 
     text: str
@@ -57,9 +56,7 @@ class TypeForm(NamedTuple):
 
 
 def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
-    """The value of type ``kind`` that ``plain`` stands for, or an Unreadable.  ``name``: what it is called where it
-    does not fit.
-    """
+    """Return the value of type ``kind`` that ``plain`` stands for, or an Unreadable, which calls it ``name``."""
     hint: Any = kind
     try:
         value: T = _part(form_of(hint), plain, name)
@@ -69,7 +66,7 @@ def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
 
 
 def _part(form: TypeForm, plain: Any, name: object) -> Any:
-    """The value of a part that is called ``name`` in what it is a part of."""
+    """Return the value of the part called ``name``."""
     if type(plain) in form.kinds:
         return plain
     try:
@@ -80,9 +77,7 @@ def _part(form: TypeForm, plain: Any, name: object) -> Any:
 
 
 def values(thing: object) -> tuple[Any, ...]:
-    """The values of a dataclass's or named tuple's fields, as :func:`read` takes them back; those that are dataclasses
-    too stay so.  Raises TypeError for anything else.
-    """
+    """Return the values of a dataclass's fields, as :func:`read` takes them back. Raises TypeError for others."""
     kind: Any = type(thing)
     return _getter(kind)(thing)
 
@@ -92,13 +87,13 @@ def values(thing: object) -> tuple[Any, ...]:
 
 @cache
 def form_of(hint: Any) -> TypeForm:
-    """The form of the annotation ``hint``.  Raises TypeError where there is no rule for it."""
+    """Return the form of the annotation ``hint``. Raises TypeError if there is no rule for it."""
     if hint is Any:
         return TypeForm("plain", frozenset(SCALARS), _plain)
     if hint in SCALARS:  # a whole number is a float too, and a flag is no number
         text = "None" if hint is NoneType else hint.__name__
         return TypeForm(text, frozenset({float, int} if hint is float else {hint}), _refusal(text))
-    if hint is bytes:  # only where the annotation says so: files have none
+    if hint is bytes:  # only if the annotation says so: files have none
         return TypeForm("bytes", frozenset({bytes}), _refusal("bytes"))
     if get_origin(hint) in (Union, UnionType):
         return _union(list(map(form_of, get_args(hint))))
@@ -121,16 +116,16 @@ def _refusal(text: str) -> Callable[[Any], Any]:
 
 
 def shown(plain: Any) -> str:
-    """The text of ``plain`` in one line, and only the beginning of it where it is long."""
+    """Return the text of ``plain`` in one line, cut off if it is long."""
     try:
         text = repr(plain)
-    except RecursionError:  # msgpack reads what is nested more deeply than Python writes
+    except RecursionError:  # msgpack reads deeper nesting than Python prints
         return f"a deep {type(plain).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _union(forms: list[TypeForm]) -> TypeForm:
-    """The form of a union of scalars, and at most one form of more than that."""
+    """Return the form of a union of scalars and at most one form that is none."""
     text, kinds = " | ".join(form.text for form in forms), frozenset().union(*(form.kinds for form in forms))
     makers = [form.make for form in forms if not form.kinds]
     if len(makers) > 1:
@@ -150,7 +145,7 @@ def _enumeration(kind: type[Enum]) -> TypeForm:
 
 
 def _each(form: TypeForm, plain: list[Any]) -> list[Any]:
-    """The values of a list, each read by ``form``, in the quickest way where all stand as they are."""
+    """Return the values of a list, each read by ``form``; fast if all stand as they are."""
     if form.kinds.issuperset(map(type, plain)):
         return plain
     return [_part(form, one, [place]) for place, one in enumerate(plain)]
@@ -189,7 +184,7 @@ def _dict(form: TypeForm) -> TypeForm:
 def _fixed(
     text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build: Callable[[list[Any]], Any]
 ) -> TypeForm:
-    """A list of so many values, each of its own form."""
+    """Return the form of a list of so many values, each of its own form."""
     refuse = _refusal(f"a list of {len(forms)}")
 
     def make(plain: Any) -> Any:
@@ -216,7 +211,7 @@ def _record(kind: Any) -> TypeForm:
 
 
 def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict[Any, Any]) -> Any:
-    """The object of class ``kind`` from a dict of its fields by name, as files have it."""
+    """Return the object of class ``kind`` from a dict of its fields by name, as files have it."""
     made = {}
     for name, form in forms.items():
         if name in plain:
@@ -240,9 +235,7 @@ def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
 
 
 def _built(kind: Any, by_place: Any, by_name: dict[Any, Any]) -> Any:
-    """The object of class ``kind``; values of the right types that its constructor refuses with a ValueError are
-    wrong.
-    """
+    """Return the object of class ``kind``. Values that its constructor refuses with ValueError are wrong."""
     try:
         return kind(*by_place, **by_name)
     except ValueError as error:
@@ -250,7 +243,7 @@ def _built(kind: Any, by_place: Any, by_name: dict[Any, Any]) -> Any:
 
 
 def _plain(plain: Any, depth: int = 0) -> Any:
-    """The value as it is, once it is known to be made of nothing but plain values."""
+    """Return the value unchanged. Raises _Wrong unless it consists of plain values only."""
     if depth >= DEEPEST:
         raise _Wrong(f"is more than {DEEPEST} lists and dicts deep")
     if type(plain) is not list and not (type(plain) is dict and TEXT.issuperset(map(type, plain))):
@@ -268,9 +261,7 @@ def _plain(plain: Any, depth: int = 0) -> Any:
 
 @cache
 def names_of(kind: Any) -> tuple[str, ...]:
-    """The names of the fields of a dataclass or named tuple, in the order of its list: those that are only given by
-    name come last.
-    """
+    """Return the field names of a dataclass or named tuple in the order of its list; keyword-only fields come last."""
     if not is_dataclass(kind):
         names: tuple[str, ...] = kind._fields
         return names
