@@ -1,4 +1,4 @@
-"""The ``recycle`` command.  The module of a subcommand is imported for that one, and for the list of all."""
+"""The ``recycle`` command. It imports only the module of the given subcommand, or all of them to list them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ COMMANDS = {
     )
     for word in words
 }
-"""The module of each subcommand, in the order in which help lists them."""
+"""{subcommand: module}, in the order of the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0; 1 where a job, a plan or a check is not as wanted; 2 with one line on
-    stderr for a user's mistake; 130 after Ctrl-C.
+    """Run a subcommand and return the exit code. 0 for success; 1 if a job, a plan or a check is not as wanted; 2 for a
+    user's mistake, with one line on stderr; 130 after Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else arguments
     found = _parser(words[0] if words else "").parse_args(words)
     try:
         return found.run(found) or 0
-    except BrokenPipeError:  # whoever reads, head for instance, has seen enough
+    except BrokenPipeError:  # the reader, head for instance, has seen enough
         sys.stdout = open(os.devnull, "w")
         return 0
     except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError,
         OSError,
         RecycleError,
-    ) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
+    ) as error:  # the user can correct settings, overrides, paths; SettingsError is a ValueError
         print(f"recycle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(word: str) -> argparse.ArgumentParser:
-    """The parser of the subcommand ``word``; where that is none, of all of them."""
+    """Return the parser of the subcommand ``word``, or of all subcommands if ``word`` is none of them."""
     parser = argparse.ArgumentParser(
         prog="recycle", description="fault-tolerant pipeline-parallel training without spares"
     )
@@ -75,7 +75,7 @@ def _parser(word: str) -> argparse.ArgumentParser:
 
 
 def of_the_lab() -> dict[str, str]:
-    """The subcommands that study the plugin: there where recycle_plugin.lab is, which a job does not need."""
+    """Return {subcommand: module} of recycle_plugin.lab, which jobs do not need; {} if it is not installed."""
     if find_spec("recycle_plugin.lab") is None:
         return {}
     return import_module("recycle_plugin.lab.commands").COMMANDS

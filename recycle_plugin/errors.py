@@ -1,46 +1,43 @@
-"""What can go wrong, as types that say who has to act."""
+"""Errors, as types that say who has to act."""
 
 from __future__ import annotations
 
 
 class RecycleError(RuntimeError):
-    """Something that the user can mend; the message is one line and says how."""
+    """An error that the user can correct; the message is one line and says how."""
 
 
 class NoCredentials(RecycleError):
-    """What a process of a job is to prove itself with is not there, or is none; the message says what to do."""
+    """A process's credentials for the job are missing or invalid; the message says what to do."""
 
 
 class NotSaved(RecycleError, OSError):
-    """A checkpoint could not be written, by one worker at least, and so by none.
-
-    It is raised on all of them, and where a script catches it training goes on.
+    """A checkpoint was not written, because at least one worker could not write it. It is raised on all workers; if the
+    script catches it, training goes on.
     """
 
 
 class DataIsOver(RecycleError, StopIteration):
-    """The data iterators of all replicas have ended, as the end of an epoch; it is raised on all workers.
-
-    Where a script catches it, as a StopIteration, it may go on with other iterators.
+    """The data iterators of all replicas have ended, as at the end of an epoch; raised on all workers. A script that
+    catches it, as a StopIteration, may go on with other iterators.
     """
 
 
 class CantJoin(RecycleError):
-    """Who comes back has nothing to go on with, which is its own loss and nobody else's."""
+    """A newcomer has nothing to go on with. Only this newcomer is lost."""
 
 
 class WaitTimeout(RecycleError):
-    """A wait passed its deadline; the message names what was waited for."""
+    """A wait passed its deadline; the message names what was awaited."""
 
 
 class DeviceStuck(RuntimeError):
-    """This worker's device does not come to an end, which is its own loss and nobody else's."""
+    """This worker's device does not finish its work. Only this worker is lost."""
 
 
 class CutOff(RecycleError):
-    """The coordinator can't be heard, so this worker may be on the smaller side of a broken network.
-
-    It exits with ``code``.
+    """The coordinator is out of reach, so this worker may be on the smaller side of a divided network. It exits with
+    ``code``.
     """
 
     code = 4

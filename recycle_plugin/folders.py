@@ -1,6 +1,6 @@
-"""Folders and files that are under their name whole or not at all, whoever dies while they are written.
+"""Write folders and files so that their name shows all of them or nothing, even if the writer dies.
 
-It also has the words for why something can't be written.
+The module also has the words for why something can't be written.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from recycle_plugin.errors import NotSaved, RecycleError
 
 T = TypeVar("T")
 READ = 1 << 20  # bytes at a time
-SHOWN = 300  # characters of what does not fit
-UNFINISHED = ".incomplete-"  # in the name of a checkpoint that is being written
-# after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
+SHOWN = 300  # characters of an error on weights that do not fit
+UNFINISHED = ".incomplete-"  # in the name of a checkpoint while it is written
+# Age in seconds of another job's leftovers at which no process writes to them any more: each file takes minutes, and
+# all are written at once.
 STALE_S = 3600.0
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def put_in_place(made: Path, final: Path) -> None:
-    """Give ``made``, whose files are complete, the name ``final`` in one step; what had that name gets the other's.
-
-    On file systems that can't exchange two names there is a moment at which nothing is called ``final``.
+    """Give the complete folder ``made`` the name ``final`` in one step; an old ``final`` gets the name of ``made``. If
+    the file system can't exchange two names, there is a moment without ``final``.
     """
     sync(made)
     if not final.exists():
@@ -45,27 +45,27 @@ def put_in_place(made: Path, final: Path) -> None:
 
 
 def prepared(path: Path, text: str, by: str = "") -> Path:
-    """Write ``text`` to a file beside ``path``, on the disk, to be put in its place by :func:`replace`.  ``by``: who
-    writes, where several may at once.  Raises NotSaved.
+    """Write ``text`` to disk beside ``path``, and return the file, for :func:`replace` to put it in place. ``by``:
+    distinguishes writers if there may be several at once. Raises NotSaved.
     """
     unfinished = path.with_name(f".{path.name}{by}.unfinished")
     try:
         write(unfinished, lambda file: file.write(text.encode()), path)
     except NotSaved:
-        with suppress(OSError):  # where nothing can be written, that may not be possible either
+        with suppress(OSError):  # with a full disk this may fail too
             unfinished.unlink()
         raise
     return unfinished
 
 
 def replace(made: Path, path: Path) -> None:
-    """Put the file ``made`` in the place of ``path``, which at any moment is the new one or the old one."""
+    """Replace ``path`` by the file ``made`` in one step."""
     made.replace(path)
     sync(path.parent)
 
 
 def make(folder: Path) -> None:
-    """Make a folder, with those above it.  Raises NotSaved."""
+    """Make a folder and its parents. Raises NotSaved."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -73,9 +73,8 @@ def make(folder: Path) -> None:
 
 
 def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None = None) -> None:
-    """Write what ``into(output)`` writes to the file ``path``; it is on the disk when this returns, and was read back.
-
-    Raises NotSaved, whatever goes wrong in it; the message names ``called`` where that is what the file is for.
+    """Write to the file ``path`` by ``into(output)``, flush it to the disk, and read it back to check it. Raises
+    NotSaved for any error; the message names ``called`` if given, the file that ``path`` will replace.
     """
     output = None
     try:
@@ -86,16 +85,16 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
             os.fsync(file.fileno())
         if _crc(path) != output.crc:
             raise OSError(errno.EIO, "what was read back is not what was written")
-    except Exception as error:  # what can't be pickled raises whatever it likes
+    except Exception as error:  # an object that can't be pickled may raise anything
         raise NotSaved(refusal(called or path, (output and output.refused) or error)) from error
 
 
 def verify(path: Path) -> None:
-    """Raise RecycleError where a file that ``torch.save`` has written has other bytes than it was given: ``torch.load``
-    does not look at the CRCs that are in it.  Reads all of the file.
+    """Raise RecycleError if a file of ``torch.save`` is damaged, by reading all of it. ``torch.load`` ignores the CRCs
+    in the file.
     """
     if not is_zipfile(path):
-        return  # torch says what it is
+        return  # not torch.save's format: torch reports it
     try:
         with ZipFile(path) as file:
             damaged = file.testzip()
@@ -106,23 +105,21 @@ def verify(path: Path) -> None:
 
 
 def unread(error: Exception) -> str:
-    """Why a checkpoint can't be read, in words that are not those of the library that has met ``error``."""
+    """Return why a checkpoint can't be read, in our words instead of the library's that raised ``error``."""
     if isinstance(error, OSError) and error.strerror:
         return f"can't be read ({error.strerror})"
     return "is damaged, not whole, or none of such a job's"
 
 
 def unfit(error: Exception) -> str:
-    """Which weights of a checkpoint are not the module's, where torch has found that; else empty."""
+    """Return which weights of a checkpoint do not fit the module if that is torch's error, else ""."""
     first, _, rest = str(error).partition("\n")
     return " ".join(rest.split())[:SHOWN] if first.startswith("Error(s) in loading state_dict") else ""
 
 
 class CheckedFile:
-    """A file for ``torch.save`` to write to, which remembers the system's error in ``refused``, and the CRC of what it
-    was given.
-
-    ``torch.save`` has words of its own for a disk that refuses to take more.
+    """A file for ``torch.save`` to write to, which keeps the CRC of the data and the system's error in ``refused``.
+    ``torch.save`` replaces a full disk's error with one of its own.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -146,7 +143,7 @@ class CheckedFile:
 
 
 def _crc(path: Path) -> int:
-    """The CRC of a file, read from the disk as far as the system lets one ask for that."""
+    """Return the CRC of a file, read from the disk instead of the cache as far as the system allows."""
     crc = 0
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -156,7 +153,7 @@ def _crc(path: Path) -> int:
 
 
 def refusal(path: Path | str, error: Exception) -> str:
-    """Why ``path``, or what is called so, can't be written, in one line."""
+    """Return why ``path``, a file or a description, can't be written, in one line."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         return f"{path} can't be written: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -184,7 +181,7 @@ def _room(path: Path) -> str:
 
 
 def size(count: float) -> str:
-    """So many bytes, as people read them."""
+    """Return a number of bytes in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"
@@ -193,7 +190,7 @@ def size(count: float) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or a file that others may be removing too, or be writing to for the last time."""
+    """Remove a folder or a file that other processes may be removing or writing to."""
     if path.is_file():
         path.unlink(missing_ok=True)
     else:
@@ -201,7 +198,7 @@ def remove(path: Path) -> None:
 
 
 def taken(path: Path) -> int:
-    """The bytes of a file, or of all files in a folder, of which some may be going."""
+    """Return the bytes of a file, or of all files in a folder, some of which may disappear meanwhile."""
     total = 0
     for each in (path, *path.rglob("*")):
         with suppress(OSError):
@@ -210,7 +207,7 @@ def taken(path: Path) -> int:
 
 
 def written_last(folder: Path) -> float:
-    """When something was written to a folder or to a file in it, in seconds since the epoch."""
+    """Return when a folder or a file in it was last written, in seconds since the epoch."""
     times = []
     for path in (folder, *folder.rglob("*")):
         try:
@@ -230,7 +227,7 @@ def sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether the two now have each other's name."""
+    """Exchange the names of two files or folders, and return whether that succeeded."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return (
         exchange is not None

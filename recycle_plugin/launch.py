@@ -1,17 +1,18 @@
-"""Starts a job, on one host by itself or as one process of DeepSpeed's launcher or of srun.
+"""Start a job, on one host by itself or as one process of DeepSpeed's launcher or of srun.
 
-``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] [--one-device] your_script.py …``: all of a
-job on this host, without DeepSpeed (runtime/processes/one_host.py).  ``--no-fork``: workers import everything
-themselves, instead of being forked from a process that has.  ``--one-device``: all of them compute on the host's first
-accelerator, which is for tests; each is told that it is the first of its host, by LOCAL_RANK.
+``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] [--one-device] your_script.py …``: a whole job
+on this host, without DeepSpeed (runtime/processes/one_host.py).  ``--no-fork``: workers import everything themselves,
+instead of being forked from a process that has.  ``--one-device``: all workers compute on the host's first accelerator,
+for tests; LOCAL_RANK tells each that it is the first of its host.
 
-``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or that of torchrun or
-accelerate launch (``-m recycle_plugin.launch``), of srun or mpirun (``python -m recycle_plugin.launch``). DeepSpeed's
-launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
+``deepspeed … --module recycle_plugin.launch your_script.py …``: one rank's process under DeepSpeed's launcher; likewise
+under torchrun or accelerate launch (``-m recycle_plugin.launch``), and under srun or mpirun (``python -m
+recycle_plugin.launch``).  DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it is moved behind it.
 
-``… recycle_plugin.launch --join ADDRESS [--no-wait] your_script.py …``, by itself or in either of these ways: take the
-seat of a lost worker of a job that runs, whose master (host and port, as ``node1:29500``) is at ADDRESS; on any host.
-Where no seat is free it waits as a spare, which takes the next one that is lost; with ``--no-wait`` it ends.
+``… recycle_plugin.launch --join ADDRESS [--no-wait] your_script.py …``, by itself or under one of these launchers, on
+any host: take the seat of a lost worker in the running job whose master is at ADDRESS (host and port, as
+``node1:29500``).  If no seat is free, it waits as a spare and takes the next lost worker's seat; with ``--no-wait`` it
+ends instead.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from recycle_plugin.runtime.processes import variables
 from recycle_plugin.runtime.processes.launchers import local_rank
 
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
-IMPORTED = [  # by the process that workers are forked from
+IMPORTED = [  # imported by the process from which workers are forked
     "recycle_plugin.adapters.deepspeed", "recycle_plugin.adapters.plain", "recycle_plugin.runtime.collectives.group",
-    "torch._dynamo",  # which every optimizer of torch's imports when the first one is made
+    "torch._dynamo",  # every optimizer of torch's imports it when the first one is made
 ]  # fmt: skip
 JOIN, NO_WAIT = "--join", "--no-wait"
 JOIN_EXAMPLE = "python -m recycle_plugin.launch --join node1:29500 your_script.py"
@@ -43,7 +44,7 @@ class BadCommand(ValueError):
 
 
 def script_command(arguments: list[str]) -> list[str]:
-    """The script with its arguments, from what the launcher passes to this module."""
+    """Return the script with its arguments, from the arguments that the launcher passes to this module."""
     ranks = [argument for argument in arguments if _is_rank(argument)]
     script = [argument for argument in arguments if argument not in ranks]
     return script[:1] + ranks + script[1:]
@@ -54,8 +55,8 @@ def _is_rank(argument: str) -> bool:
 
 
 def _config(command: list[str]) -> str:
-    """The text of the config file that the command line names.  Raises IndexError where it names none, OSError, and
-    ValueError where it is no text.
+    """Return the text of the config file that the command line names. Raises IndexError if it names none, OSError, or
+    ValueError if the file is no text.
     """
     given = [
         argument.partition("=")[2] or following
@@ -66,16 +67,14 @@ def _config(command: list[str]) -> str:
 
 
 def placement(command: list[str]) -> str:
-    """The setting ``recycle.placement`` in the config file that the command line names.
-
-    Ranks are given out before the script makes its config.  What is wrong in the section is said by the workers, who
-    read all of it.
+    """Return the setting ``recycle.placement`` of the config file that the command line names. It is needed before the
+    script makes its config. Errors in the section are reported by the workers, which read all of it.
     """
     try:
         text = _config(command)
         if '"placement"' not in text:
             return DEFAULT
-        # takes longer to import than all else that a supervisor needs
+        # slower to import than everything else that a supervisor needs
         from recycle_plugin.settings.schema import Settings
         from recycle_plugin.settings.wording import SECTION
 
@@ -86,11 +85,10 @@ def placement(command: list[str]) -> str:
 
 
 def with_credentials(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
-    """The environment, with what the config file that the command line names says of how processes know each other: the
-    path of the job's secret where that is to be another than on one host (secret_file in
-    authentication/secret.py), and the folder of its TLS (tls.py beside it).
+    """Return the environment with the credentials that the config file of the command line names.
 
-    On several hosts the secret may be in the run folder, and who ``joins`` finds it there.
+    These are the path of the job's secret (secret_file in authentication/secret.py), and the folder of its TLS. On
+    several hosts the secret may be in the run folder, where a process that ``joins`` finds it.
     """
     from recycle_plugin.authentication import tls as of_tls
     from recycle_plugin.authentication.secret import SETTING
@@ -101,7 +99,7 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
         text = _config(command)
         if not any(f'"{name}"' in text for name in ("secret_file", "tls", *["run_dir"] * several)):
             return dict(environment)
-        from recycle_plugin.settings.wording import SECTION  # takes longer to import than all else
+        from recycle_plugin.settings.wording import SECTION  # slow to import
 
         section = json.loads(text).get(SECTION)
         named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls")
@@ -110,22 +108,22 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
     shared = Path(str(folder), "secret")
     if not named and folder and several and (shared.exists() or not joins):
         named = shared
-        with suppress(OSError):  # that is said when the secret is written
+        with suppress(OSError):  # an error is reported when the secret is written
             shared.parent.mkdir(parents=True, exist_ok=True)
     found = {SETTING: named, of_tls.SETTING: tls}
     return {name: str(path) for name, path in found.items() if path} | dict(environment)
 
 
 def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, str]:
-    """The environment, with what CUDA reads as it starts, where the config file that the command line names has tensors
-    go over NCCL.  What the user has set stays.
+    """Return the environment with CUDA's start-up variables if the command line's config file asks for NCCL. Variables
+    that the user has set stay.
     """
     try:
         text = _config(command)
         if '"device_link"' not in text:
             return dict(environment)
         from recycle_plugin.runtime.collectives.nccl_door import at_start
-        from recycle_plugin.settings.wording import SECTION  # takes longer to import than all else
+        from recycle_plugin.settings.wording import SECTION  # slow to import
 
         over_nccl = json.loads(text).get(SECTION).get("device_link") == "nccl"
     except (IndexError, OSError, ValueError, AttributeError):
@@ -138,9 +136,8 @@ def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, s
 
 @dataclass(frozen=True)
 class OneHost:
-    """What the command line of a launcher for one host asks for; ``port`` None: a free one.
-
-    ``one_device``: all workers compute on the first accelerator.
+    """Arguments of a launcher for one host; ``port`` None: a free one. ``one_device``: all workers compute on the first
+    accelerator.
     """
 
     workers: int
@@ -151,7 +148,7 @@ class OneHost:
 
     @classmethod
     def asked_for(cls, arguments: list[str]) -> OneHost:
-        """Parse options, and the script with its arguments.  Raises BadCommand."""
+        """Parse the options, and the script with its arguments. Raises BadCommand."""
         advice = (
             "is no option of the launcher: write those of your script behind it, and before it --workers, --port, "
             "--no-fork or --one-device"
@@ -168,8 +165,8 @@ class OneHost:
 def _options(
     arguments: list[str], valued: Collection[str], switches: Collection[str], advice: str
 ) -> tuple[dict[str, str], set[str], list[str]]:
-    """The options before a script with their values, the switches that are on, and the rest.  Raises BadCommand for an
-    option that is none of these, with this ``advice``.
+    """Return the options before a script with their values, the switches that are on, and the remaining arguments.
+    Raises BadCommand with ``advice`` for any other option.
     """
     given, on, rest = dict[str, str](), set[str](), list(arguments)
     while rest and rest[0].startswith("-"):
@@ -184,7 +181,7 @@ def _options(
 
 
 def _check_script(command: list[str], example: str) -> None:
-    """Raise BadCommand where ``command`` is no script with its arguments, as in ``example``."""
+    """Raise BadCommand if ``command`` does not begin with a script; ``example``: a correct command line."""
     if not command:
         raise BadCommand(f"no training script given: write {example}")
     if not Path(command[0]).exists():
@@ -216,7 +213,7 @@ def _port(text: str) -> int:
 
 
 def launch_here(arguments: list[str]) -> int:
-    """Run a whole job on this host; returns its exit code.  Raises BadCommand."""
+    """Run a whole job on this host and return its exit code. Raises BadCommand."""
     from recycle_plugin.runs import free_port
     from recycle_plugin.runtime.processes import one_host
 
@@ -241,8 +238,8 @@ def launch_here(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Join:
-    """What the command line asks for that is to take the seat of a lost worker: of the job whose master is at ``host``
-    and ``port``; ``waits`` where none is free.
+    """Arguments for taking a lost worker's seat in the job whose master is at ``host`` and ``port``. ``waits``: as a
+    spare, if no seat is free.
     """
 
     host: str
@@ -252,8 +249,8 @@ class Join:
 
     @classmethod
     def asked_for(cls, arguments: list[str]) -> Join | None:
-        """Parse options, and the script with its arguments, which the launcher's own option may stand before.  None
-        where nobody asks for a seat; raises BadCommand.
+        """Parse the options, and the script with its arguments; None without --join. Raises BadCommand. The launcher's
+        own --local_rank may come before them.
         """
         ranks = [argument for argument in arguments if _is_rank(argument)]
         rest = [argument for argument in arguments if argument not in ranks]
@@ -268,8 +265,8 @@ class Join:
         return cls(host, int(port), NO_WAIT not in on, script_command(ranks + rest))
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the worker, but for its rank and the job's size; a launcher's say which of the host's
-        places it has.
+        """Return the worker's environment without its rank and the job's size. A launcher's variables tell the local
+        rank on this host.
         """
         theirs = {"RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"}
         return {name: value for name, value in own.items() if name not in theirs} | {
@@ -280,11 +277,11 @@ class Join:
 
 
 def run(arguments: list[str]) -> int | str:
-    """Run what the command line asks for; returns what to exit with."""
+    """Run what the command line asks for, and return the value to exit with."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    # of this host: it says so for all
+    # speaks for all ranks of this host
     first = local_rank(os.environ) == "0"
     try:
         if (unknown := variables.check(os.environ)) and first:
@@ -307,16 +304,15 @@ def run(arguments: list[str]) -> int | str:
 
 
 def join(asked: Join) -> int | str:
-    """Hold the place of a worker that takes a lost one's seat; returns what to exit with."""
+    """Hold the place of a worker that takes a lost worker's seat, and return the value to exit with."""
     return guard(asked.command, asked.environment(os.environ), asked.waits)
 
 
 def guard(command: list[str], environment: Mapping[str, str] | None = None, joins: bool | None = None) -> int | str:
-    """Hold one rank's place until its worker and the job have ended (runtime/processes/guard.py); returns what to exit
-    with.
+    """Hold one rank's place until its worker and the job have ended (runtime/processes/guard.py).
 
-    ``environment``: of one that has no rank yet, and ``joins``: whether it waits for one.  Whatever takes memory is
-    imported in this process's children.
+    ``environment``: of a worker without a rank; ``joins``: whether it waits for a seat. Returns the value to exit with.
+    Imports that take memory happen in this process's children.
     """
     from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.processes.guard import Guard
@@ -325,10 +321,10 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
 
     try:
         place = described(os.environ) if environment is None else dict(environment)
-        provide(int(place.get("WORLD_SIZE", "1")))  # nobody knows how many they are where it joins
+        provide(int(place.get("WORLD_SIZE", "1")))  # a newcomer does not know the number of ranks
     except NoPlace as error:
         return f"recycle: error: {error}" if local_rank(os.environ) == "0" else 1
-    except TooFewDescriptors as error:  # which is so for all of this host
+    except TooFewDescriptors as error:  # holds for all ranks of this host
         return f"recycle: error: {error}" if place.get("LOCAL_RANK", "0") == "0" else 1
 
     def supervise(line: socket.socket) -> int:

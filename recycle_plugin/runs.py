@@ -1,4 +1,4 @@
-"""Runs a training job under the ``deepspeed`` launcher and reads what it left; for the demo and the benchmarks.
+"""Run a training job under the ``deepspeed`` launcher and read its results; for the demo and the benchmarks.
 
 A run has a folder, a free port and a deadline, and leaves no process behind, however it ends::
 
@@ -32,21 +32,21 @@ from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_ev
 T = TypeVar("T")
 MARK = "RECYCLE_RUN"  # in the environment of every process of a run
 POLL_S = 0.01
-GRACE_S = 40.0  # how long a launcher that is told to end may take: DeepSpeed's gives its workers 30 s
-REPORT_S = 300.0  # how long one may take
-TAIL = 4000  # characters of a failed run's output that its error shows
+GRACE_S = 40.0  # for a launcher to end after SIGTERM: DeepSpeed's gives its workers 30 s
+REPORT_S = 300.0  # for a report to be written
+TAIL = 4000  # characters of a failed run's output in its error
 
 
 class RunFailed(RuntimeError):
-    """A run ended badly or not in time; the message ends with what it printed last."""
+    """A run ended badly or not in time; the message ends with the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class RunOutcome(RunHistory):
-    """What an ended run left: events, exit code, and a record of each rank that got to the end."""
+    """Results of an ended run: events, exit code, and a record of each rank that reached the end."""
 
     code: int
-    records: dict[int, dict]  # by rank; scripts/train_gpt.py says what is in them
+    records: dict[int, dict]  # by rank, as scripts/train_gpt.py writes them
 
     @property
     def losses(self) -> list[float]:
@@ -54,14 +54,13 @@ class RunOutcome(RunHistory):
 
     @property
     def restarted(self) -> list[int]:
-        """Ranks at the end whose process is not the one that they started with."""
+        """Ranks whose process at the end is not the one that they started with."""
         return [rank for rank, record in self.records.items() if record["pid"] != self.pids.get(rank, record["pid"])]
 
 
 class JobRun:
-    """A job that ``command`` starts at once, with ``variables`` as its environment; ``folder`` is its run folder.
-
-    Leaving the ``with`` block kills whatever is left of it on this host.
+    """A job of ``command``, started at once with the environment ``variables``; ``folder`` is its run folder. Leaving
+    the ``with`` block kills its remaining processes on this host.
     """
 
     def __init__(
@@ -101,30 +100,30 @@ class JobRun:
         return self._output.read_text(errors="replace")
 
     def events(self) -> list[dict]:
-        """All whole lines of the event log so far."""
+        """Return the events of all whole lines of the log so far."""
         return read_events(self.folder / EVENTS)
 
     def committed(self) -> int:
         return max((event["step"] for event in self.events() if event["event"] == "committed"), default=0)
 
     def resumes(self) -> list[dict]:
-        """The events with which training began, and went on after each change of the membership."""
+        """Return the events with which training began, and resumed after each change of the membership."""
         return [event for event in self.events() if event["event"] == "resume"]
 
     def rank_at(self, seat: str) -> int:
-        """The rank that started at ``seat`` ("replica.stage")."""
+        """Return the rank that started at ``seat`` ("replica.stage")."""
         (start,) = [event for event in self.events() if event["event"] == "start"]
         return start["seats"][seat]
 
     def kill(self, rank: int, by: int = signal.SIGKILL) -> float:
-        """Send the worker of ``rank`` a signal; returns the time just before, in seconds since the epoch."""
+        """Send a signal to the worker of ``rank``, and return the time just before, in seconds since the epoch."""
         pids = {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
         at = time.time()
         os.kill(pids[rank], by)
         return at
 
     def wait_for(self, found: Callable[[], T], what: str, timeout_s: float = 120.0, poll_s: float = POLL_S) -> T:
-        """Poll until ``found()`` is true and return it; RunFailed when the run ends or the deadline passes first."""
+        """Poll until ``found()`` is true, and return it. Raises RunFailed if the run or the deadline ends before."""
         deadline = time.monotonic() + timeout_s
         while not (value := found()):
             ended = self.launcher.poll() is not None
@@ -136,7 +135,7 @@ class JobRun:
         return value
 
     def finish(self, timeout_s: float = 180.0) -> RunOutcome:
-        """Wait for the end; RunFailed past the deadline or when the launcher's exit code is not 0."""
+        """Wait for the end. Raises RunFailed after the deadline, or if the launcher's exit code is not 0."""
         try:
             code = self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -147,16 +146,16 @@ class JobRun:
         return RunOutcome(tuple(self.events()), code, {record["rank"]: record for record in records})
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """Ask the launcher to end the run, wherever its workers are, and return when it has, or past ``grace_s``."""
+        """Ask the launcher to end the run on all hosts, and return when it has ended, or after ``grace_s``."""
         if self.launcher.poll() is None:
             self.launcher.terminate()
             try:
                 self.launcher.wait(grace_s)
-            except subprocess.TimeoutExpired:  # whoever leaves the block kills it
+            except subprocess.TimeoutExpired:  # leaving the block kills it
                 pass
 
     def clean(self) -> None:
-        """Kill what is left of the run, found by its environment; repeats until nothing is."""
+        """Kill the remaining processes of the run, found by their environment, for at most 10 s."""
         if self.launcher.poll() is not None:
             await_reports(self.mark)
         deadline = time.monotonic() + 10
@@ -170,15 +169,15 @@ class JobRun:
         self.launcher.wait(10)
 
     def failed(self, how: str) -> RunFailed:
-        """The error that says how this run has failed, with the last lines that it printed."""
+        """Return an error that says how this run failed, with the last lines of its output."""
         return RunFailed(f"the run in {self.folder} {how}\n{self.output[-TAIL:]}")
 
 
 class TrainingRun(JobRun):
     """A run of ``script`` on ``workers`` local ranks with Hydra ``overrides``, under the ``deepspeed`` launcher.
 
-    ``plugin`` False: the launcher's own way.  ``checkout``: another one than this, whose own .venv it runs in.
-    ``variables``: of the environment, besides.
+    ``plugin`` False: without the plugin's launcher. ``checkout``: another one, whose .venv the run uses. ``variables``:
+    added to the environment.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class TrainingRun(JobRun):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside of this context SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
+    """Handle SIGTERM like Ctrl-C inside this context, so that runs are cleaned up."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -212,9 +211,8 @@ def terminable() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment, between 20000 and 32000.
-
-    That is below those that systems hand out, so nobody else gets it by chance before it is used.  Raises RuntimeError.
+    """Return a port between 20000 and 32000 that is free at the moment. Raises RuntimeError. Systems hand out higher
+    ports, so no other process gets it by chance before it is used.
     """
     for port in Random().sample(range(20_000, 32_000), 100):
         try:
@@ -226,9 +224,8 @@ def free_port() -> int:
 
 
 def training_script(checkout: Path | None = None) -> Path:
-    """The path of scripts/train_gpt.py in this checkout, or in another.
-
-    Raises FileNotFoundError where the package is installed without one.
+    """Return the path of scripts/train_gpt.py in this or another checkout. Raises FileNotFoundError if the package is
+    installed without one.
     """
     path = (checkout or Path(__file__).resolve().parents[1]) / "scripts" / "train_gpt.py"
     if not path.exists():
@@ -237,10 +234,8 @@ def training_script(checkout: Path | None = None) -> Path:
 
 
 def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
-    """The environment of a run on CPU: one thread a worker, and ``deepspeed`` of this interpreter, or of
-    ``checkout``'s.
-
-    Warnings that are not ours to fix are not printed.
+    """Return the environment of a run on CPU: one thread a worker, ``deepspeed`` of this interpreter or ``checkout``.
+    Python's warnings are hidden: they are not ours to fix.
     """
     commands = Path(sys.executable).parent if checkout is None else checkout / ".venv" / "bin"
     path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
@@ -250,14 +245,13 @@ def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
 
 
 def await_reports(mark: str) -> None:
-    """Wait until the reports are written that jobs with ``mark`` begin at their ends."""
+    """Wait until the reports are written that jobs with ``mark`` start at their end."""
     psutil.wait_procs(processes_with(mark, of="recycle_plugin.observability.report"), timeout=REPORT_S)
 
 
 def processes_with(mark: str, of: str = "") -> list[psutil.Process]:
-    """All processes of this machine that were started with ``mark`` in their environment.
-
-    ``of``: only those that run this module.  Looks at every process of the machine.
+    """Return all processes of this machine with ``mark`` in their environment, by looking at every process. ``of``:
+    only those that run this module.
     """
     found = []
     for process in psutil.process_iter():

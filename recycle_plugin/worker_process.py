@@ -1,7 +1,7 @@
-"""The process that trains: connects to the coordinator, then runs the user's script as ``__main__``.
+"""The process that trains: it connects to the coordinator, then runs the user's script as ``__main__``.
 
-Started by the supervisor, which outlives it.  What can be said about an error in one line is said
-by the coordinator once, for all workers.
+Its supervisor starts it and outlives it. An error that fits in one line is reported once, by the coordinator, for all
+workers.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ FOREIGN = {
     os.path.realpath(path)
     for path in (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 }
-LOOK_S = 0.1  # between two looks whether a newcomer is a member
-LINE, TRACE = 300, 20_000  # characters of an error that its line, and its traceback, have at most
+LOOK_S = 0.1  # interval of checks whether a newcomer is a member
+LINE, TRACE = 300, 20_000  # most characters of an error's line, and of its traceback
 
 
 def main(command: list[str]) -> int:
-    """Run the script as a worker of the job; returns the exit code."""
-    die_with_parent()  # nobody would watch an orphan
+    """Run the script as a worker of the job, and return the exit code."""
+    die_with_parent()  # an orphan would not be watched
     outlive_readers()
     signal_info.unblock()
     try:
@@ -56,7 +56,7 @@ def main(command: list[str]) -> int:
     except (RecycleError, ConnectionError) as error:
         _say(f"recycle: error: {error}")
         return 1
-    if session.store is not None:  # another one than its supervisor knew of, where the coordinator's host has just died
+    if session.store is not None:  # not its supervisor's address: the coordinator's host has just died
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = session.store[0], str(session.store[1])
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()
@@ -93,7 +93,7 @@ def main(command: list[str]) -> int:
         else:
             _say_end(session, Fatal(session.rank, str(error)), isinstance(error, CantJoin))
         return 1
-    except KeyboardInterrupt:  # before training, and then the supervisors have got it too
+    except KeyboardInterrupt:  # before training, when the supervisors have got it too
         if session.forked:
             raise
         return 128 + signal.SIGINT
@@ -105,19 +105,19 @@ def main(command: list[str]) -> int:
 
 
 def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoReturn:
-    """``os._exit`` as the script has it: with 0 between two steps it may be the script's end, or nobody knows of it
+    """Exit as the script's ``os._exit``. With 0 between two steps it may be the script's end, but nobody can know
     (core/coordinator/vanishing.py).
     """
     if code == 0 and not session.forked and session.between_two_steps:
-        with suppress(Exception, JobEnded):  # the script wants to be gone, whatever is wrong
+        with suppress(Exception, JobEnded):  # the script must end, whatever is wrong
             session.hooks.at_end()
             session.vanish()
     leave(code)
 
 
 def _say_end(session: Session, why: Fatal | Crashed, alone: bool = False) -> None:
-    """Tell the coordinator with what error the script ends, which is nobody else's business where it is a newcomer's
-    that is no member yet or has not come to its first step, or that has nothing to go on with, ``alone``.
+    """Report the error that ends the script to the coordinator. It is only a warning if no other worker is affected: a
+    newcomer that is not a member yet or not at its first step, or that has nothing to go on with (``alone``).
     """
     startup = session.hooks.startup
     if alone or session.view.outside or (startup is not None and startup.alone):
@@ -128,9 +128,8 @@ def _say_end(session: Session, why: Fatal | Crashed, alone: bool = False) -> Non
 
 
 def run_script(command: list[str]) -> int:
-    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; returns the code that it exits with.
-
-    What it says with ``sys.exit("…")`` becomes a RecycleError, an error of all workers that is said once.
+    """Run ``command[0]`` as ``__main__`` with the rest as its arguments, and return its exit code. The text of
+    ``sys.exit("…")`` becomes a RecycleError: an error of all workers that is reported once.
     """
     sys.argv = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
@@ -144,12 +143,11 @@ def run_script(command: list[str]) -> int:
 
 
 def crash(rank: int, error: Exception) -> Crashed:
-    """The message to the coordinator on a script that has ended with ``error``.
-
-    It says where: the last line of anybody's but libraries and this package.
+    """Return the message to the coordinator on a script that ended with ``error``. It names the innermost line outside
+    libraries and this package.
     """
     frames = error.__traceback__
-    while frames is not None and _foreign(frames.tb_frame.f_code.co_filename):  # what has run the script
+    while frames is not None and _foreign(frames.tb_frame.f_code.co_filename):  # the frames that ran the script
         frames = frames.tb_next
     places = [
         f" at {each.filename}:{each.lineno}" for each in traceback.extract_tb(frames) if not _foreign(each.filename)
@@ -166,12 +164,11 @@ def _foreign(file: str) -> bool:
 
 
 def _end_early(session: Session) -> None:
-    """Leave the process, since the job has failed before its first step.
-
-    The script may wait for something: torch's store waits for minutes, deaf to signals.
+    """Leave the process: the job has failed before its first step. The script may be in a wait that ignores signals,
+    such as that of torch's store, which takes minutes.
     """
     assert session.view.end is not None, "the job has failed"
-    if session.view.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
+    if session.view.incarnation:  # the job's output does not reach the reader of a process that came later
         _say(f"recycle: error: {session.view.end.reason}")
     session.leave()
     flush()
@@ -179,18 +176,16 @@ def _end_early(session: Session) -> None:
 
 
 def _end_given_up(session: Session, reason: str) -> None:
-    """Leave the process, since the others go on without this worker.
-
-    Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no
-    message.
+    """Leave the process: the others go on without this worker. Whatever the main thread does must stop: no checkpoint
+    that the others don't know, no message.
     """
     _say(f"recycle: {session.view} was given up ({reason}), and the others go on without it: it ends")
     os._exit(GIVEN_UP)
 
 
 def _ask_to_leave(session: Session, asked: threading.Event) -> None:
-    """SIGTERM: a planned leave.  Before the first step there is nothing to leave, and nobody counts on a newcomer that
-    has not asked to be let in: the process just ends.
+    """Handle SIGTERM: a planned leave. Before the first step there is nothing to leave, and nobody counts on a newcomer
+    that has not yet asked to be let in: the process just ends.
     """
     if session.view.generation is None and not session.view.asks_in:
         os._exit(128 + signal.SIGTERM)
@@ -200,7 +195,7 @@ def _ask_to_leave(session: Session, asked: threading.Event) -> None:
 
 
 def _leave_once_member(session: Session) -> None:
-    """Ask for the leave; a newcomer may just be let in, and only members can leave.  Ends with the process."""
+    """Ask for the leave once this worker is a member, since a newcomer may just be let in. Ends with the process."""
     with session.waiting.changed:
         while session.view.generation is None:
             session.waiting.changed.wait(LOOK_S)
@@ -208,13 +203,13 @@ def _leave_once_member(session: Session) -> None:
 
 
 def _interrupt(session: Session) -> None:
-    """Ctrl-C reaches every process of the terminal; once training runs, the supervisors end the job at a commit."""
+    """Handle Ctrl-C, which reaches all processes of the terminal; in training supervisors end the job at a commit."""
     if session.view.generation is None:
         raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # whoever ends does so on a full disk too
+    with suppress(OSError):  # also on a full disk
         print(line, file=sys.stderr, flush=True)
 
 
