@@ -1,9 +1,8 @@
-"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and their sum in the blocks'
-order.
+"""Exact mode's weight gradients: a sum for each block (core/vocabulary/blocks.py), and the total in block order.
 
-The sum costs what an all-reduce does: every worker gets one slice of all blocks, adds it up, and gives the result to
-all.  Each element is added in the same order wherever the slices are cut, so the bits depend neither on who has which
-block nor on how many workers there are.  Contributions are only read.
+The total costs what an all-reduce does: every worker gets one slice of all blocks, adds it up, and sends the result to
+all. Each element is added in the same order wherever the slices are cut. So the bits depend neither on which worker has
+which block nor on the number of workers. Contributions are only read.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ from recycle_plugin.runtime.devices.kinds import device_of, write
 from recycle_plugin.runtime.devices.pieces import on_the_host
 from recycle_plugin.runtime.stage.gradient_store import GradientStore, Slots, empty, swapped
 
-Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
+Part = TypeVar("Part", Block, int)  # of a sum
 
 
 class SumGroup(Protocol):
-    """The live workers of a stage, or of several (runtime.collectives.group.MemberGroup)."""
+    """The live workers of one stage or several (runtime.collectives.group.MemberGroup)."""
 
     def live_position(self) -> tuple[int, int]:
-        """Which of them this one is, and how many there are."""
+        """Return this worker's position among them, and their number."""
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
-        """Give each live worker its part of ``source``, and write what comes from each to ``target``, both in their
-        order.
-
-        Both have one dimension; ``outgoing`` and ``incoming`` are the lengths of the parts.
+        """Send each live worker its part of ``source``, and write what each sends to ``target``, both in their order.
+        Both are 1-D; ``outgoing`` and ``incoming`` are the lengths of the parts.
         """
 
 
@@ -45,11 +42,11 @@ class Alone:
     """The group of a worker that has all of a stage's contributions by itself."""
 
     def live_position(self) -> tuple[int, int]:
-        """The only one."""
+        """Return 0, 1: the only worker."""
         return 0, 1
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
-        """Give the worker its own part."""
+        """Copy the worker's own part."""
         target.copy_(source)
 
 
@@ -57,9 +54,8 @@ ALONE = Alone()
 
 
 class BlockSums:
-    """The weight gradients of one step that this worker has contributed, summed by block; exact mode's.
-
-    ``gradients``: where a backward adds to one of these sums.
+    """The weight gradients of one step that this worker has contributed, summed by block (exact mode). ``gradients``:
+    where a backward adds to one of these sums.
     """
 
     def __init__(self, gradients: GradientStore, blocks: Blocks) -> None:
@@ -69,9 +65,8 @@ class BlockSums:
 
     @contextmanager
     def adding(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Inside of this context gradients are added to the sum of the block that ``micro_batch`` belongs to.
-
-        Raises AssertionError where it is not the micro-batch's turn in its block.
+        """Return a context in which gradients are added to the sum of the block of ``micro_batch``. Raises
+        AssertionError if it is not the micro-batch's turn in its block.
         """
         block = self._blocks.of(micro_batch)
         count = self._counts.get(block, 0)
@@ -84,7 +79,7 @@ class BlockSums:
         self._counts[block] = count + 1
 
     def resize(self, blocks: Blocks) -> None:
-        """Take the blocks of steps with another number of micro-batches, and drop all sums."""
+        """Use the blocks of steps with another number of micro-batches, and drop all sums."""
         self.clear()
         self._blocks = blocks
 
@@ -92,21 +87,18 @@ class BlockSums:
         self._sums, self._counts = {}, {}
 
     def of(self, block: Block) -> Slots:
-        """The sum of ``block``, all of which was added up here; for each parameter, None where nothing was."""
+        """Return the complete sum of ``block``, per parameter; None if a parameter got nothing."""
         return self._sums[block]
 
     def put(self, block: Block, gradients: Slots) -> None:
-        """Take the sum of ``block``, all of which another worker has added up.  Raises RecycleError where it is here
-        already.
-        """
+        """Take the complete sum of ``block`` from another worker. Raises RecycleError if it is here already."""
         if block in self._sums:
             raise RecycleError(f"the weight gradients of block {block} would be counted twice: a mistake of the plugin")
         self._sums[block], self._counts[block] = gradients, len(self._blocks.members()[block])
 
     def owners(self, group: SumGroup) -> list[list[Block]]:
-        """The blocks of each live worker, by its position in ``group``, from what each says; costs one exchange.
-
-        Raises RecycleError where a block is missing, not whole, or there twice.
+        """Return the blocks of each live worker, by position in ``group``; costs one exchange. Raises RecycleError if a
+        block is missing, incomplete, or there twice.
         """
         members, (_, live) = self._blocks.members(), group.live_position()
         mine = torch.tensor([self._counts.get(block, 0) for block in members])
@@ -123,9 +115,7 @@ class BlockSums:
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 
     def total(self, places: list[int], owners: list[list[Block]], group: SumGroup) -> torch.Tensor:
-        """The sum of all blocks' gradients of the parameters numbered ``places``, one after the other in one
-        dimension.
-        """
+        """Return the sum over all blocks of the gradients of the parameters numbered ``places``, concatenated."""
         mine = {
             block: torch.cat([self._gradient(block, place) for place in places])
             for block in owners[group.live_position()[0]]
@@ -144,11 +134,11 @@ class BlockSums:
 def fixed_order_sum(
     mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: SumGroup
 ) -> torch.Tensor:
-    """Fill ``result``, a flat tensor, with the sum of everybody's blocks (or stages' sums), added in sorted order.
+    """Fill the 1-D ``result`` with the sum of all workers' blocks (or stages' sums), added in sorted order.
 
-    ``mine``: this worker's, each as long as ``result`` and on the same device; the network and the adding are the
-    host's; ``owners``: which each live worker of ``group`` has.  Every
-    worker sends and receives about ``result`` once for each part that it has, in pieces.
+    ``mine``: this worker's, as long as ``result`` and on its device; ``owners``: the parts of each live worker of
+    ``group``. Sums are computed on the host. Every worker sends and receives about ``result`` once per part that it
+    has, in pieces.
     """
     parts = on_the_host([*mine.values()], SUM_PIECE, "a part of a sum") if mine else repeat(())
     for piece, here in zip(result.split(SUM_PIECE) if result.numel() else (), parts):

@@ -1,9 +1,9 @@
-"""What a stage gets and gives: tensors of any dtype, and of shapes that may change with each micro-batch.
+"""What passes between stages: tensors of any dtype, in shapes that may change with each micro-batch.
 
-It is a tensor or a tuple of tensors, and travels as a tuple; with a tuple of one, which is no lone tensor to the layer
-that gets it, a mark travels.  Gradients come back for the members of floating-point or complex type, one for each: a
-mark for one that nothing was computed from.  (Zeros would run what has made it backwards: where a derivative is
-infinite, that gives NaN.)
+A stage's output is a tensor or a tuple of tensors, and travels as a tuple. For a tuple of one, a mark travels along,
+since the next layer does not get a lone tensor. One gradient comes back for each floating-point or complex member; a
+mark if nothing was computed from the member. (Zeros instead would run its producer backwards, and give NaN at an
+infinite derivative.)
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ MARK = torch.empty(0, 0, dtype=torch.bool)
 
 
 def batch_part(value: Any, device: Device) -> Any:
-    """The inputs, or the labels, of a batch on the device, as stock DeepSpeed hands them on: lists have become tuples.
-
-    They are copies, since a layer may change them.
+    """Copy a batch's inputs or labels to the device, as stock DeepSpeed passes them: lists become tuples. They are
+    copies since a layer may change them.
     """
     if torch.is_tensor(value):
         return device.from_host((value,), "a batch", shared=False).wait(COPY_S)[0]
@@ -29,10 +28,7 @@ def batch_part(value: Any, device: Device) -> Any:
 
 
 def outgoing(outputs: Any) -> Tensors:
-    """The members of what a stage's last layer gives, as a tuple of strided tensors.
-
-    Raises RecycleError where it is nothing that can travel.
-    """
+    """Return the last layer's output as a tuple of strided tensors; raises RecycleError if it cannot travel."""
     members = outputs if isinstance(outputs, tuple) else (outputs,)
     wrong = [found for member in members if (found := _wrong(member))]
     if wrong or not members:
@@ -52,39 +48,30 @@ def _wrong(member: Any) -> str | None:
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of this dtype, floating-point or complex, has a gradient."""
+    """Return whether a tensor of this dtype (floating-point or complex) has a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def packed(outputs: Any, members: Tensors) -> Tensors:
-    """The tensors that travel to the next stage for ``outputs``: its ``members``, and perhaps a mark for a tuple of
-    one.
-    """
+    """Return what travels to the next stage for ``outputs``: the ``members``, and the mark if it is needed."""
     marked = isinstance(outputs, tuple) and (len(members) == 1 or _is_mark(members[-1]))
     return (*members, MARK) if marked else members
 
 
 def incoming(tensors: Tensors) -> Any:
-    """What a stage's first layer gets, a tensor or a tuple, of the tensors that have arrived; copies, since it may
-    change them.
-    """
+    """Return the input of a stage's first layer, a tensor or a tuple, as copies: the layer may change them."""
     marked = _is_mark(tensors[-1])
     members = tuple([tensor.clone() for tensor in (tensors[:-1] if marked else tensors)])
     return members if marked or len(members) > 1 else members[0]
 
 
 def gradients(inputs: Tensors) -> Tensors:
-    """The gradients of ``inputs`` that travel back after the backward; a mark where nothing was computed from an
-    input.
-    """
+    """Return the gradients of ``inputs`` that travel back; a mark if nothing was computed from an input."""
     return tuple([MARK if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad])
 
 
 def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of an output that has a graph and the gradient that has come back for it.
-
-    Outputs that nothing was computed from are left out.
-    """
+    """Pair each output that has a graph with its gradient; outputs that nothing was computed from are left out."""
     members = [output for output in outputs if differentiable(output)]
     return [
         (output, grad)

@@ -1,4 +1,4 @@
-"""How the gradients of a stage's workers are summed where no framework does it."""
+"""Gradient sums over a stage's workers if the framework has none of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.devices.host import CPU, on_host
 
-BUCKET = 500_000_000  # numbers
+BUCKET = 500_000_000  # numbers of a bucket
 
 
 class MeanBuckets:
-    """Averages gradients over ``group``, whose size is the logical number of replicas (runtime/stage/ports.py)."""
+    """Average gradients over ``group``, whose size is the logical number of replicas (runtime/stage/ports.py)."""
 
     limit = BUCKET
     averages = True
@@ -22,18 +22,18 @@ class MeanBuckets:
         self.group = group
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat mean of ``gradients`` over the group, in memory of its own."""
+        """Return the mean of ``gradients`` over the group: flat, in new memory."""
         numbers, one = sum(gradient.numel() for gradient in gradients), gradients[0]
         flat = CPU.room([numbers], one.dtype) if on_host(one) else one.new_empty(numbers)
         self.group.sum_into(flat, gradients, 1.0 / self.group.size())
         return flat
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor that has all elements of ``tensors``."""
+        """Concatenate ``tensors`` to a flat tensor."""
         flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
         return flat
 
     def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parts of a flat tensor, in the shapes of ``like``."""
+        """Split a flat tensor into parts in the shapes of ``like``."""
         parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
         return parts

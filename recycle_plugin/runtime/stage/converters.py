@@ -1,6 +1,6 @@
 """Layer types whose backward can be split: which method of a layer gets a graph of its own.
 
-A :class:`Converter` names that method for one layer type; other modules register their own.
+A :class:`Converter` names that method for one layer type; other modules may register theirs.
 runtime/stage/split_backward.py runs them.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Call = tuple[Callable[[Tensor], Tensor], Tensor]  # a function, and the one tensor that it is called with
+Call = tuple[Callable[[Tensor], Tensor], Tensor]  # a function and its one tensor argument
 
 
 @dataclass(frozen=True)
 class Converter:
     """How one exact layer type is converted.
 
-    ``seam`` is the method that is replaced.  ``call(module, *args, **kwargs)`` gets the method's arguments and returns
-    what to run instead, or None to run the method itself, unsplit, for this call.  The default runs the method itself,
-    whatever it is at that moment.  ``supports(module)`` is asked once, at conversion.
+    ``seam``: the method that is replaced. ``call(module, *args, **kwargs)``: gets the method's arguments and returns
+    what to run instead; None runs this call unsplit. By default the method itself runs, whatever it is then.
+    ``supports(module)``: asked once, at conversion.
     """
 
     seam: str = "forward"
@@ -31,7 +31,7 @@ class Converter:
     supports: Callable[[nn.Module], bool] = lambda module: True
 
     def of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """What to run instead of the method, or None."""
+        """Return what to run instead of the method; None to run the method unsplit."""
         if self.call is not None:
             return self.call(module, *args, **kwargs)
         if kwargs and kwargs.keys() == {"input"}:
@@ -43,20 +43,18 @@ CONVERTERS: dict[type[nn.Module], Converter] = {}
 
 
 def register_converter(kind: type[nn.Module], converter: Converter) -> None:
-    """Convert modules whose type is exactly ``kind`` by ``converter``."""
+    """Convert modules whose type is exactly ``kind`` with ``converter``."""
     CONVERTERS[kind] = converter
 
 
 class Halves(torch.autograd.Function):
-    """A custom Function whose backward computes only the half that is asked for.
-
-    Its first argument is the input, and its other tensors are parameters.  autograd's own nodes skip what is not asked
-    for; a custom Function has to look.
+    """A custom Function whose backward computes only the half that is asked for. Its first argument is the input, its
+    other tensors are parameters. autograd's own nodes skip what is not asked for; a custom Function has to check.
     """
 
     @staticmethod
     def asked(ctx: Any) -> tuple[bool, bool]:
-        """Whether this run of autograd wants the input's gradient, and whether it wants the parameters'."""
+        """Return whether this run of autograd wants the input's gradient, and whether it wants the parameters'."""
         (of_input, _), *others = ctx.next_functions
         executes = torch._C._will_engine_execute_node
         parameters = any(node is not None and executes(node) for node, _ in others)

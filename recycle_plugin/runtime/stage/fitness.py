@@ -1,6 +1,4 @@
-"""Checks for layers and optimizers that would train otherwise than without the plugin, whatever framework they are
-in.
-"""
+"""Checks for layers and optimizers, of any framework, that would train differently with the plugin."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", 
 
 
 def check_layers(module: torch.nn.Module) -> None:
-    """Raise RecycleError for a layer that can't be run again by a peer; the message names it and says what to use
-    instead.
-    """
+    """Raise RecycleError for a layer that a peer cannot run again. The message names the layer and an alternative."""
     for name, part in module.named_modules():
         if any(map(is_lazy, part.parameters(recurse=False))):
             raise RecycleError(
@@ -34,7 +30,7 @@ def check_layers(module: torch.nn.Module) -> None:
             raise RecycleError(
                 f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False"
             )
-        kinds = {kind.__name__ for kind in type(part).__mro__}  # fully_shard makes a class of its own of it
+        kinds = {kind.__name__ for kind in type(part).__mro__}  # fully_shard replaces its class
         if getattr(part, "_compiled_call_impl", None) is not None or "OptimizedModule" in kinds:
             raise RecycleError(
                 f"{name} is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave "
@@ -43,7 +39,7 @@ def check_layers(module: torch.nn.Module) -> None:
 
 
 def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
-    """Raise RecycleError where the optimizer would step otherwise than by the sums of the gradients of ``module``."""
+    """Raise RecycleError if the optimizer would not step by the summed gradients of ``module``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecycleError(
             f"the optimizer is a {type(optimizer).__name__}: give one of torch's, or of a class that is made from "
@@ -74,7 +70,7 @@ def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Raise RecycleError for an optimizer that may not step each element by itself, which ``what`` asks for."""
+    """Raise RecycleError if the optimizer may not step each element by itself, as ``what`` needs."""
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
         raise RecycleError(
@@ -84,7 +80,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, what: str) -> None:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise RecycleError where the learning-rate scheduler, None for none, can't be stepped behind each step."""
+    """Raise RecycleError if the learning-rate scheduler, None for none, cannot be stepped after each step."""
     if scheduler is None:
         return
     if not callable(getattr(scheduler, "step", None)):
@@ -100,9 +96,8 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def _missing(steps: Any) -> str | None:
-    """The first argument without which ``steps.step()`` can't be called, None where there is none.
-
-    The class's method is asked: a scheduler of torch's puts a function with ``self`` in its place in the object.
+    """Return the first argument that ``steps.step()`` requires, or None. Looks at the class's method: torch's
+    schedulers put a function with ``self`` into the object.
     """
     method = inspect.signature(getattr(type(steps), "step", lambda _: None)).parameters.values()
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

@@ -1,7 +1,7 @@
-"""Where a backward adds weight gradients up, and where the optimizer's step finds their sum: a port, and torch's way.
+"""Where a backward adds up weight gradients, and where the optimizer's step finds their sum: a port, and torch's way.
 
-All that the plugin does to gradients it does by this port: a micro-batch's contribution is added, or set aside; sums of
-blocks take each other's place; the sum over the workers takes the contributions' place for a STEP, and is scaled there.
+The plugin handles gradients only through this port: it adds a micro-batch's contribution or sets it aside, swaps the
+sums of blocks, puts the workers' sum in the contributions' place for STEP, and scales it there.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Slots = list[torch.Tensor | None]  # a gradient for each parameter, None where t
 
 
 class GradientStore(Protocol):
-    """A framework's gradients: one slot for each of ``parameters``, which are those that its optimizer steps.
+    """A framework's gradients: one slot for each of ``parameters``, those that its optimizer steps.
 
-    A backward adds to what is in the slots, and the optimizer's step reads it there.  A tensor in a slot belongs to the
-    store until :meth:`swap` gives it back; what :meth:`view` gives nobody else may change.
+    A backward adds to the slots, and the optimizer's step reads them. A tensor in a slot belongs to the store until
+    :meth:`swap` returns it; nobody else may change what :meth:`view` returns.
     """
 
     @property
@@ -27,32 +27,29 @@ class GradientStore(Protocol):
         """The parameters, always in the same order."""
 
     def zero(self) -> None:
-        """Empty all slots.  The memory of what was there stays as it is: others may still read it."""
+        """Empty all slots. Their tensors' memory stays unchanged: others may still read it."""
 
     def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add to each slot, in the slot's dtype; an empty one may have the very tensor then."""
+        """Add to each slot, in its dtype; an empty slot may take the tensor itself."""
 
     def view(self) -> Slots:
-        """The tensor in each slot, no copy."""
+        """Return the tensor in each slot, no copies."""
 
     def swap(self, gradients: Sequence[torch.Tensor | None]) -> Slots:
-        """Put ``gradients`` into the slots, the tensors themselves, and return what was there.
-
-        None makes an empty slot, to which a backward may add.
-        """
+        """Put ``gradients`` themselves into the slots, and return the old ones. None empties a slot."""
 
     def change(self, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put ``by(gradient)`` into each slot that is not empty, one after another; what was there stays as it is."""
+        """Put ``by(gradient)`` into each non-empty slot, one after the other; the old tensors stay unchanged."""
 
 
 class TorchGradients:
-    """The gradients of ``parameters`` where torch has them, in ``parameter.grad``."""
+    """The gradients of ``parameters`` where torch keeps them, in ``parameter.grad``."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters = list(parameters)
 
     def train(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have slots for these from now on; all are empty."""
+        """Have slots for these parameters from now on, all empty."""
         self.zero()
         self.parameters = list(parameters)
 
@@ -63,14 +60,14 @@ class TorchGradients:
 
     @torch.no_grad()
     def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add to each slot; an empty one takes the tensor itself if it has the parameter's dtype."""
+        """Add to each slot; an empty slot takes the tensor itself if its dtype is the parameter's."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 there = parameter.grad
                 parameter.grad = gradient.to(parameter.dtype) if there is None else there.add_(gradient)
 
     def view(self) -> Slots:
-        """The tensor in each slot."""
+        """Return the tensor in each slot."""
         return [parameter.grad for parameter in self.parameters]
 
     def swap(self, gradients: Sequence[torch.Tensor | None]) -> Slots:
@@ -81,13 +78,13 @@ class TorchGradients:
         return before
 
     def change(self, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put ``by(gradient)`` into each slot that is not empty; what was there may go before the next is made."""
+        """Put ``by(gradient)`` into each non-empty slot; an old tensor may be freed before the next is made."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = by(parameter.grad)
 
     def taken(self) -> Iterator[torch.Tensor | None]:
-        """The tensor of each slot, which is empty from then on: for :meth:`add` of another store."""
+        """Empty each slot and yield its tensor, for :meth:`add` of another store."""
         for parameter in self.parameters:
             gradient, parameter.grad = parameter.grad, None
             yield gradient
@@ -95,7 +92,7 @@ class TorchGradients:
 
 @contextmanager
 def swapped(store: GradientStore, gradients: Slots) -> Iterator[None]:
-    """Have ``gradients`` in the slots of ``store`` inside of this context; the list has what became of them then."""
+    """Return a context in which the slots of ``store`` have ``gradients``, which has the final values afterwards."""
     aside = store.swap(gradients)
     try:
         yield
@@ -104,5 +101,5 @@ def swapped(store: GradientStore, gradients: Slots) -> Iterator[None]:
 
 
 def empty(store: GradientStore) -> Slots:
-    """As many empty slots as ``store`` has."""
+    """Return as many empty slots as ``store`` has."""
     return [None] * len(store.parameters)

@@ -1,12 +1,12 @@
 """A stage's weight gradients in a step: from contributions over their sum to the commit.
 
-Contributions are in the framework's gradients (runtime/stage/gradient_store.py), in exact mode in sums of blocks.  Of
-weights that several stages share, what is applied is the sum over the stages (runtime/stage/tied.py), beside the
-stage's own, from which it can be made again.
+Contributions are in the framework's gradients (runtime/stage/gradient_store.py), in exact mode in sums of blocks. For
+weights that several stages share, the sum over the stages is applied (runtime/stage/tied.py). The stage's own sum is
+kept beside it, to make it again.
 
-The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they
-were; and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once
-more, or take the step back (runtime/state/undo/inverse.py, which has no copy of its own).
+The sum stays in second buffers until every bucket is done, so an interruption leaves the contributions intact. It is
+kept until the step is committed: a peer may lack it, or this worker may have to apply it again, or take the step back
+(runtime/state/undo/inverse.py, which keeps no copy).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recycle_plugin.runtime.stage.gradient_store import GradientStore, swapped
 from recycle_plugin.runtime.stage.ports import Buckets
 from recycle_plugin.runtime.stage.tied import TiedWeight
 
-# known to leave gradients as they are; Nesterov's foreach form does not
+# optimizers known not to change gradients; Nesterov's foreach form does
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)
 Bucket = list[torch.Tensor]  # parameters
 
@@ -40,27 +40,25 @@ def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:
 
 
 class WorkerContributions:
-    """A worker's contributions to the ``gradients`` of a step on ``device``, by block where there are ``blocks``; for
-    another worker, or from one.
-    """
+    """A worker's contributions to a step's ``gradients``, by block if there are any; for or from another worker."""
 
     def __init__(self, gradients: GradientStore, blocks: BlockSums | None, device: Device) -> None:
         self._gradients, self._blocks, self._device = gradients, blocks, device
 
     def forget(self) -> None:
-        """Drop all of them."""
+        """Drop all contributions."""
         self._gradients.zero()
         if self._blocks is not None:
             self._blocks.clear()
 
     def of(self, blocks: Iterable[Block]) -> Sums:
-        """The sums of ``blocks``, which are all that there is, in host memory."""
+        """Return the sums of ``blocks``, which must be all blocks here, in host memory."""
         if self._blocks is None:
             return {None: self._on_host(self._gradients.view())}
         return {block: self._on_host(self._blocks.of(block)) for block in blocks}
 
     def add(self, sums: Sums) -> None:
-        """Add what another worker has contributed.  Raises RecycleError for a block that is here already."""
+        """Add another worker's contributions. Raises RecycleError for a block that is here already."""
         for block, tensors in sums.items():
             there = self._device.from_host(tensors, "a share of a replay", shared=True).wait(COPY_S)
             if block is not None and self._blocks is not None:
@@ -77,9 +75,8 @@ class WorkerContributions:
 
 
 class Gradients:
-    """Sums ``gradients`` over a stage's workers, by ``buckets`` or, in exact mode, from ``blocks``.
-
-    ``tied``: those of the parameters that other stages have too.
+    """Sums ``gradients`` over a stage's workers, by ``buckets`` or, in exact mode, from ``blocks``. ``tied``: those of
+    the parameters that other stages share.
     """
 
     def __init__(
@@ -92,35 +89,35 @@ class Gradients:
     ) -> None:
         self._buckets, self._store, self._gradients = buckets, store, gradients
         self.find_places()
-        self._retrained: tuple[int, int] | None = None  # the step from which on, and a hash of what
+        self._retrained: tuple[int, int] | None = None  # (first step, hash of the parameters)
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
-        self._step = 0  # that is being applied, or was applied last
-        self._factors: list[Callable[[torch.Tensor], torch.Tensor]] = []  # by which its gradients were scaled
-        self._in_place: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # by parameter, with the version
+        self._step = 0  # being applied, or applied last
+        self._factors: list[Callable[[torch.Tensor], torch.Tensor]] = []  # that scaled its gradients
+        self._in_place: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # by parameter, with the tensor's version
 
     def find_places(self) -> None:
-        """Go by the parameters that the gradients have now."""
+        """Use the parameters that the gradients have now."""
         self._places = {parameter: place for place, parameter in enumerate(self._gradients.parameters)}
 
     def retrain(self, step: int, trained: int) -> None:
-        """Go by the parameters that the gradients have now, from ``step`` on, before whose sum the stage's workers
-        compare ``trained``, a hash below 2 ** 63 of which these are.
+        """Use the parameters that the gradients have now, from ``step`` on. Before that step's sum the stage's workers
+        compare ``trained``, a hash of these parameters below 2 ** 63.
         """
         self.find_places()
         self._retrained = step, trained
 
     def forget(self) -> None:
-        """Drop all contributions, and their sum."""
+        """Empty the gradients: contributions, or their sum."""
         self._gradients.zero()
 
     def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
-        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: one tensor for each
+        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: one tensor per
         parameter.
 
-        None where this worker has the sum already, and only gives it to others.  ``agree()`` is called when all of it
-        is here, and the contributions are as they were.  Raises RecycleError where the stage's workers train other
-        parameters from ``step`` on, and not all the same.
+        None if this worker has the sum already, and only helped the others. ``agree()`` is called when all of the sum
+        is here, and the contributions are still intact. Raises RecycleError if ``step`` changes the trained parameters,
+        and the stage's workers differ in these.
         """
         if holder is None and self._retrained is not None and self._retrained[0] == step:
             self._compare_trained(step, self._retrained[1])
@@ -128,7 +125,7 @@ class Gradients:
         reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
         agree()
         if self._whole(step) is not None:
-            return None  # here was what the others got
+            return None  # only the others needed it
         return self._take(reduced)
 
     def _compare_trained(self, step: int, trained: int) -> None:
@@ -143,7 +140,7 @@ class Gradients:
             )
 
     def reduce_alone(self) -> list[torch.Tensor]:
-        """Sum the stage's contributions, all of which are here: one tensor for each parameter."""
+        """Sum the stage's contributions, all of which are here: one tensor per parameter."""
         owners = None if self._blocks is None else self._blocks.owners(ALONE)
         return self._take([(bucket, self._all_here(bucket, owners)) for bucket in self._cut()])
 
@@ -155,13 +152,13 @@ class Gradients:
         return flat.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else flat
 
     def _contributed(self, bucket: Bucket) -> list[torch.Tensor]:
-        """What this worker has contributed, zeros where that is nothing."""
+        """Return this worker's contribution, zeros if it has none."""
         found = self._gradients.view()
         here = ((parameter, found[self._places[parameter]]) for parameter in bucket)
         return [torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in here]
 
     def _take(self, reduced: Iterable[tuple[Bucket, torch.Tensor]]) -> list[torch.Tensor]:
-        """Have the sum of each bucket in the place of its contributions; one tensor for each parameter."""
+        """Put each bucket's sum in the place of its contributions; returns one tensor per parameter."""
         found: dict[torch.Tensor, torch.Tensor] = {}
         for bucket, flat in reduced:
             found |= zip(bucket, self._buckets.unflatten(flat, bucket), strict=True)
@@ -170,20 +167,17 @@ class Gradients:
         return whole
 
     def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What :meth:`tie` gives, of the sums over the stages in the order of the weights' names, whichever stage they
-        come from.
-        """
+        """Return :meth:`tie`'s result for any stage's ``totals``, given in the order of the weights' names."""
         named = sorted(self._tied.items(), key=lambda each: each[1].name)
         return {place: total for (place, _), total in zip(named, totals, strict=True)}
 
     def tied_in_order(self, totals: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What :meth:`tie` has given, in the order of the weights' names."""
+        """Return what :meth:`tie` returned, in the order of the weights' names."""
         return tuple(totals[place] for place, _ in sorted(self._tied.items(), key=lambda each: each[1].name))
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
-        """Sum what is tied over the stages, from their own sums: one tensor for each tied parameter, by its place.
-
-        Raises RecycleError where it is made again and comes out otherwise.
+        """Sum the tied gradients over the stages, from each stage's sum: {the parameter's place: tensor}. Raises
+        RecycleError if it is computed again with another result.
         """
         totals = {place: weight.total(self._sums(step)[place]) for place, weight in self._tied.items()}
         before = self._of("tied", step)
@@ -198,15 +192,15 @@ class Gradients:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Inside of this context gradients are the sum of ``step``, whatever has begun for the next step."""
+        """Return a context in which the gradients are the sum of ``step``, whatever has begun for the next step."""
         with swapped(self._gradients, [*self._applied(step)]):
             yield
 
     def apply(self, step: int, optimizer: torch.optim.Optimizer, step_once: Callable[[], None], clipped: bool) -> None:
-        """Call ``step_once`` with the sum of ``step`` in the gradients' place; the sum itself stays as it is.
+        """Call ``step_once`` with the sum of ``step`` in the gradients' place; the sum itself stays unchanged.
 
-        What it lacks for a parameter (:meth:`gathered`) the optimizer leaves as it is.  ``clipped``: ``step_once`` puts
-        gradients of its own in place.  Raises AssertionError where the optimizer has changed the sum.
+        The optimizer leaves a parameter alone if the sum lacks it (:meth:`gathered`). ``clipped``: ``step_once`` brings
+        its own gradients. Raises AssertionError if the optimizer has changed the sum.
         """
         whole, sums = self._applied(step), self._gradients.view()
         with self.of(step):
@@ -218,39 +212,35 @@ class Gradients:
             step_once()
             self._in_place = {}
         assert versions == _versions(whole), "the optimizer has changed gradients that a peer may still need"
-        left = zip(sums, self._sums(step), strict=True)  # what has begun for the next step
+        left = zip(sums, self._sums(step), strict=True)  # what has begun for the next step stays
         self._gradients.swap([None if mine is gradient else mine for mine, gradient in left])
 
     def any(self, step: int) -> bool:
-        """Whether ``step`` applies anything, where there are parameters."""
+        """Return whether ``step`` applies anything; True if there are no parameters."""
         return not self._places or any(gradient is not None for gradient in self._applied(step))
 
     def empty(self) -> None:
-        """Have the step that is being applied find no gradients; the sum stays as it is."""
+        """Have the step that is being applied find no gradients; the sum stays unchanged."""
         self._gradients.zero()
 
     def scale(self, factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Scale the gradients of the step that is being applied: ``factor(gradient)``, a new tensor, takes the place of
-        each; what they were stays for peers that lack it.
+        """Scale the gradients of the step that is being applied: ``factor(gradient)``, a new tensor, replaces each. The
+        old ones stay for peers that lack them.
         """
         found = zip(self._gradients.parameters, self._gradients.view(), strict=True)
         unchanged = [parameter for parameter, gradient in found if self.holds(parameter, gradient)]
-        self._in_place = {}  # so that what was there goes, gradient by gradient
+        self._in_place = {}  # so that each old tensor can be freed in turn
         self._gradients.change(factor)
         self._factors.append(factor)
         self._note(unchanged)
 
     def holds(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-        """Whether ``gradient``, which the step applies to ``parameter``, is what was put there, so that
-        :meth:`applied_to` gives it.
-        """
+        """Return whether ``gradient``, applied to ``parameter``, is as it was put there (see :meth:`applied_to`)."""
         put, version = self._in_place.get(parameter, (None, 0))
         return put is not None and gradient is put and put._version == version
 
     def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the last step has applied to ``parameter``, until it is committed: the sum that is kept, scaled once
-        more.
-        """
+        """Return what the last step applied to ``parameter``, until its commit: the kept sum, scaled again."""
         place, over_stages = self._places[parameter], self._of("tied", self._step)
         gradient: torch.Tensor = over_stages[place] if place in self._tied else self._sums(self._step)[place]
         for factor in self._factors:
@@ -263,8 +253,8 @@ class Gradients:
         self._in_place = {one: (gradient, gradient._version) for one, gradient in here if gradient is not None}
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """What ``step`` applies to each of ``parameters``, for other workers, None where it leaves one as it is, also
-        since it was frozen: as it is in the store, where nobody changes it.
+        """Return what ``step`` applies to each of ``parameters``, for other workers; nobody may change it. None for a
+        parameter that the step leaves alone, for example since it was frozen.
         """
         own, over_stages = self._sums(step), self._of("tied", step)
         places = map(self._places.get, parameters)
@@ -273,9 +263,7 @@ class Gradients:
         ]
 
     def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
-        """What REDUCE and TIE of ``step`` leave at a worker that has been told what they come to for the parameters of
-        ``sums``, and does not have the others; by datum.
-        """
+        """Return what REDUCE and TIE leave, by datum, at a worker that was told only these ``sums``, by parameter."""
         whole = [sums.get(parameter) for parameter in self._gradients.parameters]
         found: dict[Datum, Any] = {self._store.of_layers("reduced", step): whole}
         if self._store.tied:  # also if all that the stages share is frozen
@@ -283,7 +271,7 @@ class Gradients:
         return found
 
     def _applied(self, step: int) -> list[torch.Tensor | None]:
-        """What the step applies: the stage's own sum, and of what is tied that over the stages."""
+        """Return what the step applies: the stage's own sum, and for tied weights the sum over the stages."""
         over_stages = self._of("tied", step)
         return [
             over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._sums(step))
@@ -311,7 +299,7 @@ class Gradients:
         return self._buckets.all_reduce(self._contributed(bucket))
 
     def _taken_over(self, bucket: Bucket, holder: int, whole: Sequence[torch.Tensor | None] | None) -> torch.Tensor:
-        """What the worker of rank ``holder`` has of ``bucket``; ``whole``: what this one has."""
+        """Return the sum of ``bucket`` from the worker of rank ``holder``; ``whole``: this worker's, if it has it."""
         found = [None if whole is None else whole[self._places[parameter]] for parameter in bucket]
         gradients = [torch.zeros_like(each) if one is None else one for each, one in zip(bucket, found)]
         flat = self._buckets.flatten(gradients).clone()
@@ -321,20 +309,16 @@ class Gradients:
     # --- what a script makes of a sum (runtime/worker/script_changes.py) ------------------------------------------
 
     def sums(self, step: int) -> list[torch.Tensor | None]:
-        """The sum of ``step``, one tensor for each parameter, as it is in the store."""
+        """Return the sum of ``step``, one tensor per parameter, as it is in the store."""
         return self._sums(step)
 
     def replace_sums(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Have ``gradients`` in the place of the sum of ``step``, here and for other workers; what is None is not
-        stepped.
-        """
+        """Replace the sum of ``step``, here and for other workers; parameters with None are not stepped."""
         self._sums(step)[:] = gradients
         self._gradients.swap(gradients)
 
     def taken_from(self, giver: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of the worker of rank ``giver``, on all that are in the group; ``gradients``: those of this
-        one.
-        """
+        """Return the gradients of the worker of rank ``giver``, on all group members; ``gradients``: this worker's."""
         there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         dist.broadcast(there, giver, self._buckets.group)
         found: dict[torch.Tensor, torch.Tensor] = {}
@@ -344,8 +328,8 @@ class Gradients:
         return [found[parameter] if has else None for parameter, has in zip(self._gradients.parameters, there.tolist())]
 
     def _cut(self) -> list[Bucket]:
-        """Parameters by dtype, cut into buckets as DeepSpeed does; smaller ones for blocks, which a worker then has
-        once more.
+        """Group the parameters by dtype, and cut them into buckets as DeepSpeed does. Blocks have smaller buckets,
+        since a worker has one more copy of these.
         """
         limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
         buckets: list[Bucket] = []

@@ -1,8 +1,8 @@
-"""What a micro-batch holds on a stage between its forward and its weight gradients, counted once.
+"""The bytes that a micro-batch holds on a stage between its forward and its weight gradients, counted once.
 
-Storages are counted, each once, and without those of parameters and buffers.  What autograd saves is seen in the first
-forward, which is run for a check only (runtime/stage/repeatable.py), so no other forward differs for it.  It is seen by
-hooks, which ``torch.func``'s functions refuse: from the first of these on there are none, and nothing is counted.
+Each storage counts once; those of parameters and buffers do not count. Hooks see what autograd saves in the first
+forward, which is run only for a check (runtime/stage/repeatable.py), so other forwards are not affected.
+``torch.func``'s functions refuse such hooks: from the first one on nothing is counted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ autograd: Any = torch._C._autograd
 
 
 class HeldBytes:
-    """Bytes of a micro-batch on the stage of ``module``; None where they were not counted.
-
-    ``activation``: from F until I or B, its inputs and outputs included.  ``pending``: from I until W.  ``boundary``:
-    what goes to the next stage.
+    """Bytes of a micro-batch on the stage of ``module``; None if they were not counted. ``activation``: from F until I
+    or B, inputs and outputs included. ``pending``: from I until W. ``boundary``: sent to the next stage.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -36,9 +34,8 @@ class HeldBytes:
         self.boundary: int | None = None
 
     def forward(self, run: Callable[[], Tensors], inputs: Tensors) -> Tensors:
-        """Run a forward of ``inputs``, and count what its graph holds then; returns its outputs, as ``run()`` does.
-
-        Where a part of the forward allows no hooks on saved tensors, nothing is counted.
+        """Run a forward of ``inputs`` and return its outputs; count what its graph holds then. Nothing is counted if
+        part of the forward allows no hooks on saved tensors.
         """
         saved: list[weakref.ref[_Saved]] = []
         with _seen(saved) as complete:
@@ -62,13 +59,13 @@ class HeldBytes:
 
 
 class _Saved:
-    """A tensor that a graph has saved: this object lives as long as the graph needs it."""
+    """A tensor that a graph has saved. This object lives as long as the graph needs it."""
 
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        whole = is_traceable_wrapper_subclass(tensor)  # of which .data is none, but for its own dispatch
-        # no mode sees it
+        whole = is_traceable_wrapper_subclass(tensor)  # such a class has no plain ``.data``
+        # hidden from modes
         with torch._C.DisableTorchFunction(), _disable_current_modes() if whole else torch._C._DisableTorchDispatch():
             # without its graph: an operator that saves its own output would hold itself, and never be freed
             self.tensor = tensor.detach() if whole else tensor.data
@@ -76,7 +73,7 @@ class _Saved:
 
 @contextmanager
 def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[Callable[[], bool]]:
-    """A context in which ``saved`` gets what graphs save; it gives whether that is all so far."""
+    """Return a context in which ``saved`` gets what graphs save; it yields a function: is that all so far?"""
     refuse, seeing = autograd._saved_tensors_hooks_disable, True
 
     def pack(tensor: torch.Tensor) -> _Saved:
@@ -88,7 +85,7 @@ def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[Callable[[], bool]]:
         nonlocal seeing
         try:
             refuse(*how)
-        except RuntimeError:  # there are hooks, these or the forward's own
+        except RuntimeError:  # there are hooks, ours or the forward's own
             if not seeing:
                 raise
             seeing = False
@@ -106,18 +103,18 @@ def _seen(saved: list[weakref.ref[_Saved]]) -> Iterator[Callable[[], bool]]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Where the storages of ``tensors`` are, and their bytes; of a tensor without one its own."""
+    """Yield (address, bytes) of the tensors' storages; a tensor without one counts by itself."""
     for tensor in (part for each in tensors for part in _parts(each)):
         try:
             storage = tensor.untyped_storage()
             place = storage.data_ptr(), storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse, of a derivative under way, or of a framework's own kind
+        except (NotImplementedError, RuntimeError):  # sparse, a functorch wrapper, or a framework's own class
             place = id(tensor), tensor.numel() * tensor.element_size()
         yield place
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that one of a framework's own kind consists of, such as a nested one; of others itself."""
+    """Yield the tensors inside a wrapper class, such as a nested tensor; else the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -1,8 +1,8 @@
-"""Listens to what a forward differentiates while it runs: energies, gradient penalties, learning inside of a layer.
+"""Hears what a forward differentiates while it runs: energies, gradient penalties, learning inside a layer.
 
-torch offers no seam here that sees every call: ``torch.autograd.grad`` may have been imported by name, and functions of
-``torch.func`` end in it too.  All of them, and ``backward``, reach the engine through one function of
-``torch.autograd``, which is listened to while a forward runs, and called.
+No public function of torch sees every such call: ``torch.autograd.grad`` may be imported by name, and ``torch.func``
+ends in it too. All of them, and ``backward``, reach the engine through one function of ``torch.autograd``, which is
+wrapped while a forward runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ENGINE = "_engine_run_backward"  # (outputs, gradients, retain_graph, create_gra
 
 @contextmanager
 def engine_runs(heard: Callable[[tuple[Any, ...], bool], None]) -> Iterator[None]:
-    """Inside of this context, call ``heard(inputs, accumulates)`` before each run of autograd's engine.
+    """Return a context in which ``heard(inputs, accumulates)`` is called before each run of autograd's engine.
 
-    It is for the gradients of ``inputs`` (none: of all leaves), which are added to their ``.grad`` if it
-    ``accumulates`` or, as by ``torch.autograd.grad``, returned.
+    The run computes gradients of ``inputs`` (none: of all leaves). If it ``accumulates`` these are added to their
+    ``.grad``, else returned, as by ``torch.autograd.grad``.
     """
     run = getattr(torch.autograd, ENGINE)
 
@@ -38,10 +38,8 @@ def engine_runs(heard: Callable[[tuple[Any, ...], bool], None]) -> Iterator[None
 
 
 class InnerGradients:
-    """Records which gradients one forward has asked for while it ran.
-
-    ``parameters`` are the stage's, by id.  ``asked``: those of which the forward wants gradients; ``adds``: whether it
-    adds to the ``.grad`` of some, as ``backward`` does.
+    """Records the gradients that one forward asks for while it runs. ``parameters``: the stage's, by id. ``asked``:
+    those whose gradients the forward wants. ``adds``: whether it adds to the ``.grad`` of some, as ``backward`` does.
     """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
@@ -57,7 +55,7 @@ class InnerGradients:
 
 
 def asked_for(inputs: tuple[Any, ...], known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The parameters, ``known`` by id, among the tensors and GradientEdges that a run of autograd's engine is for."""
+    """Return the parameters, ``known`` by id, among the tensors and GradientEdges that a run of the engine is for."""
     if not inputs:
         return []
     leaves = (getattr(one.node, "variable", None) if isinstance(one, GradientEdge) else one for one in inputs)

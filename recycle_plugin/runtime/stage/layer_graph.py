@@ -13,18 +13,17 @@ from torch.autograd.graph import GradientEdge
 from recycle_plugin.runtime.stage.converters import Halves
 
 # (outputs, gradients, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad): below the function that
-# inner_gradients listens to, and without its Python
+# inner_gradients wraps, and without its Python
 run_engine = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-_GRAPH = 64  # nodes that a layer's own graph may have, at most
+_GRAPH = 64  # most nodes of a layer's own graph
 
 
 class Saved:
-    """The tensors that a graph has saved: they are here while the graph is made, and while autograd runs on it.
-
-    Nodes of the graph hold this object, which holds no node: a circle through autograd's nodes would never be freed.
+    """The tensors that a graph has saved, present while the graph is made and while autograd runs on it. The graph's
+    nodes hold this object, which holds no node: a cycle through autograd's nodes would never be freed.
     """
 
     __slots__ = ("tensors",)
@@ -42,10 +41,7 @@ class Saved:
 
 
 class LayerGraph:
-    """One call of a layer: the graph of its forward, from its output to its input and its parameters.
-
-    It keeps no tensor itself.
-    """
+    """One call of a layer: the graph from its output to its input and its parameters. It keeps no tensor itself."""
 
     __slots__ = ("input", "made", "output", "parameters", "saved")
 
@@ -53,9 +49,8 @@ class LayerGraph:
         self.saved = Saved()
 
     def run(self, function: Callable[[Tensor], Tensor], x: Tensor, known: dict[int, nn.Parameter]) -> bool:
-        """Run ``function(x)`` in this graph; ``made`` is its output, without a graph.
-
-        Returns False if the graph can't be split: it is not the layer's alone, or has a custom Function in it.
+        """Run ``function(x)`` in this graph; ``made`` is its output, without a graph. Returns False if the graph cannot
+        be split: it reaches beyond the layer, or has a custom Function in it.
         """
         cut = _unseen(_cut, x) if x.requires_grad else x
         before = torch._C._autograd._get_sequence_nr()
@@ -70,7 +65,7 @@ class LayerGraph:
         return True
 
     def _ends(self, root: Any, x: Tensor, known: dict[int, nn.Parameter], before: int) -> bool:
-        """Note where the graph ends; returns whether it can be split."""
+        """Record where the graph ends; returns whether it can be split."""
         self.input: tuple[GradientEdge, ...] = ()
         parameters, custom, waiting = [], [], [root]
         for node in waiting:
@@ -96,19 +91,20 @@ class LayerGraph:
 
     def _close(self, output: Tensor, x: Tensor, cut: Tensor) -> None:
         node: Any = output.grad_fn
-        # a Python node does not live as long as its Python object
+        # holding the object of a Python node does not keep the node alive
         token = output.view_as(output).grad_fn if isinstance(node, torch._C._FunctionBase) else None
         self.output = GradientEdge(node, output.output_nr, token)
         if cut is not x:
             self.saved.tensors = [x if tensor is cut else tensor for tensor in self.saved.tensors]
-            cut.data = _nothing(cut.device)  # the graph holds it, where x itself goes: under checkpointing
-        # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place,
-        # which is what nn.ReLU(inplace=True) behind a layer does
+            # free its memory: the graph holds ``cut`` even when x is freed, under checkpointing
+            cut.data = _nothing(cut.device)
+        # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place, as
+        # nn.ReLU(inplace=True) after a layer does
         self.made: Tensor | None = output.detach()
 
 
 def _unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` so that no mode sees what it calls of torch."""
+    """Call ``function`` hidden from torch function modes."""
     if not torch._C._len_torch_function_stack():
         return function(*args)
     with torch._C.DisableTorchFunction():
@@ -125,7 +121,7 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _leads_to_both(root: Any, x: Tensor) -> bool:
-    """Whether both ``x`` and parameters are behind a node."""
+    """Return whether both ``x`` and parameters are behind a node."""
     waiting, ends = [root], set()
     for node in waiting:
         if type(node) is _AccumulateGrad:
@@ -136,7 +132,7 @@ def _leads_to_both(root: Any, x: Tensor) -> bool:
 
 @cache
 def _custom(kind: Any) -> bool:
-    """Whether nodes of a type compute all gradients whatever autograd is asked for; torch's own do not."""
+    """Return whether nodes of a type compute all gradients whatever is asked for; torch's own do not."""
     if issubclass(kind, torch._C._FunctionBase):
         return not bool(issubclass(kind._forward_cls, Halves))
-    return str(kind.__name__) == "CppFunction"  # of an extension's
+    return str(kind.__name__) == "CppFunction"  # of a C++ extension

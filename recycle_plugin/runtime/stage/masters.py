@@ -1,8 +1,8 @@
-"""fp32 master weights of bf16 or fp16 parameters: what the optimizer steps, and where gradients are summed.
+"""fp32 master weights of bf16 or fp16 parameters: the optimizer steps them, and gradients are summed in them.
 
-The weights are what the model computes with, and nothing but a rounded copy.  Each micro-batch's gradient comes in
-their precision, and is added to the master's in fp32 by itself; so a contribution is the same whoever makes it, and a
-sum of many loses nothing of the small ones.  What is infinite in fp16 is so in the sum.
+The model computes with the weights, which are rounded copies. Each micro-batch's gradient has the weights' precision,
+and is added to the master's in fp32 by itself. So a contribution does not depend on the worker that makes it, and a sum
+of many loses no small ones. Infinities of fp16 stay infinite in the sum.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 
 
 class Masters:
-    """fp32 copies of ``weights``, in their order, which the optimizer steps; ``gradients``: theirs.
-
-    ``made``: the copies, where the framework's optimizer has made them.
+    """fp32 copies of ``weights``, in their order, which the optimizer steps; ``gradients``: theirs. ``made``: the
+    copies, if the framework's optimizer has made them.
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], made: Sequence[torch.nn.Parameter] | None = None) -> None:
@@ -31,7 +30,7 @@ class Masters:
         self.gradients, self._made = TorchGradients(self.parameters), TorchGradients(self.weights)
 
     def of(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The master of ``weight``."""
+        """Return the master of ``weight``."""
         return self._of[weight]
 
     def collect(self) -> None:
@@ -39,11 +38,11 @@ class Masters:
         self.gradients.add(self._made.taken())
 
     def round_off(self) -> None:
-        """Round the masters, which have changed, to the weights."""
+        """Round the changed masters to the weights."""
         _copy(self.weights, self.parameters)
 
     def take_over(self) -> None:
-        """Take the masters from the weights, to whose precision they are then known."""
+        """Set the masters from the weights, as far as these are precise."""
         _copy(self.parameters, self.weights)
 
 

@@ -1,8 +1,8 @@
-"""What a worker's trainer needs of the framework that built its model, as protocols.
+"""Protocols for what a worker's trainer needs of the framework that built its model.
 
-These are how gradients are summed, how a step is applied and counted, by what norm it is judged, how a checkpoint is
-written.  An adapter gives each of them, as one :class:`Framework`.  They are functions of the framework's own, called
-where its own step would call them; whatever has to survive a failure is decided around them.
+They say how gradients are summed, how a step is applied and counted, by what norm it is judged, and how a checkpoint is
+written. An adapter fills each of them, as one :class:`Framework`. They are the framework's own functions, called where
+its own step would call them; decisions about surviving a failure are made around them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,25 @@ from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 
-if TYPE_CHECKING:  # which reads this module
+if TYPE_CHECKING:  # that module imports this one
     from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 
 Told = torch.Tensor | tuple[torch.Tensor, dict[str, int]]
-"""A micro-batch's loss, detached; or the loss and what else is logged of it in one flat tensor, with how many numbers
-each of these has, by name.
-"""
+"""A micro-batch's detached loss; or the loss and a flat tensor of other logged values, with {name: count}."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
 Clip = Callable[[], torch.Tensor | None]
-"""Clips the gradients of the step that is being applied; gives the norm with regard to which, None where nobody knows
-it.
-"""
+"""Clips the gradients of the step that is being applied; returns the norm used for that, None if unknown."""
 Compute = Callable[[int, int, int], torch.Tensor]
-"""Of (step, replica, micro-batch): its loss, after the script has called ``backward()`` on it."""
+"""(step, replica, micro-batch) to its loss, after the script has called ``backward()`` on it."""
 Source = Callable[[int, MicroBatch], Any]
-"""Of (step, micro-batch): the batch of inputs and labels."""
+"""(step, micro-batch) to its batch of inputs and labels."""
 
 
 class OptimizerStep(Protocol):
-    """A framework's optimizer step: applied once, or only counted.
-
-    What takes it back is around ``wrapped`` (runtime/state/undo), prepared before and recorded as that steps.
+    """A framework's optimizer step: applied once, or only counted. Undo (runtime/state/undo) works around ``wrapped``:
+    prepared before it steps, and recorded while it does.
     """
 
     @property
@@ -57,21 +52,19 @@ class OptimizerStep(Protocol):
 
     @property
     def steps(self) -> int:
-        """How many steps it has applied or skipped; those of a checkpoint's job included."""
+        """The number of steps applied or skipped, including those of a checkpoint's job."""
 
     def apply(self, clip: Clip) -> None:
-        """Step by the framework's gradients; schedulers and counters go on.  ``clip()`` is called before, where the
-        framework's own step clips.
+        """Step by the framework's gradients; schedulers and counters advance. ``clip()`` is called where the
+        framework's own step would clip.
         """
 
     def skip(self) -> None:
-        """Let schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer
-        changes.
-        """
+        """Advance schedulers and counters as after a step that overflowed; weights and optimizer state stay."""
 
     def pass_over(self) -> None:
-        """Let counters, and schedulers as if no step were skipped, go on as after a step that the others have applied
-        before this worker came; no weight and no state of the optimizer changes.
+        """Advance counters and schedulers for a step that the others applied before this worker came; the schedulers as
+        if none were skipped. Weights and optimizer state stay.
         """
 
 
@@ -80,7 +73,7 @@ class Buckets(Protocol):
 
     @property
     def limit(self) -> int:
-        """So many numbers end a bucket."""
+        """The number of elements that ends a bucket."""
 
     @property
     def averages(self) -> bool:
@@ -91,23 +84,23 @@ class Buckets(Protocol):
         """The process group of the stage's workers."""
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of ``gradients`` over the group, flat, divided where ``averages``; they stay as they are."""
+        """Return the flat sum of ``gradients`` over the group, divided if ``averages``; they stay unchanged."""
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor that has all elements of ``tensors``."""
+        """Concatenate ``tensors`` to a flat tensor."""
 
     def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parts of a flat tensor, in the shapes of ``like``."""
+        """Split a flat tensor into parts in the shapes of ``like``."""
 
 
 class Norm(Protocol):
     """The norm by which a step's gradients are judged."""
 
     def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
-        """This stage's share, squared, of ``gradients``, by parameter; all its workers find the same."""
+        """Return this stage's squared share, from gradients by parameter; all its workers get the same."""
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """The norm over all stages, a scalar, from the share of each, by its number."""
+        """Return the norm over all stages, a scalar, from {stage number: share}."""
 
 
 class Scaler(Protocol):
@@ -116,18 +109,14 @@ class Scaler(Protocol):
     loss_scale: float
 
     def update_scale(self, overflow: bool) -> None:
-        """Change the scale after a step that was applied, or, on ``overflow``, skipped.
-
-        Raises where the scale can't go down any more.
-        """
+        """Change the scale after a step that was applied or, on ``overflow``, skipped. Raises if it cannot go lower."""
 
 
 class CheckpointShare(Protocol):
-    """What one worker writes of a checkpoint, of whatever format.
+    """What one worker writes of a checkpoint, in any format.
 
     ``turn``: this worker's place among the ``turns`` workers that hold the same part of its stage; the first writes
-    what the stage writes once.  ``copies``: contents are copied before :meth:`save` returns, so that nobody else needs
-    to.
+    what is written once per stage. ``copies``: :meth:`save` copies contents before it returns, so its callers need not.
     """
 
     turn: int
@@ -135,34 +124,33 @@ class CheckpointShare(Protocol):
     copies: bool
 
     def save(self, path: Path, contents: Any) -> None:
-        """Write a file, at once or while training goes on.  What can't be written raises nothing here, where others may
+        """Write a file, at once or while training goes on. Failures raise in :meth:`check`, not here, where others may
         wait for this worker.
         """
 
     def check(self) -> None:
-        """Raise NotSaved where something could not be written."""
+        """Raise NotSaved if something could not be written."""
 
 
 class CheckpointFormat(Protocol):
-    """A framework's own files of a checkpoint: how state is gathered, written, and read.
-
-    Who writes when, and where to, is alike for all (runtime/worker/checkpoint_files.py).
+    """A framework's own checkpoint files: how state is gathered, written, and read. runtime/worker/checkpoint_files.py
+    decides, alike for all frameworks, who writes when and where.
     """
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over this worker's files of the checkpoint ``path``, of the ``state`` as it is now."""
+        """Hand over this worker's files of the checkpoint ``path``, with the present ``state``."""
 
     def dump(self, contents: Any, file: Any) -> None:
         """Write ``contents`` to an open file, in any thread."""
 
     def complete(self, folder: Path) -> None:
-        """Write what is made of all workers' files, which are in ``folder``; the first live worker does, and once more
-        where that was lost.  Raises NotSaved.
+        """Write what is made of all workers' files, which are in ``folder``. The first live worker calls this, and
+        another again if that one is lost. Raises NotSaved.
         """
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Take the state of this worker's stage, the optimizer's too, from the checkpoint ``folder``, by itself: the
-        others may be anywhere.  Raises RecycleError where it can't be had.
+        """Load the state of this worker's stage and optimizer from the checkpoint ``folder``, without the other
+        workers. Raises RecycleError if that is impossible.
         """
 
 
@@ -170,12 +158,13 @@ class CheckpointFormat(Protocol):
 class StageModel:
     """What a stage computes, and how.
 
-    ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each micro-batch's loss, the logical
-    number of micro-batches of a replica; ``reentrant()``: whether the first stage's data has to require a gradient, as
-    reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that
-    is run again draws the same random numbers.  ``told``: what all workers are told of a loss that was just computed.
-    ``gradients``: where a backward adds to them, and the optimizer's step
-    finds them; None: in ``parameter.grad`` (of the masters, where there are some).
+    * ``loss(outputs, labels)``: on the last stage.
+    * ``scale``: the divisor of each micro-batch's loss, the logical number of micro-batches of a replica.
+    * ``reentrant()``: whether the first stage's data must require a gradient: reentrant checkpointing would else cut
+      layers off from the graph.
+    * ``keyed``: a forward that is run again draws the same random numbers.
+    * ``told``: what all workers are told of a new loss.
+    * ``gradients``: of a framework with its own; None: ``parameter.grad`` (of the masters, if there are some).
     """
 
     module: torch.nn.Module
@@ -195,7 +184,7 @@ class StageModel:
         return TorchGradients(self.module.parameters()) if self.gradients is None else self.gradients
 
     def summed(self, masters: Masters | None) -> GradientStore:
-        """Where contributions are added up, and the step finds their sum."""
+        """Return where contributions are added up, and the step finds their sum."""
         if self.gradients is not None:
             return self.gradients
         return TorchGradients(trained(self.module)) if masters is None else masters.gradients
@@ -203,9 +192,7 @@ class StageModel:
 
 @dataclass(frozen=True)
 class MadeStage:
-    """A stage that a worker has made beside its own: ``model``; the context ``forward(seed, place)`` as a Framework's;
-    ``masters`` of a model in bf16 or fp16.
-    """
+    """A stage made beside the worker's own. ``forward(seed, place)``: as a Framework's; ``masters``: as there."""
 
     model: StageModel
     forward: Callable[[int, int], AbstractContextManager[Any]]
@@ -221,20 +208,24 @@ class MadeStage:
 class Framework:
     """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
 
-    ``cursor``: the data cursor, which has the positions of a replica's micro-batches among all of its;
-    ``micro_batch_size``: samples of one; ``batch()``: samples of a step, of all replicas; ``next_batch(what)`` reads
-    the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)`` is the context in which a forward
-    draws by ``seed``, for the micro-batch at that position. ``clipping``: the largest norm of a step's gradients, 0:
-    any.  ``state``: what else a step changes, schedulers and counters. ``masters``: those of a model in bf16 or fp16,
-    which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
-    ``compute``: the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
-    ``shards``: workers that hold each seat together, of which this one is number ``shard``.  ``make(stage)``: any stage
-    of the pipeline, made once more from its layer specs, with weights that nobody may use; it leaves this worker's own
-    module and random streams as they are.  None where that can't be.  ``pushed``: the stage of a script that runs
-    forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
-    by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
-    ``layers``: the module's, in the order in which they run, if that is not its children's.  ``saves_last``: the
-    trainer saves a checkpoint at a planned end that asks for one; False: whoever calls it does.
+    * ``cursor``: the data cursor, with the positions of a replica's micro-batches in its data.
+    * ``micro_batch_size``: samples of a micro-batch; ``batch()``: samples of a step, over all replicas.
+    * ``next_batch(what)``: reads the script's plain iterator; ``what`` names it in errors.
+    * ``forward(seed, place)``: a context in which a forward draws by ``seed``, for the micro-batch at that position.
+    * ``clipping``: the largest norm of a step's gradients; 0: any.
+    * ``state``: what else a step changes: schedulers and counters.
+    * ``masters``: of a model in bf16 or fp16; the optimizer steps them.
+    * ``norm`` None: the true one over all stages. ``scaler`` None: losses are not scaled.
+    * ``compute``: the script's own forward and backward of a one-stage model (runtime/worker/scripted.py).
+    * ``shards``: the workers that hold each seat together; this one is number ``shard``.
+    * ``make(stage)``: builds any stage again from its layer specs, with weights that nobody may use. It leaves this
+      worker's module and random streams alone. None if that is impossible.
+    * ``pushed``: the stage of a script that runs forward, backward and step itself (core/worker/pushed.py); its steps
+      are never taken back.
+    * ``judged()``: the norm by which the framework itself judged the last step, non-finite if it skipped the step; None
+      if the plugin judges.
+    * ``layers``: the module's in running order, if that is not its children's.
+    * ``saves_last``: the trainer saves the checkpoint that a planned end asks for; False: its caller does.
     """
 
     seat: Seat
@@ -270,10 +261,10 @@ class Framework:
 
 
 def described(framework: Framework) -> dict[str, Any]:
-    """What the ``stage`` of ``framework`` trains: the names of its ``layers``' classes in the order in which they run,
-    how many ``parameters``, of tied weights those of their first stage, in which ``precision``.
+    """Describe what the stage of ``framework`` trains, for people.
 
-    A model that the script runs itself is one layer.
+    ``layers``: class names in running order (a model that the script runs itself is one layer). ``parameters``: their
+    number; tied weights count at their first stage. ``precision``: their dtypes.
     """
     module, loss = framework.model.module, framework.model.loss
     layers = framework.layers or [each for each in module.children() if each is not loss]
@@ -289,5 +280,5 @@ def described(framework: Framework) -> dict[str, Any]:
 
 
 def trained(module: torch.nn.Module) -> Parameters:
-    """The parameters of ``module`` that require a gradient."""
+    """Return the parameters of ``module`` that require a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

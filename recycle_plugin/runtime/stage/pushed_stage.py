@@ -1,4 +1,4 @@
-"""What a script's own forward and backward have made, in a Stage's place (runtime/stage/stage.py)."""
+"""The results of a script's own forward and backward, in a Stage's place (runtime/stage/stage.py)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Shown(Protocol):
     """Where a framework shows a script the sum of a step's gradients, between its backward and its step."""
 
     def show(self) -> None:
-        """Show what is in the gradients, in memory of its own."""
+        """Show the gradients' values, in separate memory."""
 
     def hide(self) -> None:
-        """Show nothing any more: no step follows."""
+        """Stop showing: no step follows."""
 
     def made(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-        """What the script has made of ``sums``, which were shown; None where it has left all as it was."""
+        """Return what the script has made of the shown ``sums``; None if it changed nothing."""
 
 
 class PushedStage:
-    """Takes what a script has made of each micro-batch that it pushes (core/worker/pushed.py).
+    """Takes the results of each micro-batch that a script pushes (core/worker/pushed.py).
 
-    ``gradients``: where they are added up; a micro-batch's are its share of the mean over a replica's.  ``shown``:
-    where the script finds the sum.
+    ``gradients``: where they are added up; a micro-batch's are its share of the mean over a replica's. ``shown``: where
+    the script finds the sum.
     """
 
     loss_scale = 1.0
@@ -47,16 +47,16 @@ class PushedStage:
         self.made: Made | None = None  # of the micro-batch that the script has just run
 
     def load(self, batch: Any) -> None:
-        """Nothing: the script has its data."""
+        """Do nothing: the script has its data."""
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
-        """Refuse another number of micro-batches."""
+        """Raise RecycleError: the number of micro-batches is fixed."""
         raise RecycleError(
             "set_train_batch_size() with recycle.replicas: steps of another size are not planned for yet; leave it out"
         )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What F or B makes, by datum."""
+        """Return the results of F or B, by datum."""
         stage, step, one = instruction.stage, instruction.step, instruction.works_on
         if instruction.op is Op.F:
             assert self.made is not None, "the script has run it"
@@ -72,5 +72,5 @@ class PushedStage:
         self.shown.show()
 
     def forget_sums(self) -> None:
-        """Show the script nothing of a sum that counts no more."""
+        """Hide a sum that no longer counts from the script."""
         self.shown.hide()

@@ -1,7 +1,7 @@
-"""Random numbers keyed by what they are for, not by who draws them.
+"""Random numbers keyed by their purpose, not by the worker that draws them.
 
-A micro-batch that is run again by a peer has to meet the same dropout masks; drawn from the worker's
-own stream they would differ, and the gradient would be of another function, silently.
+A micro-batch that a peer runs again must get the same dropout masks. Drawn from the worker's own stream they would
+differ, and the gradient would silently be another function's.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.devices.port import Device
 
-# modules that keep random states of the device, by whose names layers draw
+# modules that keep named random states of the device for layers
 TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 
 
 def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "") -> int:
-    """A 63-bit seed for one forward pass, or for that ``half`` of its backward."""
+    """Return a 63-bit seed for one forward pass, or for that ``half`` of its backward."""
     text = f"{seed}/{step}/{micro_batch}/{stage}{half and '/'}{half}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def keyed(seed: int, device: Device) -> Iterator[None]:
-    """Inside of this context all default random generators start from ``seed``: torch's for ``device``, Python's and
-    numpy's; and so do all states that DeepSpeed and megatron-core keep, each by its name too.
+    """Return a context in which all default random generators start from ``seed``: torch's for ``device``, Python's,
+    numpy's, and the named states of DeepSpeed and megatron-core.
 
-    Layers that are left out at random draw from the latter.  Afterwards the worker's own streams go on as if nothing
-    was.  No device is waited for: a generator's state is on the host.
+    Layers that are skipped at random draw from Python's or numpy's. Afterwards the worker's own streams go on
+    unchanged. Waits for no device: a generator's state is on the host.
     """
     python, numpy = random.getstate(), _numpy.begin(seed)
     random.seed(seed)
@@ -53,9 +53,8 @@ def keyed(seed: int, device: Device) -> Iterator[None]:
 
 @contextmanager
 def keyed_torch(seed: int, device: Device) -> Iterator[None]:
-    """Inside of this context torch's default generators for ``device`` start from ``seed``; Python's and numpy's stay.
-
-    That is for a backward: with the others it takes ten times as long.
+    """Return a context in which torch's default generators for ``device`` start from ``seed``; Python's and numpy's
+    stay. Used for a backward: seeding the others as well takes ten times as long.
     """
     states = _seeded(seed, device)
     try:
@@ -65,7 +64,7 @@ def keyed_torch(seed: int, device: Device) -> Iterator[None]:
 
 
 def _seeded(seed: int, device: Device) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Have torch's default generators for ``device`` start from ``seed``; returns what they were."""
+    """Seed torch's default generators for ``device``; returns their old states."""
     states = [(generator, generator.get_state()) for generator in device.generators]
     for generator, _ in states:
         # torch.manual_seed looks for other devices each time, which takes longer than all of this
@@ -79,19 +78,19 @@ def _put_back(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
 
 
 class _NumpyStream:
-    """numpy's own stream, the bytes of its generator: get_state() and set_state() take 60 µs, number by number.
+    """numpy's global stream, as the bytes of its generator: get_state() and set_state() take 60 µs, number by number.
 
-    A normal number may be kept beside the bytes, which only get_state() shows.  One comes there only as others are
-    drawn: so bytes with which there was none before have none again.
+    A normal number may be cached beside the bytes; only get_state() shows it. Caching one needs a draw, which changes
+    the bytes: so bytes that once had none beside them have none again.
     """
 
-    _bytes = 4 * 625  # numpy's mt19937_state: the numbers, and which of them is next
+    _bytes = 4 * 625  # numpy's mt19937_state: the numbers, and the position
 
     def __init__(self) -> None:
-        self._alone = b""  # bytes beside which nothing is kept
+        self._alone = b""  # bytes known to have no cached normal number
 
     def begin(self, seed: int) -> Callable[[], object]:
-        """Start from ``seed``, where numpy is used; returns what puts the stream back."""
+        """Seed the stream if numpy is loaded; returns a function that restores it."""
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return lambda: None
@@ -109,7 +108,7 @@ class _NumpyStream:
         drawn.seed(seed % 2**32)
 
         def put_back() -> None:
-            drawn.seed(0)  # which keeps no normal number
+            drawn.seed(0)  # drops a cached normal number
             ctypes.memmove(address, before, self._bytes)
 
         return put_back
@@ -119,7 +118,7 @@ _numpy = _NumpyStream()
 
 
 def _seeded_trackers(seed: int, device: Device) -> list[tuple[Any, Any]]:
-    """Have every state of every tracker start from ``seed`` and its name; returns what they were."""
+    """Seed each state of each tracker by ``seed`` and its name; returns the old states."""
     kept = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
     own = device.generators[-1]
     for tracker, states in kept:
@@ -128,9 +127,8 @@ def _seeded_trackers(seed: int, device: Device) -> list[tuple[Any, Any]]:
 
 
 def _trackers() -> Iterator[Any]:
-    """The trackers that the libraries which this process has imported have made.
-
-    Read where they stand: to ask megatron-core for its tracker would make one, before the script says of which kind.
+    """Yield the trackers that imported libraries have made. Read from their modules: asking megatron-core would make
+    one before the script chooses its kind.
     """
     for module in TRACKERS:
         if module in sys.modules and (made := sys.modules[module]._CUDA_RNG_STATE_TRACKER) is not None:
@@ -138,7 +136,7 @@ def _trackers() -> Iterator[Any]:
 
 
 def _started(state: Any, seed: int, own: torch.Generator) -> Any:
-    """A state as ``state`` is one, from ``seed``: numbers, or with CUDA graphs a generator; ``own`` stays as it is."""
+    """Return a state like ``state``, seeded: bytes, or with CUDA graphs a generator. ``own`` stays unchanged."""
     if isinstance(state, torch.Generator):
         return state.clone_state().manual_seed(seed)
     before = own.get_state()
@@ -148,5 +146,5 @@ def _started(state: Any, seed: int, own: torch.Generator) -> Any:
 
 
 def named(seed: int, name: str) -> int:
-    """A 63-bit seed for the state ``name`` where the micro-batch's is ``seed``."""
+    """Return a 63-bit seed for the state ``name``, from the micro-batch's ``seed``."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -1,8 +1,8 @@
-"""Learning rates that are scaled for one step: while the optimizer applies it, and no longer.
+"""Learning rates scaled for one step: only while the optimizer applies it.
 
-A scheduler reads the rates of a step to make the next ones of them, a script reads and sets them, and checkpoints,
-hashes and newcomers get them as they are.  None of these may see the factor of a step that lacks replicas
-(core/vocabulary/step_batches.py): it would be in the next step's rate once more.
+A scheduler computes the next rates from the present ones, a script reads and sets them, and checkpoints, hashes and
+newcomers get them as they are. None of these may see the factor of a step that lacks replicas
+(core/vocabulary/step_batches.py): the next step's rate would have it again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import torch
 
 
 class ScaledRates:
-    """Scales what ``optimizer`` applies each step with by ``factor()``.  To be made after whatever records the state
-    before a step.
-    """
+    """Scales each step of ``optimizer`` by ``factor()``. Make it after all that records the state before a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[], float]) -> None:
         self._optimizer, self._factor = optimizer, factor
-        self._rates: list[Any] = []  # as they are set, during a step
+        self._rates: list[Any] = []  # the unscaled ones, during a step
         around_steps(optimizer, self._scale, self._put_back)
 
     def _scale(self) -> None:
-        self._put_back()  # of a step that has ended with an error
+        self._put_back()  # of a step that ended with an error
         factor = self._factor()
         if factor != 1.0:
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -42,10 +40,10 @@ class ScaledRates:
 def around_steps(
     optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None] = lambda: None
 ) -> None:
-    """Have ``before()`` and ``after()`` called around each step of ``optimizer``.
+    """Call ``before()`` and ``after()`` around each step of ``optimizer``.
 
-    By torch's hooks, which come behind a script's; where torch does not call any, since the class wraps another
-    optimizer and does not call ``Optimizer.__init__``, around the method.
+    Uses torch's hooks, which run after a script's. If torch calls none, since the class wraps another optimizer and
+    skips ``Optimizer.__init__``, the method is wrapped.
     """
     if getattr(type(optimizer).step, "hooked", False) and "_optimizer_step_pre_hooks" in vars(optimizer):
         optimizer.register_step_pre_hook(lambda *_: before())
@@ -59,7 +57,7 @@ def around_steps(
 def _with_calls(step: Callable[..., Any]) -> Callable[..., Any]:
     calls: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
-    @wraps(step)  # with the mark of torch's schedulers, which warn where it is gone
+    @wraps(step)  # keeps the mark of torch's schedulers, which warn without it
     def between(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
         for before, _ in calls:
             before()

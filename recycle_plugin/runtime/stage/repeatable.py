@@ -1,11 +1,10 @@
-"""Checks that a layer may be run again: after a failure some are, for a peer, and workers with more micro-batches run
-more.
+"""Checks that a layer may be run again: peers do so after a failure, and workers with more micro-batches run more.
 
-What a forward takes over from the one before (running statistics, counters, random numbers of a generator of its own)
-is not to be seen in a model.  So the first forward in training is run twice, on the same micro-batch and with the same
-random numbers: it has to give the same, up to roundings (in exact mode the same bits), and to leave parameters and
-buffers as they are.  A cache may be filled once.  A backward has to leave them alone, too.  A newcomer's first forward
-is not: its peers have tried the same layers, and wait for it.
+What a forward carries over (running statistics, counters, a generator of its own) cannot be seen from a model. So the
+first training forward is run twice, on the same micro-batch with the same random numbers. Both must give the same, up
+to rounding (in exact mode bit for bit), and leave parameters and buffers unchanged; a cache may be filled once. A
+backward must leave them unchanged, too. A newcomer's first forward is not checked: its peers have checked the same
+layers, and wait for it.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Tensors
 
 ADVICE = "or set recycle.enabled to false"
-ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # of a type's smallest step
+ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # in units of a type's smallest step
 
 
 class _TensorSnapshot(NamedTuple):
-    """A tensor that a module has: itself, how often it was changed in place, and what is in it.
-
-    A workspace may be changed: of that only what is in it counts.
+    """A tensor of a module, how often it was changed in place (None: not compared), and its content. Workspaces may be
+    changed: of these only the content counts.
     """
 
     tensor: torch.Tensor
@@ -39,10 +37,8 @@ class _TensorSnapshot(NamedTuple):
 
 
 class ModuleState:
-    """What a module has at this moment: parameters and buffers, other tensors among its attributes, numbers, and
-    generators.
-
-    It costs one pass over all tensors, for the sums of their bits.
+    """What a module has now: parameters, buffers, other tensor attributes, numbers, and generators. Costs one pass over
+    all tensors, for the sums of their bits.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -55,7 +51,7 @@ class ModuleState:
         self._others = dict(_others(attributes))
 
     def changed_in_place(self, since: ModuleState) -> str | None:
-        """The name of the first parameter or buffer that was changed in place since then, None if none was."""
+        """Return the first parameter or buffer changed in place since then, by name, or None."""
         return next(
             (
                 name
@@ -66,14 +62,14 @@ class ModuleState:
         )
 
     def changed(self, since: ModuleState, exact: bool) -> str | None:
-        """The name of the first tensor that is not what it was; ``exact``: to the bit, else up to roundings."""
+        """Return the name of the first changed tensor, or None; ``exact``: compare bits, else up to rounding."""
         here, there = {**self._owned, **self._tensors}, {**since._owned, **since._tensors}
         return self.changed_in_place(since) or next(
             (name for name, kept in here.items() if not _as_before(kept, there.get(name), exact)), None
         )
 
     def counted(self, since: ModuleState) -> str | None:
-        """The name of the first number, or generator of random numbers, that has changed since then."""
+        """Return the name of the first number or random generator that has changed since then, or None."""
         return next((name for name, value in self._others.items() if since._others.get(name, value) != value), None)
 
 
@@ -104,7 +100,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _content(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The content of a tensor, found quickly: type, shape, and the sum of its bits."""
+    """Return a quick digest of a tensor: type, shape, and the sum of its bits."""
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
@@ -117,7 +113,7 @@ def _content(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Reuse:
-    """Whether runs make what they give in the same memory (``may``): so it is said of the first two, and before."""
+    """Whether runs may write their outputs to the same memory (``may``); decided by the first two, True before."""
 
     def __init__(self) -> None:
         self.may = True
@@ -125,7 +121,7 @@ class Reuse:
         self.known = False
 
     def see(self, made: Tensors) -> None:
-        """Take what a run has ``made``; of no use where it is ``known``."""
+        """Record the outputs of a run; only needed until ``known``."""
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made if each.numel()}
         if self._first is None:
             self._first = storages
@@ -134,9 +130,8 @@ class Reuse:
 
 
 class Rehearsal:
-    """The two runs of the first forward of ``module``, or of what ``what`` says, which have to give the same.
-
-    ``before``: the module's state before the first; ``exact``: the same bits.  ``advice``: what a refusal says to do.
+    """The two runs of the first ``what`` ("forward") of ``module``, which must give the same. ``before``: the module's
+    state before the first; ``exact``: compare bits; ``advice``: for a refusal's message.
     """
 
     def __init__(
@@ -152,15 +147,14 @@ class Rehearsal:
         self._what, self._advice = what, advice
 
     def once(self, made: Tensors) -> None:
-        """Take what the first run has ``made``.  Raises RecycleError where it has changed parameters or buffers."""
+        """Record what the first run ``made``. Raises RecycleError if it changed parameters or buffers."""
         self._between = ModuleState(self._module)
         _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> None:
-        """Compare with what the second run has ``made``.
-
-        Raises RecycleError where they differ, or the forward may not be run again for another reason.
+        """Compare with what the second run ``made``. Raises RecycleError if they differ, or the forward may not be
+        repeated for another reason.
         """
         now = ModuleState(self._module)
         _refuse(now.changed(self._between, self._exact), self._what, self._advice)
@@ -182,9 +176,7 @@ class Rehearsal:
 
 
 def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, advice: str = ADVICE) -> None:
-    """Raise RecycleError where the first ``what`` (forward, backward) has changed parameters or buffers of
-    ``module``.
-    """
+    """Raise RecycleError if the first ``what`` (forward, backward) has changed parameters or buffers of ``module``."""
     _refuse(ModuleState(module).changed_in_place(before), what, advice)
 
 
@@ -198,10 +190,7 @@ def _refuse(changed: str | None, what: str, advice: str) -> None:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, exact: bool) -> bool:
-    """Whether two tensors are equal up to what the order of a sum may change; ``exact``: in all bits.
-
-    Roundings are relative to the largest number.
-    """
+    """Return whether two tensors are equal, in all bits or up to the order of a sum, relative to the largest number."""
     if one.dtype != other.dtype or one.shape != other.shape or one.layout is not torch.strided:
         return False
     if exact or not (one.is_floating_point() or one.is_complex()) or not one.numel():

@@ -1,36 +1,38 @@
 """Deferred weight gradients inside layers: how I and W become two instructions.
 
-A converted layer runs its own stock forward, in a graph that is cut off from the one around it.  One node stands for
-that graph outside.  In I the node asks autograd for the gradient of the graph's input and hands the graph to a
-:class:`PendingWeights`; W asks autograd for the gradients of the parameters, of all layers in one run.  autograd
-computes both halves, so whatever stands around the layer (modes, patches, hooks on saved tensors, another dtype) counts
-as it does in stock, bit for bit.
+A converted layer runs its own stock forward, in a graph that is cut off from the one around it. Outside, one node
+stands for that graph. In I the node asks autograd for the gradient of the graph's input, and hands the graph to a
+:class:`PendingWeights`. W asks autograd for the parameters' gradients, of all layers in one run. autograd computes both
+halves, so whatever surrounds the layer (modes, patches, hooks on saved tensors, another dtype) acts as in stock, bit
+for bit.
 
-What the graph saves is saved by the node in its stead: hooks on saved tensors and checkpointing see it once, as in
-stock.  This cures five traps of torch's autograd (a test each in tests/torch/test_traps.py):
+The node saves what the graph would: hooks on saved tensors and checkpointing see it once, as in stock. This avoids five
+traps of torch's autograd (a test each in tests/torch/test_traps.py):
 
 1. a parameter's gradient goes to the parameter, never to what comes back from ``saved_tensors``: that is a detached
-   alias under non-reentrant checkpointing, and the gradient would be lost without a word;
-2. the graph ends at the layer's input, or pending work keeps the whole graph behind it alive;
-3. parameters are no inputs of the node, or their hooks fire in I as well;
+   alias under non-reentrant checkpointing, and the gradient would be lost silently;
+2. the graph ends at the layer's input, or pending work would keep the whole graph behind it alive;
+3. parameters are no inputs of the node, or their hooks would fire in I as well;
 4. each micro-batch is accumulated by itself: one GEMM over two, or ``addmm_`` into ``.grad``, rounds differently;
-5. uses of one parameter are summed by autograd, in the order of the backward, before one accumulation.
+5. autograd sums the uses of one parameter in backward order, before one accumulation.
 
-Two other ways were measured beside this one (docs/figures.md).  Operators of our own, which compute both halves apart
-from autograd, take a tenth less host time, and are wrong wherever something stands around a layer.  Splitting the
-graph of the whole stage, as torch.distributed.pipelining does, holds all activations until W, recomputes a checkpointed
-layer in each half, and can't split reentrant checkpoints or a stage whose inputs have no gradient.
+Two alternatives were measured (docs/figures.md). Our own operators that compute both halves without autograd take a
+tenth less host time, and are wrong if anything surrounds a layer. Splitting the whole stage's graph, as
+torch.distributed.pipelining does, holds all activations until W, and recomputes a checkpointed layer in each half. It
+cannot split reentrant checkpoints, or a stage whose inputs have no gradient.
 
-A weight may also be used past its layer (``F.linear(x, layer.weight)``): what I makes of its gradient there is put
-aside, and joins the rest in W.  With three uses or more of both kinds the order of that sum is not torch's.
+A weight may also be used outside its layer (``F.linear(x, layer.weight)``). I sets that gradient aside, and W adds it.
+With three or more uses of both kinds the order of that sum is not torch's.
 
-A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets gradients as it does without a
-split, and nothing is put off by that.  A layer is fused from then on if the forward differentiates twice through it, or
-by its parameters; if its graph leads anywhere but to its input and its own parameters, or through a custom Function,
-which computes both halves at once; or if its parameters have hooks, which see the gradient when, and as often as, stock
-shows it to them.
+A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets its gradients at once, as without
+a split. A layer is fused from then on in three cases:
 
-What is not converted stays fused inside I: correct, but with less to overlap.
+* the forward differentiates twice through it, or by its parameters;
+* its graph leads anywhere but to its input and its own parameters, or through a custom Function, which computes both
+  halves at once;
+* its parameters have hooks, which must see the gradient when, and as often as, in stock.
+
+Layers that are not converted stay fused inside I: correct, but with less to overlap.
 """
 
 from __future__ import annotations
@@ -56,13 +58,13 @@ _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispa
 
 
 class _Work(NamedTuple):
-    """The weight half of one use, with the graph task (one call into autograd) that it came from."""
+    """The weight half of one use, and the graph task (one call into autograd) that it came from."""
 
     graph: LayerGraph
     saved: list[Tensor]
     gradient: Tensor
     task: int
-    versions: list[int]  # of what is saved: how often each was changed in place
+    versions: list[int]  # of ``saved``: how often each was changed in place
     version: int  # of the gradient
 
     def load(self) -> None:
@@ -72,21 +74,18 @@ class _Work(NamedTuple):
 
 
 class PendingWeights:
-    """The weight half of one backward: what I leaves and W consumes.
-
-    ``len()``: layer uses still to run.  Dropping the object drops the work.
-    """
+    """The weight half of one backward, from I to W. ``len()``: layer uses still to run. Dropping it drops the work."""
 
     def __init__(self) -> None:
         self._work: list[_Work] = []
-        self._made: dict[nn.Parameter, Tensor] = {}  # by I, past the layers that are split
+        self._made: dict[nn.Parameter, Tensor] = {}  # by I, outside the split layers
 
     def __len__(self) -> int:
         return len(self._work)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory kept alive, a storage that several uses share counted once, and parameters not."""
+        """Bytes of memory kept alive; a shared storage counts once, parameters do not count."""
         tensors = [tensor for work in self._work for tensor in (*work.saved, work.gradient)]
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
         for parameter in {one for work in self._work for one in work.graph.parameters}:
@@ -94,21 +93,18 @@ class PendingWeights:
         return sum(storages.values()) + sum(gradient.nbytes for gradient in self._made.values())
 
     def add(self, graph: LayerGraph, saved: list[Tensor], gradient: Tensor) -> None:
-        """Take the weight half of one use of a layer; called by its node, in the order of the backward."""
+        """Record the weight half of one use of a layer. Called by its node, in the order of the backward."""
         task, versions = torch._C._current_graph_task_id(), [one._version for one in saved]
         self._work.append(_Work(graph, saved, gradient, task, versions, gradient._version))
 
     def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take a ``gradient`` of ``parameter`` that I has made outside of its layer, for W to add to its own and
-        deliver.
-        """
+        """Record a ``gradient`` of ``parameter`` that I has made outside its layer; W adds it to its own."""
         self._made[parameter] = gradient
 
     @torch.no_grad()
     def run(self) -> None:
-        """W: compute and accumulate everything pending, once; hooks fire here.
-
-        A parameter's uses in one graph task are summed in backward order before one accumulation, as in stock backward.
+        """Compute and accumulate everything pending, once, for W; hooks fire here. A parameter's uses in one graph task
+        are summed in backward order before one accumulation, as in stock.
         """
         work, self._work = self._work, []
         for parameters, uses in _runs(work):
@@ -124,13 +120,13 @@ class PendingWeights:
 
 
 def _runs(work: list[_Work]) -> Iterator[tuple[tuple[nn.Parameter, ...], list[_Work]]]:
-    """The runs of autograd that W takes: (parameters, uses) of each.
+    """Yield (parameters, uses) of each autograd run in W, one per graph task.
 
-    There is one for each graph task.  A parameter with uses in several tasks (reentrant checkpoints have their own) has
-    a run for each of them, in the order in which the tasks were done with the parameter.
+    A parameter used in several tasks (each reentrant checkpoint has its own) gets a run for each of them, in the order
+    in which the tasks finished with the parameter.
     """
     tasks: dict[int, list[_Work]] = {}
-    last: dict[tuple[int, int], nn.Parameter] = {}  # of (task, parameter's id), in the order of the last use
+    last: dict[tuple[int, int], nn.Parameter] = {}  # by (task, parameter's id), in the order of the last use
     for one in work:
         tasks.setdefault(one.task, []).append(one)
         for parameter in one.graph.parameters:
@@ -147,18 +143,15 @@ def _runs(work: list[_Work]) -> Iterator[tuple[tuple[nn.Parameter, ...], list[_W
 
 
 class _Deferral:
-    """Where the nodes of one :class:`DeferredWeights` put their work.
-
-    A copied module gets its own, which splits nothing.
-    """
+    """Where the nodes of a :class:`DeferredWeights` put their work. A copied module gets its own, without splits."""
 
     def __init__(self) -> None:
         self.splits = False
-        self.known: dict[int, nn.Parameter] = {}  # of the layers, by id: a tensor takes its time to be hashed
-        self.put_off: set[int] = set()  # of these, weights whose gradient was ever put off
+        self.known: dict[int, nn.Parameter] = {}  # the layers' parameters by id, since hashing a tensor takes time
+        self.put_off: set[int] = set()  # of these, weights whose gradient was ever deferred
         self.held: PendingWeights | None = None
-        self.unfit: set[nn.Parameter] = set()  # of layers that the running forward uses in a way that can't be split
-        # An input that requires a gradient, so that the node is in the graph even when x is token ids.
+        self.unfit: set[nn.Parameter] = set()  # of layers used by the running forward in a way that cannot be split
+        # an input that requires a gradient: keeps the node in the graph even if x is token ids
         self.anchor = torch.zeros((), requires_grad=True)
         expanded: Any = self.anchor.expand_as(self.anchor).grad_fn
         self.anchored = expanded.next_functions[0][0]
@@ -167,9 +160,8 @@ class _Deferral:
         return _Deferral, ()
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether the module's parameters are those of the layers, and one of them wants a gradient.
-
-        A weight in the parameter's place (torch.func.functional_call, a hook) is in the graph, and has no .grad.
+        """Return whether all the module's parameters are the layers', and at least one wants a gradient. A replacement
+        of the parameter (torch.func.functional_call, a hook) is in the graph, but has no .grad.
         """
         wanted = False
         for parameter in module._parameters.values():
@@ -180,7 +172,7 @@ class _Deferral:
         return wanted
 
     def run(self, module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
-        """Run a call of a layer so that its backward is split; returns its output, or None if it can't be split."""
+        """Run a call of a layer so that its backward is split; returns its output, or None if it cannot be split."""
         graph, fits = LayerGraph(), False
         try:
             if fits := graph.run(function, x, self.known):
@@ -192,7 +184,7 @@ class _Deferral:
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
-        """Inside of this context uses of the layers are split."""
+        """Return a context in which uses of the layers are split."""
         self.splits = True
         try:
             yield
@@ -200,9 +192,8 @@ class _Deferral:
             self.splits = False
 
     def take(self, graph: LayerGraph, saved: list[Tensor], gradient: Tensor) -> None:
-        """Take the weight half of a node's backward, if that is one for weights.
-
-        Then it is for all leaves, this anchor too; ``torch.autograd.grad`` of something else passes the anchor by.
+        """Record the weight half of a node's backward if that backward is for weights. Such a backward is for all
+        leaves, also the anchor; a ``torch.autograd.grad`` of something else skips the anchor.
         """
         if not torch._C._will_engine_execute_node(self.anchored):
             return
@@ -216,7 +207,7 @@ class _Deferral:
             self.put_off.add(id(parameter))
 
     def differentiated_twice(self, graph: LayerGraph) -> None:
-        """Note that a node's backward is to have a graph itself, which this one has not."""
+        """Handle a backward that must have a graph itself, which this node cannot give."""
         if self.held is not None:
             raise RecycleError(_UNSEEN)
         self.unfit.update(graph.parameters)
@@ -245,7 +236,7 @@ class _Split(torch.autograd.Function):
         graph = ctx.graph
         if torch.is_grad_enabled():
             ctx.deferral.differentiated_twice(graph)
-        # detached, or what is pending keeps the graph behind x alive
+        # detached, or pending work would keep the graph behind x alive
         graph.saved.tensors = saved = [one.detach() if one.requires_grad else one for one in ctx.saved_tensors]
         ctx.deferral.take(graph, saved, gradient)
         made = None
@@ -255,13 +246,13 @@ class _Split(torch.autograd.Function):
         return made, None, None, None
 
 
-# torch.autograd.Function.apply without what it looks for first: no transform is active here (_plain_autograd), and a
-# tensor of one that is over is unwrapped
+# torch.autograd.Function.apply without its first checks: no transform is active here (_plain_autograd), and tensors of
+# finished ones are unwrapped
 _split: Callable[..., Tensor] = super(torch.autograd.Function, _Split).apply
 
 
 def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *args: Any, **kwargs: Any) -> Tensor:
-    """What a converted module's seam runs instead of its own method."""
+    """Run a call of a converted module's seam: split if possible, else by its own method."""
     if deferral.splits and _plain_autograd() and deferral.trains(module):
         call = converter.of(module, args, kwargs)
         if call is not None and _plain(call[1]) and (made := deferral.run(module, *call)) is not None:
@@ -275,17 +266,17 @@ def _plain(x: Any) -> bool:
 
 
 def _dispatched() -> bool:
-    """Whether a dispatch mode is active, other than selective checkpointing's."""
+    """Return whether a dispatch mode is active, other than selective checkpointing's."""
     count = torch._C._len_torch_dispatch_stack()
     return not all(isinstance(torch._C._get_dispatch_stack_at(place), _SELECTIVE) for place in range(count))
 
 
 def _plain_autograd() -> bool:
-    """Whether layers can be split here: with gradients, and without autocast, torch.func, forward mode and dispatch
+    """Return whether layers can be split here: with gradients; without autocast, torch.func, forward and dispatch
     modes.
 
-    Under autocast several layers may share a cast, which belongs to the graph around them; torch.func and forward mode
-    need the stock functions; a dispatch mode would see the functions that cut a graph off.
+    Under autocast several layers may share a cast, which belongs to the graph around them. torch.func and forward mode
+    need the stock functions. A dispatch mode would see the functions that cut a graph off.
     """
     if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return False
@@ -297,15 +288,14 @@ def _plain_autograd() -> bool:
 class DeferredWeights:
     """Converts the supported layers of ``module`` in place, so that their weight gradients can wait.
 
-    Parameters, state-dict names and module types stay.  ``converted`` and ``fused`` name the modules that
-    defer and those with parameters of their own that stay fused: unknown types, embeddings with max_norm or
-    sparse gradients, and layers that share a parameter with a fused one (a sum half fused would
-    round differently).
+    Parameters, state-dict names and module types stay. ``converted`` names the modules that defer. ``fused`` names
+    those with parameters that do not: unknown types, embeddings with max_norm or sparse gradients, and layers that
+    share a parameter with a fused one (a half-fused sum would round differently).
 
-    Uses of a layer inside of :meth:`forward`, and those that :meth:`hold` computes once more, are split.  Everywhere
-    else, and in a copy of the module, the layers are stock.  :meth:`fuse` and :meth:`restore` make them so for good.
+    Only uses inside :meth:`forward`, and those recomputed inside :meth:`hold`, are split. Elsewhere, and in a copy of
+    the module, the layers are stock. :meth:`fuse` and :meth:`restore` make them so for good.
 
-    Raises ValueError if a part of ``module`` is converted already.
+    Raises ValueError if part of ``module`` is converted already.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -327,31 +317,27 @@ class DeferredWeights:
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """A context for a forward whose backward will run in :meth:`hold`; uses of the converted layers inside are
-        split.
-        """
+        """Return a context for a forward whose backward runs in :meth:`hold`; uses of converted layers are split."""
         self._deferral.unfit.clear()
         return self._deferral.splitting()
 
     def unfit(self, asked: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Fuse the layers that the last forward has used in a way that a split does not allow; returns their names.
+        """Fuse the layers that the last forward used in ways that cannot be split; returns their names.
 
-        These are those whose parameters it has ``asked`` for gradients of, those through which it has differentiated
-        twice, and those whose graph can't be split.  If there are any, the forward has to be run again.
+        These are layers whose parameters' gradients it has ``asked`` for, layers it differentiated through twice, and
+        layers whose graph cannot be split. If there are any, the forward must be run again.
         """
         found = {*asked, *self._deferral.unfit}
         return self.fuse(found) if found else ()
 
     def hooked(self) -> tuple[str, ...]:
-        """Fuse the layers whose parameters have hooks, which may look at anything of their backward; returns their
-        names.
-        """
+        """Fuse the layers whose parameters have hooks, which may inspect all of their backward; returns their names."""
         found = [one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks]
         return self.fuse(found) if found else ()
 
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
-        """A context for the backward, whose weight work is left in the collection that this yields."""
+        """Return a context for the backward; it yields the collection that gets the deferred weight work."""
         if self._deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
         self._deferral.held = pending = PendingWeights()
@@ -366,7 +352,7 @@ class DeferredWeights:
         for parameter, gradient in zip(weights, made):
             if gradient is None:
                 continue
-            # of other micro-batches, or of this one: theirs and this are added in the order of W
+            # W adds it in its turn, after other micro-batches' or this one's deferred part
             if id(parameter) in self._deferral.put_off:
                 pending.join(parameter, gradient)
             else:
@@ -377,10 +363,7 @@ class DeferredWeights:
             raise RecycleError(_UNSEEN)
 
     def fuse(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Make the layers that have one of ``parameters`` stock again, with those that share a parameter with them.
-
-        Returns their names.
-        """
+        """Make layers with one of ``parameters`` stock again, and those that share with them; returns their names."""
         asked, names = set(parameters), []
         while asked and (
             found := [
@@ -403,7 +386,7 @@ class DeferredWeights:
 
 @contextmanager
 def resting_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside of this context hooks of ``parameters`` do nothing; one that is removed there stays so."""
+    """Return a context in which hooks of ``parameters`` do nothing; a hook removed inside stays removed."""
     resting = [
         (hooks, dict(hooks))
         for one in parameters
@@ -420,12 +403,12 @@ def resting_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _owners(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules with parameters of their own, by name."""
+    """Return the modules with parameters of their own, by name."""
     return {name: part for name, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))}
 
 
 def _choose(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers to convert: those with a converter that share no parameter with a layer that has none."""
+    """Return the layers to convert: those with a converter that share no parameter with a layer without one."""
     owners = _owners(module)
     chosen = {name: part for name, part in owners.items() if _supported(name, part)}
     while True:
@@ -443,5 +426,5 @@ def _supported(name: str, part: nn.Module) -> bool:
     own = vars(part).get(converter.seam)
     if isinstance(own, partial) and own.func is _run_seam:
         raise ValueError(f"{name or type(part).__name__} is converted already: restore() it first")
-    # somebody else's replacement of the method, or a weight computed by a hook (weight_norm), stays as it is
+    # a replaced method, or a weight computed by a hook (weight_norm), stays as it is
     return own is None and converter.supports(part)

@@ -1,14 +1,14 @@
 """The computation of one pipeline stage, micro-batch by micro-batch.
 
-What lives between the instructions of a micro-batch, its inputs, its graph (stash), and the weight-gradient work that a
-split backward has put off, is in the worker's store (core/worker/step_store.py); here is what makes one of the other.
-Gradients end up where the framework has them (runtime/stage/gradient_store.py), summed in the order in which the
-program runs the weight gradients.  In exact mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a
-micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.  In bf16 and fp16 the
-sums are those of the fp32 masters (runtime/stage/masters.py), which what each instruction makes is added to by itself.
+A micro-batch's inputs, graph (stash) and deferred weight work live in the worker's store between instructions
+(core/worker/step_store.py); this module computes one from the other. Gradients end up where the framework keeps them
+(runtime/stage/gradient_store.py), summed in the program's order of weight gradients. In exact mode they end up in sums
+of blocks (runtime/stage/block_sums.py), all of a micro-batch's at its W, also those that its I has made in layers that
+are not split. In bf16 and fp16 the sums are the fp32 masters' (runtime/stage/masters.py), to which each instruction's
+gradients are added by themselves.
 
-After a failure a *boundary-only* forward or input gradient is run for the boundary tensor alone, because a peer needs
-it once more: it leaves no stash and adds nothing to any gradient.
+After a failure a *boundary-only* forward or input gradient is run for the boundary tensor alone, since a peer needs it
+again: it leaves no stash and adds nothing to any gradient.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class Stash:
-    """What F leaves for the backward: received activations (the graph's leaves), outputs and loss with the graph behind
-    them.
-    """
+    """What F leaves for the backward: received activations (the graph's leaves), outputs and loss with their graph."""
 
     inputs: Tensors
     outputs: Tensors
@@ -70,7 +68,7 @@ class Stash:
 
 @dataclass(frozen=True)
 class Inner:
-    """What I leaves for W: the weights' pending work, and, in exact mode, weight gradients that are made already."""
+    """What I leaves for W: the pending weight work, and in exact mode weight gradients that exist already."""
 
     pending: PendingWeights | None
     early: Slots | None
@@ -78,7 +76,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward computes with: a loaded batch, and received activations, which are the leaves of the graph."""
+    """What a forward computes with: a loaded batch, and received activations, the leaves of the graph."""
 
     loaded: LoadedBatch
     inputs: Tensors  # leaves of the graph
@@ -87,11 +85,13 @@ class ForwardInputs:
 class Stage:
     """Runs forward and backward of single micro-batches of one stage.
 
-    ``deferred`` splits the backward, None leaves it fused.  ``randomness``: the context in which a micro-batch of a
-    step draws in its forward ("") and in the halves of its backward ("input", "weight").  ``blocks``: exact mode's
-    sums; ``masters``: those of a model in bf16 or fp16.  ``fused`` is told the names of layers whose backward is split
-    no more, and ``warn`` what may go wrong.  ``tried``: others have seen that its forward may be run again.  ``held``:
-    what a micro-batch holds.
+    * ``deferred``: splits the backward; None leaves it fused.
+    * ``randomness``: the context in which a micro-batch of a step draws in its forward ("") and in the halves of its
+      backward ("input", "weight").
+    * ``blocks``: exact mode's sums; ``masters``: of a model in bf16 or fp16.
+    * ``fused``: gets the names of layers whose backward is no longer split; ``warn``: gets warnings.
+    * ``tried``: other workers have checked that its forward may be run again.
+    * ``held``: the bytes that a micro-batch holds.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class Stage:
         self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
         self.held = HeldBytes(model.module)
-        self.loss_scale = 1.0  # what losses are multiplied by before the backward
-        # the forward and the halves of a backward of which the first changes no state
+        self.loss_scale = 1.0  # multiplies losses before the backward
+        # what has been checked for changing no state: the forward, and the halves of a backward
         self._watched = {"forward"} if tried else set()
-        self._memory: tuple[int, set[int]] = (0, set())  # of the weights, in that step
+        self._memory: tuple[int, set[int]] = (0, set())  # (step, addresses of the weights)
         self._reuse = Reuse()
-        self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
+        self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: none has run yet
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
-        """Train with so many micro-batches a replica in a step from now on; ``blocks``: exact mode's, of these."""
+        """Train with this many micro-batches per replica and step from now on; ``blocks``: exact mode's, for these."""
         self._model = replace(self._model, scale=micro_batches)
         if self._blocks is not None:
             assert blocks is not None, "exact mode has blocks"
@@ -134,7 +134,7 @@ class Stage:
         return self._model.device
 
     def load(self, batch: tuple[Any, Any]) -> LoadedBatch:
-        """The inputs (first stage) and labels (last stage) of a micro-batch."""
+        """Return a micro-batch's inputs (first stage) and labels (last stage), on the device."""
         model = self._model
         return LoadedBatch(
             batch_part(batch[0], model.device) if model.first else None,
@@ -142,7 +142,7 @@ class Stage:
         )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What F, I, W or B makes, by datum; with ``boundary_only`` I makes the boundary tensor alone."""
+        """Return the results of F, I, W or B, by datum; with ``boundary_only`` I returns the boundary tensor alone."""
         op, stage, step, one = instruction.op, instruction.stage, instruction.step, instruction.works_on
         key, wgrad = (step, one), Datum("wgrad", stage, one, step)
         if op is Op.F:
@@ -163,9 +163,10 @@ class Stage:
         return {grad: made, Datum("inner", stage, one, step): inner}
 
     def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, Told | None]:
-        """Run one forward: what goes to the next stage, what the backward needs, and on the last stage the loss.
+        """Run one forward: returns what goes to the next stage, what the backward needs, and on the last stage the
+        loss.
 
-        Raises RecycleError where the model can't be trained so, for instance where the forward calls ``backward()``.
+        Raises RecycleError if the model cannot be trained this way, for example if the forward calls ``backward()``.
         """
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
@@ -183,15 +184,13 @@ class Stage:
         return tuple([tensor.detach() for tensor in made]), stash, None
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times its scale, in fp32 at least: in fp16 most scales would make it infinite."""
+        """Return the loss times its scale, at least in fp32: in fp16 most scales would make it infinite."""
         if self.loss_scale == 1.0:
             return loss
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """Compute outputs and loss; once more where layers had to be fused, since the forward differentiates through
-        them.
-        """
+        """Compute outputs and loss; again if layers had to be fused, since the forward differentiates through them."""
         unfit = self._deferred.hooked() if self._deferred is not None else ()
         while True:
             if unfit:
@@ -237,7 +236,7 @@ class Stage:
         return made
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
-        """Compute the gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
+        """Compute the input's gradient; the weights' work waits for :meth:`backward_weight`."""
         early = empty(self._made) if self._blocks is not None else None
         aside = NOTHING if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
@@ -249,7 +248,7 @@ class Stage:
 
     @contextmanager
     def _aside(self, early: Slots) -> Iterator[None]:
-        """Inside of this context ``early`` gets the weight gradients, until W; hooks of their sums are called there."""
+        """Return a context in which ``early`` gets the weight gradients. Hooks of their sums are called in W."""
         hooks = [
             (parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks))
             for parameter in self._parameters
@@ -265,9 +264,9 @@ class Stage:
                 each.update(were)
 
     def backward_input_boundary_only(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
-        """Compute the gradient of the input for the boundary alone: no parameter's gradient changes, now or later.
+        """Compute the input's gradient for the boundary alone: no parameter's gradient changes, now or later.
 
-        Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed
+        Parameters' gradients are set aside: torch.autograd.grad would leave them alone, but refuses checkpointed
         layers.
         """
         with (
@@ -279,20 +278,19 @@ class Stage:
             return self._differentiate(stash, grads)
 
     def backward_weight(self, key: Key, inner: Inner) -> None:
-        """Compute the weight gradients that :meth:`backward_input` has put off, and add them to the sums."""
+        """Compute the weight gradients that :meth:`backward_input` deferred, and add them to the sums."""
         with self._summing(key):
             if inner.early is not None:
                 self._add(inner.early)
             if inner.pending is not None:
-                with self._watching("weight"):  # which draws nothing: all that runs is the operators' own
+                with self._watching("weight"):  # draws nothing: only the operators' own work runs
                     inner.pending.run()
 
     # --- sums --------------------------------------------------------------------------------------
 
     def summed(self) -> None:
-        """Drop this step's contributions, which are in a sum over all workers now.
-
-        Raises RecycleError where nothing that the stage gives depends on its parameters.
+        """Drop this step's contributions, which are now in a sum over all workers. Raises RecycleError if no output of
+        the stage depends on its parameters.
         """
         if self._trains is False:
             raise RecycleError(
@@ -305,14 +303,14 @@ class Stage:
         self.forget_sums()
 
     def forget_sums(self) -> None:
-        """Drop what was added up in blocks."""
+        """Drop the sums of blocks."""
         if self._blocks is not None:
             self._blocks.clear()
 
     # --- parts -------------------------------------------------------------------------------------
 
     def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager[Any]:
-        """A context in which the backward's hooks and functions draw keyed random numbers, others than the forward."""
+        """Return a context in which the backward's hooks and functions draw keyed numbers, other than the forward's."""
         return self._randomness(key[1], key[0], half)
 
     def _hold(self) -> AbstractContextManager[PendingWeights | None]:
@@ -341,7 +339,7 @@ class Stage:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 
     def _watched_forward(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """Run the first forward in training, twice where it may be repeated, and check what it changes."""
+        """Run the first training forward, twice if it is repeatable, and check what it changes."""
         self._watched.add("forward")
         module, before = self._model.module, ModuleState(self._model.module)
         if self._model.keyed:
@@ -355,7 +353,7 @@ class Stage:
         return computed
 
     def _watching(self, half: str) -> AbstractContextManager[None]:
-        """A context for a backward: the first of each ``half`` must leave parameters and buffers as they are."""
+        """Return a context for a backward: the first of each ``half`` must leave parameters and buffers unchanged."""
         return NOTHING if half in self._watched else self._watched_backward(half)
 
     @contextmanager
@@ -377,7 +375,7 @@ class Stage:
             )
 
     def _own_memory(self, step: int, members: Tensors) -> Tensors:
-        """What goes to a peer, copied where it is in memory that the optimizer or the next forward will change."""
+        """Return what goes to a peer, copied if the optimizer or the next forward may change its memory."""
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -387,7 +385,7 @@ class Stage:
         )
 
     def _data(self, given: ForwardInputs) -> Any:
-        """A copy of the inputs, since a layer may change them."""
+        """Copy the inputs, since a layer may change them."""
         data = batch_part(given.loaded.data, self._model.device)
         if self._model.reentrant():
             for tensor in data if isinstance(data, tuple) else (data,):
@@ -395,7 +393,7 @@ class Stage:
         return data
 
     def _summing(self, key: Key) -> AbstractContextManager[None]:
-        """A context: what is added to gradients inside of it is the micro-batch's."""
+        """Return a context in which additions to gradients count as the micro-batch's."""
         return NOTHING if self._blocks is None and self._masters is None else self._summing_apart(key)
 
     @contextmanager
@@ -405,7 +403,7 @@ class Stage:
             self._collect()
 
     def _add(self, early: Slots) -> None:
-        """Add gradients that were set aside, as a backward does, whose hooks are called."""
+        """Add gradients that were set aside, and call their hooks, as a backward does."""
         self._made.add(early)
         for parameter, gradient in zip(self._made.parameters, early, strict=True):
             if gradient is not None:
