@@ -1,3 +1,1 @@
-"""The worker's half of the protocol: its training loop, what it has of unfinished steps, and what it knows of the
-coordinator's decisions.
-"""
+"""The worker's half of the protocol: its training loop, its data of unfinished steps, and what it knows of the job."""

@@ -1,11 +1,11 @@
 """A newcomer's side of catching up: it takes the state of its stage from several sources at once, while they train, and
 follows the steps that they commit.
 
-It has one clock: its state is that after the committed step ``clock``.  Units come in streams
-(core/vocabulary/state_stream.py), from the state after ``clock`` or a later one.  From one step to the next it goes
-once every source has said that the next one is committed: to what is here it applies the sums that they have sent, by
-the optimizer's own step; what is not here yet comes as it is later.  A unit is asked for again where it was damaged,
-where it is older than the clock, or where its source has gone, from whom no sums come any more.
+Its state is that after the committed step ``clock``. Units arrive in streams (core/vocabulary/state_stream.py), from
+the state after ``clock`` or a later one. It advances by a step once every source has sent the marker of the next one:
+the optimizer's own step applies the received sums to the units that are here. Units not yet here arrive later, in a
+later state. A unit is asked for again if it was damaged, if it is older than the clock, or if its source, which would
+send its sums, is gone.
 """
 
 from __future__ import annotations
@@ -20,43 +20,39 @@ from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Ite
 
 
 class Inlet(Protocol):
-    """A line from one source; nothing that is called here blocks."""
+    """A line from one source; no call blocks."""
 
     def ask(self, asked: Asked) -> None:
-        """Asks the source for units."""
+        """Ask the source for units."""
 
     def items(self) -> Iterable[Item]:
-        """What has come since this was called last, in its order."""
+        """Return what has arrived since the last call, in order."""
 
     @property
     def broken(self) -> bool:
-        """Whether the source is gone, and all that has come from it is handed out."""
+        """Whether the source is gone and everything it sent is handed out."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Close the line."""
 
 
 class FilledState(Protocol):
-    """A worker's state of its stage that is filled with others' (core/worker/filled_stage.py)."""
+    """A worker's state of its stage while it is filled by sources (core/worker/filled_stage.py)."""
 
     def begin(self, step: int, head: Any) -> None:
-        """Takes what goes by value of the state after ``step``, and makes room for units."""
+        """Take what goes by value of the state after ``step``, and make room for units."""
 
     def write(self, name: str, value: Any) -> None:
-        """Writes a unit."""
+        """Write a unit."""
 
     def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
-        """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others
-        nothing.
-        """
+        """Apply the step that ``marker`` commits, with ``sums`` by unit; units without a sum stay."""
 
     def take_settings(self, settings: Any) -> None:
-        """Has the next step applied with these settings."""
+        """Have the next step applied with these settings."""
 
     def hash_after(self, step: int, settings: Any) -> None:
-        """Begins to hash the state, which is that after ``step``, with these ``settings``; what changes it waits for
-        that.
-        """
+        """Begin to hash the state after ``step`` with these ``settings``; later changes wait for the hash."""
 
 
 @dataclass
@@ -69,7 +65,7 @@ class _Stream:
     ends: dict[int, Marker] = field(default_factory=dict)  # those that end a step's changes, by step
 
     def fetch(self) -> bool:
-        """Takes what is in the line; returns whether there was anything."""
+        """Take what is in the line; return whether there was anything."""
         self.items.extend(self.inlet.items())
         return bool(self.items)
 
@@ -77,30 +73,30 @@ class _Stream:
         return self.at is not None and self.at >= step
 
     def forget(self, step: int) -> None:
-        """Drops what was said of the steps up to ``step``."""
+        """Drop what came of the steps up to ``step``."""
         self.ends = {each: marker for each, marker in self.ends.items() if each >= step}
         self.markers = {each: marker for each, marker in self.markers.items() if each > step}
         self.sums = {each: sums for each, sums in self.sums.items() if each > step}
 
 
 class CatchingUp:
-    """The catching up of one newcomer, whose ``state`` is to be filled.  ``wants_script()``: its script asks its peers'
-    for what is theirs alone.
+    """The catching up of one newcomer, which fills ``state``. ``wants_script()``: whether its script asks its peers'
+    scripts for what is theirs alone.
     """
 
     def __init__(self, state: FilledState, wants_script: Callable[[], bool] = lambda: False) -> None:
         self._state, self._wants_script = state, wants_script
         self._handed: Handed | None = None
         self._streams: dict[WorkerId, _Stream] = {}
-        self._lead: WorkerId | None = None  # who was asked for the head
+        self._lead: WorkerId | None = None  # the source asked for the head
         self._weights: Mapping[str, int] = {}
-        self._from: dict[str, WorkerId] = {}  # whom each unit was asked from
+        self._from: dict[str, WorkerId] = {}  # the source asked for each unit
         self._here: set[str] = set()  # units of the state after ``clock``
         self.clock: int | None = None
         self.damaged = 0  # units that had to be read again
-        self.taken = 0  # bytes of units that have come, also of those that came again
-        self.followed = 0  # bytes of sums that have come
-        self.renewed = 0  # how often a part of what was here had to be asked for anew
+        self.taken = 0  # bytes of units received, repeated ones included
+        self.followed = 0  # bytes of sums received
+        self.renewed = 0  # how often something that was here had to be asked for anew
 
     @property
     def whole(self) -> bool:
@@ -112,7 +108,7 @@ class CatchingUp:
 
     @property
     def deserted(self) -> bool:
-        """Whether there is no source left."""
+        """Whether no source is left."""
         return not self._streams
 
     @property
@@ -122,7 +118,7 @@ class CatchingUp:
         return sum(self._weights[name] for name in self._here) / total if total else float(self.whole)
 
     def add_source(self, source: WorkerId, inlet: Inlet) -> None:
-        """Takes from one more source, or anew from one whose line was broken."""
+        """Take from one more source, or anew from one whose line was broken."""
         if source in self._streams:
             self._drop(source)
         self._streams[source] = _Stream(inlet)
@@ -133,8 +129,8 @@ class CatchingUp:
             self._share_out()
 
     def handed(self, giver: WorkerId) -> bytes | None:
-        """What ``giver``'s script hands over, after the last step here; None while it may still come, b"" where it
-        won't.  Nothing else that comes is taken in any more.
+        """Return what ``giver``'s script hands over after the last step here; None while it may still come, b"" if it
+        won't. Nothing else that arrives is used any more.
         """
         stream = self._streams.get(giver)
         gone = stream is None or stream.inlet.broken
@@ -147,13 +143,13 @@ class CatchingUp:
         return b"" if gone else None
 
     def keep_only(self, workers: Collection[WorkerId]) -> None:
-        """Takes nothing any more from sources that are gone: the line to a host that is cut off may stand for long."""
+        """Drop sources that are not among ``workers``: the line to a host that is cut off may stand for long."""
         for source in self._streams.keys() - workers:
             self._drop(source)
 
     def hash_after(self, step: int) -> bool:
-        """Has the state hashed, which is that after ``step``; returns False as long as some of it is still to come, or
-        what the sources' scripts change of it.
+        """Have the state after ``step`` hashed. Return False while some of it or of its scripted changes may still
+        come.
         """
         ends = self._ends()
         if not self.whole or not ends:
@@ -162,15 +158,15 @@ class CatchingUp:
         return True
 
     def _ends(self) -> list[Marker]:
-        """What the sources have said once their scripts changed the state here no more; nothing until all have."""
+        """Return the markers that end the scripts' changes of this state; empty until all sources have sent theirs."""
         step, streams = self.clock or 0, self._streams.values()
         if not all(step in each.ends or each.has_passed(step + 1) for each in streams):
             return []
         return [stream.ends[step] for stream in streams if step in stream.ends]
 
     def take_changes(self) -> bool | None:
-        """Takes in what the sources' scripts have changed since the last step; True once there is no more, None while
-        some may come, False where no source is left.
+        """Apply the changes by the sources' scripts since the last step. Return True once all are here, None while some
+        may come, False if no source is left.
         """
         self.pump(self.clock or 0)
         if ended := self._ends() if self.whole else []:
@@ -180,20 +176,18 @@ class CatchingUp:
 
     @property
     def passed(self) -> bool:
-        """Whether all sources are at a later step, and have nothing more to give of the state after ``clock``."""
+        """Whether all sources are at a later step, and give nothing more of the state after ``clock``."""
         step = (self.clock or 0) + 1
         return bool(self._streams) and all(stream.has_passed(step) for stream in self._streams.values())
 
     def close(self) -> None:
-        """Takes from nobody any more."""
+        """Close all lines."""
         for stream in self._streams.values():
             stream.inlet.close()
         self._streams.clear()
 
     def pump(self, until: int) -> bool:
-        """Takes in what has come, and follows as far as that goes, but not beyond step ``until``; returns whether
-        anything has changed.
-        """
+        """Handle what has arrived and follow up to step ``until`` at most. Return whether anything changed."""
         before = self.clock, len(self._here), len(self._streams), self.taken
         for source in [source for source, stream in self._streams.items() if not self._hear(source, stream)]:
             self._drop(source)
@@ -206,10 +200,7 @@ class CatchingUp:
     # --- what comes --------------------------------------------------------------------------------
 
     def _hear(self, source: WorkerId, stream: _Stream) -> bool:
-        """Takes in what has come from a source, as far as that goes; returns whether the line stands.
-
-        What is of a later state stays in the line, which is bounded.
-        """
+        """Handle what a source has sent; later states stay in the line, which is bounded. Return whether it stands."""
         while stream.items or stream.fetch():
             if not self._take(source, stream, stream.items[0]):
                 return True
@@ -217,7 +208,7 @@ class CatchingUp:
         return not stream.inlet.broken
 
     def _take(self, source: WorkerId, stream: _Stream, item: Item) -> bool:
-        """Takes one item in; returns False where it is of a state that this worker has not come to."""
+        """Handle one item; return False if it is of a state that this worker has not reached."""
         match item:
             case Marker():
                 stream.at = item.step
@@ -234,7 +225,7 @@ class CatchingUp:
             case Unit():
                 if self.clock is not None and item.step > self.clock:
                     return False
-                self._take_unit(source, stream, item)  # asked for before it began anew, it is nobody's
+                self._take_unit(source, stream, item)  # if asked for before it began anew, nobody wants it
             case Handed():
                 self._handed = item
         return True
@@ -246,7 +237,7 @@ class CatchingUp:
 
     def _take_unit(self, source: WorkerId, stream: _Stream, unit: Unit) -> None:
         if self._from.get(unit.name) != source:
-            return  # it was asked of another one meanwhile
+            return  # another source was asked meanwhile
         self.taken += self._weights[unit.name]
         if unit.value is None:
             self.damaged += 1
@@ -267,8 +258,8 @@ class CatchingUp:
             self._streams[self._lead].inlet.ask(Asked(head=True))
 
     def _share_out(self, but: WorkerId | None = None) -> None:
-        """Asks for all units that nobody was asked for, each of who is asked for least; of ``but`` only where there is
-        nobody else.  Costs time in proportion to the units, times the sources.
+        """Ask for all units that no source was asked for, each from the source with the least to send; from ``but``
+        only if there is no other. Costs time in proportion to units times sources.
         """
         sources = sorted(self._streams.keys() - {but}) or sorted(self._streams)
         if not sources:
@@ -288,8 +279,8 @@ class CatchingUp:
                 self._streams[source].inlet.ask(Asked(tuple(names)))
 
     def _take_over(self) -> None:
-        """Has sources leave out what they would give last, as much as a new one can give.  Costs a look at each unit,
-        for each source.
+        """Have sources leave out what they would send last, as much as a new one can send. Looks at all units of all
+        sources.
         """
         for source, stream in self._streams.items():
             asked = [name for name, whom in self._from.items() if whom == source and name not in self._here]
@@ -305,11 +296,11 @@ class CatchingUp:
                 stream.inlet.ask(Asked(tuple(leave), leave=True))
 
     def _drop(self, source: WorkerId) -> None:
-        """Asks others for what a source that is gone was asked for: also for what is here, which its sums would
-        follow.
+        """Ask the remaining sources for every unit that a lost source was to send, also those already received: their
+        later sums would have come from it.
         """
         self._streams.pop(source).inlet.close()
-        self._lead = None if self._lead == source else self._lead  # the head too: it may never come
+        self._lead = None if self._lead == source else self._lead  # the head may never come either
         self.renewed += 1
         for name in [name for name, whom in self._from.items() if whom == source]:
             del self._from[name]
@@ -320,7 +311,7 @@ class CatchingUp:
     # --- following ---------------------------------------------------------------------------------
 
     def _advance(self) -> bool:
-        """Goes on by one step, if all sources are behind it."""
+        """Advance by one step if all sources have passed it; return whether it did."""
         if self.clock is None or not self.passed:
             return False
         step = self.clock + 1
@@ -341,7 +332,7 @@ class CatchingUp:
         return True
 
     def _begin_anew(self) -> None:
-        """Takes nothing for granted any more: all who were there at the next step are gone."""
+        """Start over, because every source that was at the next step is gone."""
         self.clock, self._lead, self._weights = None, None, {}
         self.renewed += 1
         self._from.clear()
@@ -352,7 +343,7 @@ class CatchingUp:
         return name in self._here and self._from[name] == source
 
     def _ask_again(self, names: Iterable[str]) -> None:
-        """Asks once more for units that were here and that nobody has sent the sums of."""
+        """Ask once more for units that were here and got no sums."""
         for name in sorted(names):
             self.renewed += 1
             self._here.discard(name)

@@ -1,12 +1,11 @@
-"""Saving a checkpoint by all workers: it is there whole or not at all, and never half of one under its name.
+"""Saving a checkpoint by all workers: it is there whole or not at all, never in part under its name.
 
-It is written under another name.  When the coordinator says that everybody has written
-(core/coordinator/facts/barriers.py), the first live worker gives it its own.  Whoever dies before that is seen by all:
-they save once more, under yet another name.  A late writer, given up by the others and still alive, writes to a place
-that nobody uses any more.
+It is written under another name. When the coordinator says that all have written (core/coordinator/facts/barriers.py),
+the first live worker gives it its own. If a worker dies before that, all see it and save once more, under yet another
+name. A late writer, given up by the others and still alive, writes to a place that nobody uses any more.
 
-Whoever can't write, since its disk is full, comes to the barrier all the same and says so, and so does who can't give
-it its name: the outcome is one for all, who go on without the checkpoint, and what was written of it goes.
+A worker that can't write, since its disk is full, or can't give the name, still comes to the barrier and says so. The
+outcome is the same for all: they go on without the checkpoint, and its files are removed.
 """
 
 from __future__ import annotations
@@ -21,25 +20,18 @@ from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 
 class CheckpointFiles(Protocol):
-    """The files of one checkpoint, as the saving needs them.  A generator's value says why something could not be
-    written, and is "" where it was.
-    """
+    """The files of one checkpoint. A generator's value is the reason why something could not be written, else ""."""
 
     def write(self, number: int) -> Waits[str]:
-        """Writes this worker's share, under a name of the attempt ``number``, which is another one in each membership.
-
-        Raises Interrupted.
+        """Write this worker's share under a name of attempt ``number``, another one in each membership. Raises
+        Interrupted.
         """
 
     def publish(self, number: int) -> Waits[str]:
-        """Gives the checkpoint its name, once all shares of attempt ``number`` are there.  Doing so again changes
-        nothing.
-        """
+        """Give the checkpoint its name, once all shares of attempt ``number`` are there. May be repeated."""
 
     def discard(self, number: int) -> Iterator[Any]:
-        """Removes what was written of attempt ``number``, which nobody writes to or wants any more.  It has no
-        value.
-        """
+        """Remove what was written of attempt ``number``, which nobody writes to or wants any more. No value."""
 
 
 def save(
@@ -49,10 +41,10 @@ def save(
     files: CheckpointFiles,
     recover: Callable[[], Iterator[Any]],
 ) -> Waits[str]:
-    """Saves a checkpoint of all live workers' last committed step; returns when it is in place.
+    """Save a checkpoint of all live workers' last committed step; return when it is in place.
 
-    ``place``: the name of its barrier, the same on all; ``recover()``: called after a membership change between steps.
-    The value is "", or where it can't be written, the same on all: why.
+    ``place``: the name of its barrier, the same on all. ``recover()``: called after a membership change between steps.
+    The value is "", or the reason why it can't be written, the same on all.
     """
     while True:
         yield from loop.settle()
@@ -71,12 +63,12 @@ def save(
 
 
 def end_of_saving(place: str) -> str:
-    """The name of the barrier at the end of a saving whose own is ``place``."""
+    """Return the name of the barrier at the end of a saving whose own is ``place``."""
     return f"the end of {place}"
 
 
 def why_not(passed: BarrierPassed) -> str:
-    """The reason why those who have passed the barrier can't have what they have written; "" where they can."""
+    """Return the reason why what was written before the barrier can't be used; "" if it can."""
     return next(iter(passed.values.values()), "")
 
 

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, out of the way of what is worked out in a hurry."""
+"""Python's collector of cycles, kept out of urgent work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Let the collector rest inside of this context; for what makes many objects, and no cycles, while all wait.
+    """Let the collector rest inside this context: for code that makes many objects, and no cycles, while all wait.
 
-    A collection looks at all that torch and the script have made too, 0.3 s and more, and many objects bring several.
+    A collection also looks at all that torch and the script have made, 0.3 s and more, and many objects bring several.
     """
     rests = not gc.isenabled()
     gc.disable()

@@ -1,13 +1,12 @@
 """A live worker that replays its stage beside its state, for a lost one that can't read what this stage had sent it.
 
-Where the boundary between two stages is not logged (planner/log_selection.py), or what was logged of it can't be read,
-a loss on one side of it has both sides replayed: each makes once more what the other one needs, and logs it.  The side
-that is live, the *companion*, keeps its state meanwhile and has it again afterwards; what it has come to is compared
-with that.  So in the limit all stages go back to the checkpoint, and nobody's process does.
+If the boundary between two stages is not logged (planner/log_selection.py), or its log can't be read, a loss on one
+side has both sides replayed: each makes again what the other needs, and logs it. The live side, the *companion*, keeps
+its state meanwhile, compares the replay's result with it, and restores it afterwards. In the limit all stages replay
+from the checkpoint, without a process that goes back.
 
-What it had begun behind the last committed step is dropped, as if it were lost, and its last step is taken back where
-that is not committed: lineage makes both again (core/vocabulary/recovery_plan.py).  That costs a step at most, where
-the replay costs many.
+What the companion had begun after the last committed step is dropped as if lost, and an uncommitted last step is taken
+back: lineage makes both again (core/vocabulary/recovery_plan.py). That costs a step at most; the replay costs many.
 """
 
 from __future__ import annotations
@@ -32,27 +31,25 @@ class CompanionMachine(Protocol):
         """What this worker knows of the control plane."""
 
     def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
+        """Send ``message`` to the coordinator."""
 
     def forget_sums(self, after: int) -> None:
-        """Drops the weight gradients of the steps after ``after`` that were added up here."""
+        """Drop the weight gradients of the steps after ``after`` that were summed here."""
 
     def keep_state(self) -> Any:
-        """A copy of the state of this worker's stage, and of all else that a replay changes."""
+        """Return a copy of the state of this worker's stage, and of all else that a replay changes."""
 
     def otherwise(self, kept: Any) -> str:
-        """In what the state here is another one than was ``kept``, in words; "" where it is the same, up to what the
-        order of sums changes.
-        """
+        """Return in words how the state here differs from ``kept``; "" if only by what the order of sums changes."""
 
     def put_back(self, kept: Any) -> None:
-        """Has what was ``kept`` again."""
+        """Restore what was ``kept``."""
 
 
 class Companion:
     """What the worker on ``machine`` does for stages beside its own that are replayed.
 
-    ``steps``: those of its stage; ``replay``: by which that is replayed; ``undo(step)``: takes the last one back.
+    ``steps``: its step counts; ``replay``: replays its stage; ``undo(step)``: takes its last step back.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Companion:
         self._machine, self._store, self._steps, self._replay, self._undo = machine, store, steps, replay, undo
 
     def run(self, replay: Replay) -> Iterator[Any]:
-        """Replays what ``replay`` says, and tells the coordinator how that has ended.  Raises JobEnded."""
+        """Carry out ``replay``, and send the coordinator the outcome. Raises JobEnded."""
         committed, store, rank = replay.committed, self._store, self._machine.control_view.rank
         if self._steps.stepped > committed:
             self._undo(self._steps.stepped)

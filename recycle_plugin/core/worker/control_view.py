@@ -1,5 +1,5 @@
-"""The worker's view of the control plane: what it knows from the coordinator, and what follows from that; carried by
-``runtime.control.session`` or simulated.
+"""The worker's view of the control plane: what it knows from the coordinator, and what follows from that. The messages
+come from ``runtime.control.session`` or a simulation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNREAD = 64  # commits that nobody has asked about
 
 
 class JobEnded(BaseException):
-    """The coordinator has ended the job: leave the training script now.  ``code`` is the exit code of the process.
+    """The coordinator has ended the job: leave the training script now. ``code``: the exit code of the process.
 
     No Exception: a user's own ``except Exception`` must not swallow it.
     """
@@ -49,24 +49,25 @@ class JobEnded(BaseException):
 
 
 class ControlView:
-    """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
+    """The view of the worker of ``rank`` on the job; ``incarnation``: which process of its rank it is.
 
-    ``durable``: the step of the last checkpoint that logs reach back to; ``logged``: the boundaries that are to be
-    logged, None as long as nobody has said which; ``replayed``: how many words have come of stages that are being
-    replayed, ``expected``: what the next one is; ``replay``: what this worker is to replay, if it is, ``beside``: who
-    has come to its stage too, and waits for that.
+    Membership: ``generation`` is the one in force (None before the start), ``pending`` a newer one that is not adopted,
+    ``adopting`` the context for adopting it. ``since``: the last committed step when ``generation`` came in force;
+    ``changed_behind``: when the members last changed; ``interrupted_behind``: when a loss was last heard of.
+    ``departed``: the others go on without this worker, since it was to leave. ``shard``: its shard of its seat.
 
-    ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
-    adopted, ``adopting`` the context in which it does, ``committed`` the last step said to be committed, ``begun`` the
-    last that this worker has begun, ``evaluated`` the last evaluation said to be over, ``since`` the step at which
-    ``generation`` came in force, ``changed_behind`` that at which the members were others last, ``interrupted_behind``
-    the last one said to be committed when a loss was heard of last, ``news`` how commits were said, and ``recorded``
-    what a newcomer's script was told, for whoever takes them from there, ``end`` the job's; ``departed``: the others go
-    on without this worker, since it was to leave; ``newcomer``: it has come back to a job that had started; ``may_go``:
-    its script is through, and nobody needs it; ``shard``: which of its seat's it is; ``called_off``: the last
-    generation that held at once and that a newcomer was not in; ``heard_in``: the last one that this worker is in;
-    ``reported_first``: the first that a newcomer has reported for since then; ``serves``, ``hashes``: see
-    :meth:`take_serves` and :meth:`take_hashes`.
+    Steps: ``committed``, ``begun`` and ``evaluated`` are the last step known to be committed, the last that this worker
+    has begun, and the last evaluation known to be over. ``news``: commits not yet taken. ``end``: the job's.
+    ``may_go``: the script is through, and nobody needs this worker. ``serves``, ``hashes``: see :meth:`take_serves` and
+    :meth:`take_hashes`.
+
+    Logs: ``durable`` is the step of the last checkpoint that logs reach back to, ``logged`` the boundaries to log (None
+    while unknown). ``replayed``: how many messages have come of stages that are being replayed; ``expected``: the next
+    one; ``replay``: what this worker is to replay; ``beside``: newcomers of its stage that wait for that.
+
+    Of a ``newcomer``, which has come back to a started job: ``recorded`` is what its script was told, ``called_off``
+    the last generation that held at once without it, ``heard_in`` the last that it is in, ``reported_first`` the first
+    that it has reported for since.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -84,23 +85,23 @@ class ControlView:
         self.called_off = -1
         self.reported_first: int | None = None
         self.heard_in: Generation | None = None
-        self.newcomer = incarnation > 0  # it has come back to a job that had started
+        self.newcomer = incarnation > 0  # it has come back to a started job
         self.present = False  # a newcomer knows where the job is
-        self.asks_in = False  # a newcomer has said that it has the state: from then on others may count on it
-        self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, each time
-        self._ends_heard = 0  # of these, by a newcomer's script
-        self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known
+        self.asks_in = False  # a newcomer has reported that it has the state: from then on others may count on it
+        self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, one for each time
+        self._ends_heard = 0  # how many of these a newcomer's script has heard
+        self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, if known
         self._sources: list[Serving] = []
         self.serves: list[Serve] = []
         self.hashes: set[int] = set()  # the steps after which the state is to be hashed
         self.replay: Replay | None = None
         self.beside: tuple[Member, ...] = ()
-        self.others: Roster | None = None  # of a newcomer: the last that it has heard of, and is not in
+        self.others: Roster | None = None  # of a newcomer: the last roster heard of without it
         self.replayed = 0
         self.expected = Expected("", 0.0)
-        self._leaves_at = 0  # the step that this worker was to leave before, if it was
-        self._newest = self._resumed = -1  # the newest generation that it has heard of, and the newest to go on in
-        self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
+        self._leaves_at = 0  # the step before which this worker is to leave, if it is
+        self._newest = self._resumed = -1  # the newest generation heard of, and the newest resumed
+        self._next: Generation | None = None  # a planned generation that came before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict[str, Any]] = {}
         self._barriers_passed: dict[str, BarrierPassed] = {}
@@ -110,12 +111,11 @@ class ControlView:
         return WorkerId(self.rank, self.incarnation)
 
     def __str__(self) -> str:
-        """How people are told of the worker."""
         return str(self.member or named(self.rank))
 
     @property
     def member(self) -> Member | None:
-        """This worker as a member of the generation in force; None where it is none."""
+        """This worker as a member of the generation in force; None if it is none."""
         return self.roster.member(self.worker)
 
     @property
@@ -125,8 +125,8 @@ class ControlView:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker does what one does for all; before the start the one of rank 0 does, and never a
-        newcomer before it is a member.
+        """Whether this worker acts for all. Before the start rank 0 does, and a newcomer never before it is a
+        member.
         """
         if self.generation is None:
             return self.rank == 0 and not self.newcomer
@@ -134,16 +134,16 @@ class ControlView:
 
     @property
     def roster(self) -> Roster:
-        """The members of the generation in force; nobody before the start."""
+        """The members of the generation in force; empty before the start."""
         return self.generation.roster if self.generation else Roster()
 
     @property
     def number(self) -> int:
-        """The number of the generation in force; 0 before the start, when everybody is a member."""
+        """The number of the generation in force; 0 before the start, when all are members."""
         return self.generation.number if self.generation else 0
 
     def take(self, message: object) -> None:
-        """Takes in one message of the coordinator's; one of a membership that is over, or was heard before, is old."""
+        """Record one message of the coordinator, unless it is old: of a past membership, or heard before."""
         if self._is_old(message):
             return
         if isinstance(message, Generation) and self.outside and self.worker not in message.roster.workers:
@@ -158,7 +158,7 @@ class ControlView:
                 self._leaves_at = 0 if self.worker in message.roster.workers else message.from_step
         match message:
             case Generation() if message.from_step and self._is_certain(self.pending):
-                self._next = message  # that one is to be adopted first: its Resume may have come with this
+                self._next = message  # the pending one is adopted first: its Resume may have come with this
             case Generation():
                 self.pending, self._next, self._resume = message, None, None
                 if not message.from_step:
@@ -173,10 +173,10 @@ class ControlView:
                     self._collected = {key: values for key, values in self._collected.items() if key[0] < void}
             case Committed():
                 if self.outside:
-                    return  # of steps that it has no part in it is told with more (Recorded)
+                    return  # Recorded tells it of steps that it has no part in
                 self.committed = max(self.committed, message.step)
                 self.news.append((self.generation, message))
-                # the others commit steps behind its last one while who leaves may still be at that
+                # others may commit later steps while a leaving worker is still at its last
                 first = min(message.step, self._leaves_at - 1) if self._leaves_at else message.step
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= first}
             case Collected():
@@ -215,9 +215,7 @@ class ControlView:
                 self.may_go = True
 
     def _is_old(self, message: object) -> bool:
-        """Whether ``message`` is a generation, or the word to go on in one, no newer than the newest that this worker
-        has heard, or a commit that it knows.
-        """
+        """Return whether ``message`` is a Generation or Resume no newer than the newest heard, or a known commit."""
         match message:
             case Generation():
                 old, self._newest = message.number <= self._newest, max(message.number, self._newest)
@@ -230,25 +228,21 @@ class ControlView:
         return False
 
     def hears_end(self, step: int) -> bool:
-        """Whether a newcomer's script is to hear now that the data had ended before ``step``; it hears it once each
-        time.
-        """
+        """Return whether a newcomer's script is to hear, once each time, that the data had ended before ``step``."""
         heard = self._ends_heard
         self._ends_heard += heard < len(self._unfilled) and self._unfilled[heard] == step
         return self._ends_heard > heard
 
     def has_left(self, generation: Generation) -> bool:
-        """Whether ``generation``, which holds at once, is without this worker because the step has come before which it
-        was to leave.
-        """
+        """Return whether ``generation``, which holds at once, lacks this worker because its planned leave has come."""
         outside = self.worker not in generation.roster.workers and not generation.from_step
         return outside and self._leaves_at > 0 and self.committed >= self._leaves_at - 1
 
     def lose_coordinator(
         self, why: str = "the coordinator's host is gone, and no other process has taken its place"
     ) -> bool:
-        """Takes the job for over, a planned end included, since the connection to the coordinator is broken and nothing
-        will be heard any more.  Returns whether that is news.
+        """Take the job for over, a planned end included, because the connection to the coordinator is broken for good.
+        Return whether that is news.
         """
         lost = self.end is None or not self.end.failed
         if lost:
@@ -256,28 +250,28 @@ class ControlView:
         return lost
 
     def rewind(self, step: int) -> None:
-        """Goes back or on to ``step``, whose state all have loaded, in place of the last committed one."""
+        """Set the last committed step to ``step``, whose state all have loaded."""
         self.committed = self.begun = step
         self._collected.clear()
 
     def _is_certain(self, pending: Generation | None) -> bool:
-        """Whether all go on with it, unless there is a failure: it holds at once, or all have come to its step."""
+        """Return whether all adopt ``pending`` if nothing fails: it holds at once, or all have come to its step."""
         return pending is not None and (
             not pending.from_step or (self._resume is not None and self._resume.generation == pending.number)
         )
 
     def interruption(self) -> Generation | None:
-        """A membership change that holds at once, if there is one."""
+        """Return a membership change that holds at once, if there is one."""
         pending = self.pending
         return pending if pending is not None and not pending.from_step else None
 
     def check_end(self) -> None:
-        """Raises :class:`JobEnded` if the job is over."""
+        """Raise :class:`JobEnded` if the job is over."""
         if self.end is not None and not self.end.step:
             raise JobEnded(self.end.reason, self.end.failed)
 
     def check(self) -> None:
-        """Raises :class:`Interrupted` if the membership has changed, or :class:`JobEnded` if the job is over."""
+        """Raise :class:`Interrupted` if the membership has changed, or :class:`JobEnded` if the job is over."""
         if self.end is None and self.pending is None:
             return
         self.check_end()
@@ -286,67 +280,65 @@ class ControlView:
             raise Interrupted(f"generation {change.number}: {change.cause}")
 
     def take_sources(self) -> list[Serving]:
-        """Takes out who serves this newcomer, as far as that was not taken before."""
+        """Take out the Serving messages for this newcomer that were not taken before."""
         found, self._sources = self._sources, []
         return found
 
     def take_serves(self) -> list[Serve]:
-        """Takes out whom this worker is to serve, as far as that was not taken before."""
+        """Take out the newcomers to serve that were not taken before."""
         found, self.serves = self.serves, []
         return found
 
     def take_hashes(self) -> set[int]:
-        """Takes out the steps after which the state is to be hashed, as far as that was not taken before."""
+        """Take out the steps after which the state is to be hashed that were not taken before."""
         found, self.hashes = self.hashes, set()
         return found
 
     def take_news(self) -> Iterator[tuple[Generation | None, Committed]]:
-        """Takes out the commits that have not been taken before, each with the generation in which it was heard of."""
+        """Take out the commits that were not taken before, each with the generation in which it was heard."""
         while self.news:
             yield self.news.popleft()
 
     def take_replay(self) -> Replay | None:
-        """Takes out what this worker is to replay, if that was not taken before."""
+        """Take out what this worker is to replay, if that was not taken before."""
         found, self.replay = self.replay, None
         return found
 
     def take_recorded(self) -> Iterator[Recorded]:
-        """Takes out what a newcomer's script was told and has not taken before."""
+        """Take out what a newcomer's script was told and has not taken before."""
         while self.recorded:
             yield self.recorded.pop(0)
 
     def is_committed(self, step: int) -> bool | None:
-        """True if ``step`` is committed, or None as long as that is not known."""
+        """Return True if ``step`` is known to be committed, else None."""
         return True if self.committed >= step else None
 
     def may_come(self, step: int) -> bool:
-        """Whether a peer may have something of ``step``, negative for an evaluation, by what is known here."""
+        """Return whether a peer may send something of ``step``, negative for an evaluation, by what is known here."""
         return is_reached(step, self.committed, self.evaluated)
 
     def collected(self, step: int, name: str) -> dict[str, Any] | None:
-        """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it
-        may be asked for once more.
+        """Return the complete contributions ``name`` of ``step``. They stay until a later step is committed: after a
+        failure they may be asked for again.
         """
         return self._collected.get((step, name))
 
     def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:
-        """The barrier named ``place`` that this worker reached in generation ``number``, handed out once; False when
-        the membership has changed before it was passed; None as long as neither is known.
+        """Hand out, once, the passing of the barrier ``place`` that this worker reached in generation ``number``; False
+        if the membership changed first, None while neither is known.
         """
         return self._barriers_passed.pop(
             place, False if self.number != number or self.interruption() is not None else None
         )
 
     def resume_of(self, generation: Generation) -> Resume | bool | None:
-        """The message by which ``generation`` goes on; False when a newer one has replaced it, None as long as neither
-        is known.
-        """
+        """Return the Resume of ``generation``; False if a newer one has replaced it, None while neither is known."""
         if self.pending is not generation:
             return False
         return self._resume if self._resume and self._resume.generation == generation.number else None
 
     def adopt(self, generation: Generation) -> None:
-        """Makes ``generation`` the membership in force from now on."""
+        """Make ``generation`` the membership in force."""
         with self.adopting():
             before, self.generation, self.replay = self.roster.workers, generation, None
             self.since = self._resume.committed if self._resume is not None else 0

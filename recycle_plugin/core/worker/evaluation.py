@@ -1,13 +1,12 @@
-"""Evaluations between steps, by whoever is left: every worker has the losses, or all do it once more after a
+"""Evaluations between steps, by the live workers: every worker gets the losses, or all evaluate once more after a
 failure.
 
-They run through the one executor, as steps of their own with negative numbers: ``1F0.2@-3`` is a forward of the third
-evaluation.
+They run through the one executor, as steps with negative numbers: ``1F0.2@-3`` is a forward of the third evaluation.
 
-Stock DeepSpeed reads a micro-batch twice, its inputs by the first stage's worker of the replica and its labels by the
-last stage's.  Each of these *ends* has read the whole batch, so where one is lost the other's serves for both; where
-both are, the replica's batches are out of reach, and the evaluation is over the others.  Who runs a micro-batch of a
-lost worker gets its data from who has read it.
+Stock DeepSpeed reads a micro-batch twice: its inputs by the worker of the replica's first stage, its labels by that of
+the last. Each of these *ends* has read the whole batch, so if one is lost the other serves for both. If both are, the
+replica's batches are out of reach, and the evaluation goes without them. A worker that runs a lost worker's micro-batch
+gets the data from a reader.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.fo
 
 
 class Evaluations:
-    """The evaluations of ``worker``, which trains by ``loop``.  ``recover()``: called after a membership change between
-    steps.
+    """The evaluations of ``worker``, which trains by ``loop``. ``recover()`` follows a membership change
+    between steps.
     """
 
     def __init__(
@@ -50,14 +49,14 @@ class Evaluations:
         self._number = 0
 
     def count_on(self, number: int) -> None:
-        """Goes on behind evaluation ``number``, the last one that the others have done before this worker came."""
+        """Go on after evaluation ``number``, the last one that the others did before this worker joined."""
         self._number = number
 
     def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, Loss]]:
-        """Evaluates ``count`` micro-batches of each replica; the value is the loss of each, by its name.
+        """Evaluate ``count`` micro-batches of each replica; the value is the loss of each, by name.
 
-        ``batches``: the ``count`` that this worker has read, if it is at the first or last stage of its replica.  After
-        a membership change all of it runs once more.
+        ``batches``: the ``count`` that this worker has read, if it is an end of its replica. After a membership change
+        all of it runs once more.
         """
         self._number += 1
         while True:
@@ -67,8 +66,7 @@ class Evaluations:
             except Interrupted:
                 pass
             finally:
-                # before this worker regroups with the others: after that somebody may have sent what is to be
-                # evaluated once more
+                # before this worker regroups: after that others may have sent what is evaluated once more
                 self._worker.forget_evaluation(-self._number)
             yield from self._recover()
 
@@ -91,14 +89,14 @@ class Evaluations:
     def _mine(
         self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int
     ) -> Iterator[tuple[MicroBatch, int]]:
-        """The micro-batches that this worker has read, each with the stage that it has read them for."""
+        """Yield the micro-batches that this worker has read, each with the stage that it read them for."""
         for replica, ends in read_by.items():
             for stage, reader in {0: ends[0], plan.stages - 1: ends[1]}.items():
                 if reader == self._seat:
                     yield from ((MicroBatch(replica, index), stage) for index in range(count))
 
     def _hand_out(self, plan: Plan, datum: Datum, batch: Any) -> None:
-        """Gives a batch to the worker that runs it, which is somebody else only where somebody is lost."""
+        """Give a batch to the worker that runs it, which is another one only if somebody is lost."""
         taker = runner(plan, datum.stage, datum.made_of)
         if taker == self._seat:
             self._worker.store.put(datum, batch)

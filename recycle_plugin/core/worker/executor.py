@@ -1,8 +1,8 @@
 """The executor: the one loop that runs programs.
 
-A simulated world yields what it waits for, so that one process drives every seat in virtual time; the torch world
-blocks and yields nothing, so that a worker drains its own generator.  Fault-free and degraded steps, real and
-simulated, all pass through here: there is no second interpreter.
+A simulated world yields what it waits for, so that one process drives every seat in virtual time. The torch world
+blocks and yields nothing, so a worker drains its own generator. Fault-free and degraded steps, real and simulated, all
+pass through here.
 """
 
 from __future__ import annotations
@@ -26,30 +26,26 @@ class InstructionRunner(Protocol):
     """The world in which programs run: virtual time, exact numbers, or torch."""
 
     def check_generation(self) -> None:
-        """Raises :class:`Interrupted` where the membership has changed; this is the only place where such a change
-        enters.
-        """
+        """Raise :class:`Interrupted` if the membership has changed; such a change enters only here."""
 
     def now_us(self) -> int:
-        """The world's clock, in integer microseconds."""
+        """Return the world's clock, in integer microseconds."""
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterable[Any]:
-        """Waits until what ``instruction`` needs is at ``seat``."""
+        """Wait until what ``instruction`` needs is at ``seat``."""
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Tells that an instruction is about to run or has run (``when``: "before" or "after"): injected faults strike
-        here.
-        """
+        """Report that an instruction is about to run or has run (``when``: "before", "after"); faults strike here."""
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Carries ``instruction`` out at ``seat``."""
+        """Carry out ``instruction`` at ``seat``."""
 
     def record(self, span: Span) -> None:
-        """Takes the time span of an instruction that has run."""
+        """Record the time span of an instruction that has run."""
 
 
 def execute(seat: Seat, program: Iterable[Instruction], world: InstructionRunner) -> Iterator[Any]:
-    """Runs ``program`` at ``seat`` in order, each instruction once its inputs are there.  Raises Interrupted."""
+    """Run ``program`` at ``seat`` in order, each instruction once its inputs are there. Raises Interrupted."""
     for instruction in program:
         world.check_generation()
         yield from world.await_inputs(seat, instruction)

@@ -1,5 +1,5 @@
-"""A newcomer's stage while it is filled with others' state, and follows their steps: its store and its step counts are
-those of a worker that has applied them.
+"""A newcomer's stage while it is filled from sources and follows their steps: its store and step counts are those of a
+worker that has applied them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from recycle_plugin.core.worker.step_store import StepStore
 
 
 class FilledStage:
-    """The stage of the worker that has ``store`` and counts its steps in ``steps``, before it is a member."""
+    """The stage of a worker with ``store`` and step counts ``steps``, before it is a member."""
 
     def __init__(self, machine: Machine, store: StepStore, steps: StepMachine) -> None:
         self._machine, self._store, self._steps = machine, store, steps
 
     def begin(self, step: int, head: Any) -> None:
-        """Takes what goes by value of the state after ``step``, and makes room for units."""
+        """Take what goes by value of the state after ``step``, and make room for units."""
         self._machine.hashing.finish()
         self._steps.stepped = self._steps.committed = step
         self._store.rewind(step, self._store.valid_from)
         self._machine.units.fill(head)
 
     def write(self, name: str, value: Any) -> None:
-        """Writes a unit."""
+        """Write a unit."""
         self._machine.hashing.finish()
         self._machine.units.write(name, value)
 
     def take_settings(self, settings: Any) -> None:
-        """Has the next step applied with these settings."""
+        """Have the next step applied with these settings."""
         self._machine.units.take_settings(settings)
 
     def hash_after(self, step: int, settings: Any) -> None:
-        """Begins to hash the state, which is that after ``step``, with these ``settings``; what changes it waits for
-        that.  The script here has its own, and changes those.
+        """Begin to hash the state after ``step`` with these ``settings``; later changes wait for the hash. The script
+        here keeps its own settings.
         """
         own = self._machine.units.settings()
         self._machine.units.take_settings(settings)
@@ -46,9 +46,7 @@ class FilledStage:
         self._machine.units.take_settings(own)
 
     def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
-        """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others
-        nothing.
-        """
+        """Apply the step that ``marker`` commits, with ``sums`` by unit; units without a sum stay."""
         store, step = self._store, marker.step
         self._machine.hashing.finish()
         store.valid_from = marker.valid_from

@@ -1,8 +1,8 @@
-"""A live worker's part in the replay of another stage, which it helps with while it waits for that.
+"""A live worker's part in the replay of another stage, while it waits for that stage.
 
-It makes the stage once more, beside its own, from its layer specs, with the weights that it is sent before each step;
-reads from the logs what the stage's neighbours had sent; and sends back sums of weight gradients, and what the stage
-had sent.  Its own state it leaves alone, and a refusal, or an error on the way, is an answer: never its own end.
+It makes the stage once more, beside its own, from its layer specs, with the weights that it is sent before each step.
+It reads from the logs what the stage's neighbours had sent, and returns sums of weight gradients and what the stage had
+sent. Its own state stays untouched. A refusal or an error is an answer, never its own end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class CantHelp(Exception):
 
 
 class HelpedStage(WorkingMachine, Protocol):
-    """A stage that is not this worker's, as it makes it to help; generators as in core.worker.worker.Machine.
-
-    Its methods raise CantHelp for whatever goes wrong in it.
+    """A stage that is not this worker's, made to help; generators as in core.worker.worker.Machine. Its methods raise
+    CantHelp for every error in it.
     """
 
     @property
@@ -36,10 +35,10 @@ class HelpedStage(WorkingMachine, Protocol):
         """The data of the step that it is at."""
 
     def begin(self, step: int, weights: Any) -> None:
-        """Takes the stage's ``weights`` before ``step``, and drops all sums."""
+        """Take the stage's ``weights`` before ``step``, and drop all sums."""
 
     def sums(self, step: int, blocks: Sequence[Block]) -> Any:
-        """The sums of the weight gradients of ``blocks``, as a share has them."""
+        """Return the sums of the weight gradients of ``blocks``, as a share has them."""
 
 
 class HelpingMachine(Protocol):
@@ -50,20 +49,20 @@ class HelpingMachine(Protocol):
         """What this worker knows of the control plane."""
 
     def words(self) -> list[Word]:
-        """What has been said to this worker of replays since this was asked last."""
+        """Return what this worker was told of replays since the last call."""
 
     def tell(self, address: str, word: Word) -> None:
-        """Says something of a replay to the worker at ``address``, who may be gone."""
+        """Send a word about a replay to the worker at ``address``, which may be gone."""
 
     def make_stage(self, call: Call) -> Waits[HelpedStage]:
-        """The value is the stage that ``call`` asks for, made from its layer specs beside this worker's own.  Raises
+        """Make the stage of ``call`` from its layer specs, beside this worker's own; the value is it. Raises
         CantHelp.
         """
 
 
 class Helper:
-    """What the worker on ``machine`` does for stages that nobody holds, in a pipeline of ``shape`` whose gradients are
-    added in ``blocks``.  ``splits``: backwards are split.
+    """What the worker on ``machine`` does for empty stages of a pipeline of ``shape`` whose gradients are added in
+    ``blocks``. ``splits``: backwards are split.
     """
 
     def __init__(self, machine: HelpingMachine, shape: Topology, blocks: Blocks, splits: bool) -> None:
@@ -71,17 +70,17 @@ class Helper:
         self._members = blocks.members()
         self._call: Call | None = None
         self._stage: HelpedStage | None = None
-        self._work: StageWork | None = None  # in that
-        self._kept: list[tuple[Datum, Any]] = []  # what a log is to have of the lot
+        self._work: StageWork | None = None  # in ``_stage``
+        self._kept: list[tuple[Datum, Any]] = []  # what the log is to have of the lot
         self._asked: list[Word] = []
 
     def asked(self) -> bool | None:
-        """Whether there is something to do for others: True, or None."""
+        """Return True if there is something to do for others, else None."""
         self._asked += self._machine.words()
         return True if self._asked else None
 
     def work(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
-        """Does what was asked for.  ``wanted(stage)``: whether that is still replayed, which is asked now and then."""
+        """Do what was asked for. ``wanted(stage)``: whether the stage is still replayed; called now and then."""
         while self._asked:
             word = self._asked.pop(0)
             if isinstance(word, Call) and wanted(word.stage):
@@ -90,7 +89,7 @@ class Helper:
                 yield from self._do(word, wanted)
 
     def leave(self) -> None:
-        """Lets go of what was made to help, and of what has come too late."""
+        """Drop what was made to help, and requests that came too late."""
         self._let_go()
         self._call = None
         self._machine.words()
@@ -131,7 +130,7 @@ class Helper:
                 self._machine.tell(call.address, share)
 
     def _share(self, stage: HelpedStage, work: StageWork, lot: Lot, wanted: Callable[[], bool]) -> Waits[Share | None]:
-        """The value is the share of ``lot``; None where it is not ``wanted`` any more."""
+        """Compute the share of ``lot``; the value is None if it is no longer ``wanted``."""
         self._kept = []
         if not self._members.keys() >= set(lot.blocks):
             raise CantHelp("its steps have other blocks")

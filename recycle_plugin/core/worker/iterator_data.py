@@ -1,8 +1,6 @@
-"""The handling of a plain iterator by a worker of the first or last stage: draw, hand on, keep.
-
-The rules: core/vocabulary/iterator_draws.py.
-
-What is drawn is in the worker's store, as data of kind ``drawn`` of its stage, until the step is committed.
+"""The handling of a plain iterator by a worker of the first or last stage: draw, hand on, keep (the rules:
+core/vocabulary/iterator_draws.py). Drawn batches are in the worker's store, as data of kind ``drawn`` of its stage,
+until the step is committed.
 """
 
 from __future__ import annotations
@@ -28,29 +26,29 @@ from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 
 KIND = "drawn"
-UNCOMMITTED = 2  # steps at most, which may have to be done again
+UNCOMMITTED = 2  # steps at most that may have to be done again
 
 
 class DataIterator(Protocol):
     """An iterator whose ``next`` gives a batch, inputs and labels."""
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
-        """Reads the next batch, in ``step`` the ``position``-th; returns it as it is kept where it is ``draw``.
-        ``draw`` is None where nobody needs it.  Raises Ended where there is none.
+        """Read the next batch, the ``position``-th of ``step``, and return it as it is kept for ``draw``; ``draw`` is
+        None if nobody needs it. Raises Ended if there is none.
         """
 
     def skip_to(self, place: Place, read: int) -> None:
-        """Brings the iterator, which has given ``read`` batches, to ``place``: its replica has had those between."""
+        """Bring the iterator, which has given ``read`` batches, to ``place``: its replica has had those between."""
 
     def draw_of(self, batch: Any) -> Draw:
-        """The draw that ``batch`` came from."""
+        """Return the draw that ``batch`` came from."""
 
 
 class IteratorData:
-    """The iterator data of the worker whose ``store`` it is.
+    """The iterator data of the worker with ``store``.
 
-    ``hand_on(datum, batch, taker)`` gives a copy to a peer; ``say(step, retired, dealt)`` tells the user which replicas
-    are no sources any more, and what is drawn in their place; ``stays_out(why)``: that a newcomer's is none.
+    ``hand_on(datum, batch, taker)`` sends a copy to a peer. ``say(step, retired, dealt)`` tells the user which replicas
+    are no longer sources, and what is drawn in their place. ``stays_out(why)``: the same of a newcomer.
     """
 
     def __init__(
@@ -66,17 +64,17 @@ class IteratorData:
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self.stands = Place()
-        self._behind = [(-1, self.stands)]  # steps of late, and where it stood when all was drawn for them
+        self._behind = [(-1, self.stands)]  # recent steps, and where it stood when all was drawn for them
         self._taken: IteratorState | None = None
-        self._usual: tuple[int, StepDraws] | None = None  # of a step of which nobody has anything yet, by the iterator
+        self._usual: tuple[int, StepDraws] | None = None  # of a step that nobody has data of yet, by the iterator
         self._said: set[int] = set()
-        self._ended = 0  # the last iterator that has, by its number
-        self.lacks = 0  # the step for which there is nothing to draw any more, as far as is known here
+        self._ended = 0  # the number of the last iterator that has
+        self.lacks = 0  # the step for which there is nothing to draw, as far as is known here
         self.in_place = True  # the iterator stands where its replica does
         self._said_out = False
 
     def held_draws(self) -> dict[str, str]:
-        """The draws whose batches are here, by step, packed for the others (core.vocabulary.iterator_draws.pack)."""
+        """Return the draws whose batches are here, by step, packed (core.vocabulary.iterator_draws.pack)."""
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
             if datum.kind == KIND and datum.step > 0:
@@ -89,13 +87,13 @@ class IteratorData:
         return self._taken
 
     def take_state(self, iterator_state: IteratorState) -> None:
-        """Goes by ``iterator_state`` from now on, until the next one comes."""
+        """Go by ``iterator_state`` until the next one comes."""
         self._taken, self._usual, self.lacks = iterator_state, None, 0
         if not self.in_place and self._store.reads_iterator:
             self._find_place(iterator_state)
 
     def _find_place(self, iterator_state: IteratorState) -> None:
-        """Reads up to the replica's place, if that is known."""
+        """Read up to the replica's place, if that is known."""
         place = iterator_state.places.get(self._store.seat.replica)
         if place is None:
             why = "does not know how far its iterator was read, as all who had its last batches were lost together"
@@ -110,12 +108,11 @@ class IteratorData:
             self._stays_out(why)
 
     def provide(self, step: int, control_view: ControlView) -> None:
-        """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
-        run.
+        """Make this worker's draws for ``step``, and send what others lack, before anything of the step runs.
 
-        Raises :class:`core.vocabulary.iterator_draws.Gone` where data can't be had any more, and
-        :class:`core.vocabulary.iterator_draws.Lacking` where the iterator, or all sources' iterators, have ended: then
-        the others have to hear of it.
+        Raises :class:`core.vocabulary.iterator_draws.Gone` if data is lost, and
+        :class:`core.vocabulary.iterator_draws.Lacking` if the iterator, or all sources' iterators, have ended: then the
+        others have to hear of it.
         """
         if not self._store.reads_iterator or control_view.is_committed(step):
             return  # by the others, who did not need what is here
@@ -140,7 +137,7 @@ class IteratorData:
                 )
 
     def giver(self, datum: Datum) -> Seat:
-        """The seat that a batch comes from which this worker does not draw."""
+        """Return the seat that sends a batch which this worker does not draw."""
         seat = self._store.seat
         transfers = self._share(datum.step).transfers
         return next(
@@ -148,14 +145,12 @@ class IteratorData:
         )
 
     def place_behind(self, step: int) -> Place | None:
-        """Where the iterator stood when all was drawn for ``step``; None where it does not stand at its replica's
-        place.
-        """
+        """Return where the iterator stood when all was drawn for ``step``; None if it is not at its replica's place."""
         return next(place for at, place in reversed(self._behind) if at <= step) if self.in_place else None
 
     def places(self, stepped: int) -> dict[str, Place]:
-        """The place behind step ``stepped``, and behind the next where that was begun, by their numbers; nothing where
-        the iterator does not stand at its replica's place.
+        """Return by step the places behind step ``stepped``, and behind the next if that was begun; empty if the
+        iterator is not at its replica's place.
         """
         behind = self.place_behind(stepped)
         if behind is None:
@@ -163,9 +158,7 @@ class IteratorData:
         return {str(stepped): behind} | {str(step): place for step, place in self._behind if step > stepped}
 
     def skip_to(self, place: Place) -> None:
-        """Brings the iterator to ``place``, where it is that one and not a later one, which begins anew.  Raises
-        ValueError where it is past that.
-        """
+        """Bring the iterator to ``place``, or a later one to its beginning. Raises ValueError if it is past that."""
         number, read = self.stands
         until = place.read if place.iterator == number else 0
         if until < read:
@@ -178,31 +171,29 @@ class IteratorData:
         self._behind = [(-1, self.stands)]
 
     def begin_another(self, step: int) -> None:
-        """Takes in that the script gives another iterator, from ``step`` on."""
+        """Record that the script gives another iterator, from ``step`` on."""
         self.stands = Place(self.stands.iterator + 1)
         self._begun_in, self.lacks = step, 0
 
     @property
     def ended(self) -> int:
-        """The number of the iterator, if it has ended, and 0 if not."""
+        """The number of the iterator if it has ended, else 0."""
         return self._ended if self._ended == self.stands.iterator else 0
 
     def leave_out(self, step: int) -> None:
-        """Drops what was drawn for ``step``, which can't be filled: all iterators have ended."""
+        """Drop what was drawn for ``step``, which can't be filled: all iterators have ended."""
         self._store.drop_draws(step)
         self._read_so_far.pop(step, None)
-        self.lacks = step  # which others may have to hear once more
+        self.lacks = step  # others may have to hear it once more
         self._behind = [(at, place) for at, place in self._behind if at < step]
 
     def rewind(self) -> None:
-        """Goes on from a checkpoint that everybody has loaded, whose steps' data is read as if for the first time."""
+        """Go on from a checkpoint that all have loaded; its steps' data is read as if for the first time."""
         self._read_so_far = {}
         self._behind = [(-1, self.stands)]
 
     def _note_place(self, step: int) -> None:
-        """Notes where the iterator stands now that all is drawn for ``step``; nothing is drawn for a step again when
-        the next was begun.
-        """
+        """Record where the iterator stands once all is drawn for ``step``, which is final when the next step begins."""
         if step > self._behind[-1][0]:
             self._behind = [*self._behind[-UNCOMMITTED:], (step, self.stands)]
         elif step == self._behind[-1][0]:
@@ -220,7 +211,7 @@ class IteratorData:
         return self._usual[1]
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
-        if step < self._begun_in:  # at the other end it might be read of the one before: inputs and labels of two
+        if step < self._begun_in:  # the other end might read from the iterator before: inputs and labels of two
             raise Gone(
                 f"batch {draw} of step {step} is lost with all that was computed of it, and seat {self._store.seat} "
                 f"has had another iterator since step {self._begun_in}: nobody can read it again. "
@@ -252,7 +243,7 @@ class IteratorData:
         return Datum(KIND, self._store.seat.chunk, micro_batch, step)
 
     def _say_dealt(self, step: int, dealt: Batches) -> None:
-        """Tells the user of each replica that is no source any more, once, by one of the first stage's workers."""
+        """Tell the user of each replica that is no longer a source, once, by one of the first stage's workers."""
         first = min(seat for seat in self._iterator_state.plan.view.live if seat.stage == 0)
         retired = {one.replica for one in dealt} - self._said
         if self._store.seat == first and retired:

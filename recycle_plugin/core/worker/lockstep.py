@@ -1,17 +1,18 @@
 """The lockstep of the shards of one seat: they begin together what only all of them can do, and they stop at one place.
 
-They run the same programs, each on its part of the stage.  A failure elsewhere stops each at an instruction of its own,
+They run the same programs, each on its part of the stage. A failure elsewhere stops each at an instruction of its own,
 and all have to go on from the same one, with the same data.
 
-* *Joint* is what they do together: F, I and B, in which they exchange parts of activations and gradients; a STEP, so
-  that none is on new weights while another may lack the sum; what makes the sum of a REDUCE or a TIE count; a program's
-  beginning; and the taking up of a generation.  A shard says that it begins something joint, and waits for the others'
-  word on it.  Once all have said that they begin it, all do it, whatever they hear meanwhile: so all of them finish it,
-  unless one dies, and then they are given up together.  Where one has said that it has stopped before, none does it.
-* Who stops says behind which instruction, and goes on to where the furthest has got.  Nothing joint lies between: who
-  has finished that knows that all have begun it.  LOAD, W and SEND need nobody.  What waits for others may never come,
-  where these are lost: RECV, VALIDATE.  It is left out then.  Nothing that the furthest has finished needs it, since
-  all that does is joint, and what one has left out the seat does not hold (core/coordinator/facts/shards.py).
+* *Joint* are: F, I and B, in which shards exchange parts of activations and gradients; STEP, so that no shard is on new
+  weights while another may lack the sum; what makes the sum of a REDUCE or a TIE count; a program's beginning; and
+  taking up a generation. A shard announces a joint action and waits for the others' word on it. Once all have announced
+  it, all do it, whatever they hear meanwhile. So all finish it, unless one dies, and then they are given up together.
+  If one has stopped before, none does it.
+* A shard that stops says after which instruction, and goes on to where the furthest has got. Nothing joint lies
+  between: a shard that has finished a joint action knows that all have begun it. LOAD, W and SEND need nobody. RECV and
+  VALIDATE wait for others, which may be lost, so they are left out. Nothing that the furthest has finished needs them,
+  since all that does is joint; and what one shard has left out the seat does not hold
+  (core/coordinator/facts/shards.py).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from recycle_plugin.core.worker.executor import Interrupted, Waits
 T = TypeVar("T")
 JOINT = frozenset({Op.F, Op.I, Op.B, Op.STEP})  # as they begin
 SUMS = frozenset({Op.REDUCE, Op.TIE})  # as they end
-LEFT_OUT = RECEIVES | {Op.LOAD, Op.VALIDATE}  # where what they wait for is not there
+LEFT_OUT = RECEIVES | {Op.LOAD, Op.VALIDATE}  # if what they wait for is not there
 
 
 class Word(NamedTuple):
     """The last word of a shard to the others of its seat.
 
-    It has begun, or begins, the ``joint``-th joint thing of ``generation``, ``what``; the first, 0, is to take that up.
-    ``stopped``: behind so many instructions of that generation, or None where it goes on.  It takes up none that is
-    older than generation ``past``.
+    It begins, or has begun, ``what``, the ``joint``-th joint action of ``generation``; action 0 is to take the
+    generation up. ``stopped``: after so many instructions of that generation; None if it goes on. It takes up no
+    generation older than ``past``.
     """
 
     generation: int = -1
@@ -46,7 +47,7 @@ class Word(NamedTuple):
 
 
 class SeatPort(Protocol):
-    """The means by which a shard waits, and talks to the others of its seat."""
+    """How a shard waits, and talks to the others of its seat."""
 
     @property
     def control_view(self) -> ControlView:
@@ -55,20 +56,18 @@ class SeatPort(Protocol):
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
     ) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
-        ``interruptible``.
-        """
+        """Yield until ``ready()`` is not None, the value. Raises JobEnded, and Interrupted if ``interruptible``."""
 
     def say_in_seat(self, word: Word) -> None:
-        """Sends ``word`` to the other shards, in order."""
+        """Send ``word`` to the other shards, in order."""
 
     def heard_in_seat(self, shard: int) -> Word:
-        """The last word of another shard."""
+        """Return the last word of another shard."""
 
 
 class Lockstep:
-    """The lockstep of ``shard`` of ``seat``, which has so many ``shards``.  ``finished``: instructions of the
-    generation that it has taken up.
+    """The lockstep of ``shard`` of ``seat``, one of ``shards``. ``finished``: instructions of the generation
+    taken up.
     """
 
     def __init__(self, port: SeatPort, seat: Seat, shard: int, shards: int) -> None:
@@ -81,20 +80,20 @@ class Lockstep:
     # --- together ----------------------------------------------------------------------------------
 
     def begin_sum(self, instruction: Instruction) -> Iterator[Any]:
-        """Returns when all shards have the sum of ``instruction``, a REDUCE or TIE.  Raises Interrupted where one has
-        stopped before.
+        """Return when all shards have the sum of ``instruction``, REDUCE or TIE. Raises Interrupted if one stopped
+        before.
         """
         yield from self.begin(f"the sum of {instruction}")
 
     def begin(self, what: str) -> Iterator[Any]:
-        """Returns when all shards begin ``what``.  Raises Interrupted where one has stopped before."""
+        """Return when all shards begin ``what``. Raises Interrupted if one stopped before."""
         self._say(joint=self._word.joint + 1, what=what)
         if not (yield from self._all_begin()):
             yield from self.stop()
             raise AssertionError(f"a shard of seat {self._seat} has got past {what}, which it has not begun")
 
     def take_up(self, generation: int) -> Waits[bool]:
-        """Takes ``generation`` up with the others; the value is whether all do."""
+        """Take ``generation`` up with the others; the value is whether all do."""
         before = self._word
         self._say(generation=generation, joint=0, what=f"generation {generation}", stopped=None)
         if not (yield from self._all_begin()):
@@ -111,7 +110,7 @@ class Lockstep:
         )
 
     def _begun(self) -> bool | None:
-        """Whether all have begun what this shard begins; None as long as one may still."""
+        """Return whether all have begun what this shard begins; None while one still may."""
         mine, waits = self._word, False
         for word in map(self._port.heard_in_seat, self._others):
             if word.generation == mine.generation and word.joint >= mine.joint:
@@ -133,14 +132,12 @@ class Lockstep:
         return self._until is not None
 
     def come_to(self) -> Iterator[Any]:
-        """Stops before the next instruction where the membership has changed, and the others have got no further.
-        Raises Interrupted.
-        """
+        """If the membership has changed, return only if another shard has got further. Raises Interrupted."""
         if self.stops or self._view.interruption() is not None:
             yield from self.stop()
 
     def stop(self) -> Iterator[Any]:
-        """Returns where another shard has got further, or raises Interrupted."""
+        """Return if another shard has got further, else raise Interrupted."""
         if self._until is None:
             coming = self._view.interruption()
             known = [self._port.heard_in_seat(other).past for other in self._others]
@@ -156,16 +153,16 @@ class Lockstep:
             raise Interrupted(f"generation {coming.number}: {coming.cause}" if coming is not None else "")
 
     def say_stopped(self, past: int) -> None:
-        """Says that this shard has stopped where it is, for generation ``past``."""
+        """Tell the other shards that this one has stopped where it is, for generation ``past``."""
         self._say(stopped=self.finished, past=max(past, self._word.past))
 
     def pass_over(self, past: int) -> None:
-        """Says that this shard takes up no generation before ``past``."""
+        """Tell the other shards that this one takes up no generation before ``past``."""
         if past > self._word.past:
             self._say(past=past)
 
     def _furthest(self) -> int | None:
-        """How far the furthest has got, of those that are to report; None as long as one has not said it."""
+        """Return how far the furthest of the reporting shards has got; None while one has not said it."""
         coming, furthest = self._view.interruption(), self.finished
         for other in self._others:
             word = self._port.heard_in_seat(other)
