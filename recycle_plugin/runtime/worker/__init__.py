@@ -1,1 +1,1 @@
-"""What a worker does in a step and between steps, in torch, for whatever framework (runtime/stage/ports.py)."""
+"""What a worker does in a step and between steps, in torch, for any framework (runtime/stage/ports.py)."""

@@ -1,4 +1,4 @@
-"""A worker's loop, assembled of its parts, once, before anybody is asked or waited for."""
+"""Assembles a worker's loop from its parts, once, before the worker asks or waits for others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from recycle_plugin.runtime.worker.script_changes import ScriptChanges
 
 @dataclass(frozen=True)
 class Assembled:
-    """The ``loop`` of a worker, its ``worker`` in core, and how its stage is replayed; None where nothing is logged."""
+    """A worker's ``loop``, its ``worker`` in core, and its stage's ``replays``, None if nothing is logged."""
 
     worker: Worker
     loop: BlockingLoop
@@ -48,12 +48,11 @@ def assembled(
     scripted: SetByScript | None,
     apart: Callable[[], AbstractContextManager[object]],
 ) -> Assembled:
-    """The loop of the worker that has ``parts``, and whose last step was ``step``.
-
-    ``recover()`` is called after a membership change between steps, where the script's own changes have to be put
-    aside; ``scripted``, ``apart``: see Replays.
+    """Return the loop of the worker that has ``parts``, after its last step ``step``. ``recover()`` is called after a
+    membership change between steps, for which the script's own changes have to be put aside. ``scripted``, ``apart``:
+    see Replays.
     """
-    planner.warm()  # so that no failure has to wait for a compiler
+    planner.warm()  # so that no recovery waits for a compiler
     session, settings, shape, world = parts.session, parts.settings, parts.topology, parts.world
     machine = StepMachine(step)
     parts.store.rewind(machine.stepped, valid_from=0)
@@ -99,8 +98,8 @@ def _worker(
 
 
 def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays: Replays) -> StageReplay | None:
-    """Let the worker help where stages are replayed, and replay its own along; returns how a newcomer replays its own
-    alone, None at any other.
+    """Let the worker help to replay other stages, and replay its own as a companion. Returns a newcomer's replay of its
+    stage, None for any other worker.
     """
     worker.helper = replays.helper()
     companion = replays.machine(TorchCompanion)
@@ -111,7 +110,7 @@ def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays:
 
 
 def _lockstep(parts: Parts) -> Lockstep | None:
-    """The lockstep with the others that hold the worker's seat; None where it does so alone."""
+    """Return the lockstep with the other workers of the seat, None if there are none."""
     framework = parts.framework
     if framework.shards == 1:
         return None

@@ -1,11 +1,12 @@
-"""Automatic checkpoints, written in the background while training goes on.  Logs reach back to the last of them
-(core/worker/step_log.py), and so one is made before the first step where there are logs, and after each loss.
+"""Automatic checkpoints, written in the background while training goes on.
 
-Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the
-lowest live replica of each stage), and a thread writes it.  How often follows from the measured cost
-(core/worker/checkpoint_interval.py).  A loss before all have written drops the checkpoint, and the next one comes at
-once.  One that can't be written, by any worker, is none: what is there of it goes, and the next one is tried after as
-many steps.
+Between two steps each worker copies what it has to write, and a thread writes it. On the lowest live replica of each
+stage this needs host memory for a second copy of the state. The interval follows from the measured cost
+(core/worker/checkpoint_interval.py). Logs reach back to the last checkpoint (core/worker/step_log.py), so a job that
+logs makes one before the first step and after each loss.
+
+A loss before all have written drops the checkpoint, and the next one is due at once. If any worker can't write its
+share the whole checkpoint is removed, and the next one is tried after another interval.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ Write = Callable[[], None]
 
 @dataclass
 class _Begun:
-    """A ``checkpoint`` under way, of the state before ``step``, which ``members`` write as ``made``.
-
-    ``arrived``: the generation in which this worker has said that it has written its share, which took ``write_s``;
-    ``brought``: what it brings along for the choice of what is logged.
+    """A ``checkpoint`` under way, of the state before ``step``, which ``members`` write as ``made``. ``arrived``: the
+    generation in which this worker last reported its share written, which took ``write_s`` seconds. ``brought``: its
+    figures for the choice of what is logged.
     """
 
     step: int
@@ -58,11 +58,9 @@ class _Begun:
 
 
 class Background:
-    """Makes automatic checkpoints, ``make(tag)``, of which the last ``keep`` stay.
-
-    ``recover()`` is called after a membership change between steps.  ``valid_from()``: the generation from which this
-    worker's data is valid, where there are logs that reach back to checkpoints; None where there are not.  ``choice``:
-    which boundaries these logs have.
+    """Makes automatic checkpoints with ``make(tag)``, and keeps the last ``keep``. ``recover()`` is called after a
+    membership change between steps. ``valid_from()``: the generation from which this worker's data is valid, if logs
+    reach back to checkpoints, else None. ``choice``: which boundaries these logs have.
     """
 
     def __init__(
@@ -78,9 +76,9 @@ class Background:
     ) -> None:
         self._session, self._loop, self._make, self._interval = session, loop, make, interval
         self._valid_from, self._choice = valid_from, choice
-        # there is to be one to replay from at all times
+        # a job that logs needs a checkpoint to replay from at all times
         self._first = valid_from is not None and not session.view.newcomer
-        # stages may be replayed from the last but one: while that goes on, nobody is told of the last one
+        # A replay may use the last but one: while stages are replayed, the coordinator is not told of the last one.
         self._keep, self._recover = keep if valid_from is None else max(keep, 2), recover
         self._meter = Meter()
         self._begun: _Begun | None = None
@@ -89,14 +87,14 @@ class Background:
         self._members = self._live()
 
     def before(self, step: int) -> None:
-        """Begin a checkpoint before ``step`` if one is due, or see how the one under way gets on."""
+        """Begin a checkpoint before ``step`` if one is due, or follow up the one under way."""
         self._meter.tick(time.monotonic())
         if self._begun is not None:
             self._follow(self._begun)
         self._see_members()
         if self._begun is None and step >= self._interval.due:
             self._loop.settle()
-            self._see_members()  # who has come meanwhile does not know that one is due
+            self._see_members()  # a worker that came meanwhile does not know that one is due
             if step >= self._interval.due:
                 self._begin(step)
                 if self._first:
@@ -104,22 +102,22 @@ class Background:
         self._first = False
 
     def _see_members(self) -> None:
-        """Begin anew where the members are others than before, as all of them do, those who have come included."""
+        """Restart the interval if the members have changed. All members do, including those that joined."""
         if self._members != self._live():
             if self._valid_from is not None or not self._live() <= self._members:
-                self._begun = None  # who has come has none under way, and would count otherwise
+                self._begun = None  # a joined worker has none under way, and would count differently
                 self._interval.joined(self._session.view.changed_behind)
             self._members = self._live()
             self._forget()
 
     def _forget(self) -> None:
-        """Forget what was measured: the membership has changed."""
+        """Drop the measurements: the membership has changed."""
         self._meter.forget()
         if self._choice is not None:
             self._choice.forget()
 
     def conclude(self) -> None:
-        """Return when no checkpoint is being written any more."""
+        """Wait until no checkpoint is being written any more."""
         begun = self._begun
         if begun is None:
             return
@@ -141,19 +139,19 @@ class Background:
         )
 
     def loaded(self, step: int) -> None:
-        """Count from ``step`` on, from whose checkpoint everybody goes on."""
+        """Count from ``step``, the step of the checkpoint that all have loaded."""
         self._interval.loaded(step)
 
     def _begin(self, step: int) -> None:
         session, checkpoint = self._session, self._make(f"automatic_step{step - 1}")
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
-                if self._writing is not None:  # of one that was dropped
+                if self._writing is not None:  # the thread of a dropped checkpoint
                     self._writing.join()
                 session.waiting.for_lease("a checkpoint")
                 begun = _Begun(step, checkpoint, checkpoint.path(session.view.number), self._live())
                 write = checkpoint.gather(begun.made, True).write
-            self._loop.barrier(f"checkpoint {checkpoint.tag}", {})  # all have a copy of the same step, or nobody writes
+            self._loop.barrier(f"checkpoint {checkpoint.tag}", {})  # all have copied the same step, or nobody writes
         except Interrupted:
             self._recover()
             self._drop()
@@ -175,7 +173,7 @@ class Background:
         begun.write_s = time.monotonic() - began
 
     def _follow(self, begun: _Begun) -> None:
-        """See whether all have written, or somebody was lost, whichever comes first."""
+        """End the checkpoint if all have written, drop it if a worker was lost, or report this worker's share."""
         met = self._session.view.barrier_passed(begun.place, begun.arrived)
         if isinstance(met, BarrierPassed):
             self._end(begun, met)
@@ -185,9 +183,7 @@ class Background:
             self._arrive(begun)
 
     def _arrive(self, begun: _Begun) -> None:
-        """Say that this worker has written, once in each generation: the coordinator forgets it when the membership
-        changes.
-        """
+        """Report once in each generation that this worker has written: the coordinator keeps no older reports."""
         session = self._session
         if begun.arrived != session.view.number:
             begun.arrived, begun.cost = session.view.number, begun.cost or self._meter.end()
@@ -198,7 +194,7 @@ class Background:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, *_ in met.values.values()]
         error = next((error for *_, error, _ in met.values.values() if error), "")
-        # or else the first one may have done it before it was lost
+        # if a member is lost, it may have been the first and published already
         first = self._session.view.is_first and begun.members <= self._live()
         if error:
             self._interval.failed(begun.step, met.from_step)
@@ -227,8 +223,8 @@ class Background:
         )
 
     def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list[Any]) -> str:
-        """Give the checkpoint its name, and remove old ones; returns why that can't be, or "".  ``brought``: what all
-        have brought along for the choice of what is logged.
+        """Put the checkpoint in place, and remove old ones. Returns why that failed, or "". ``brought``: the figures of
+        all for the choice of what is logged.
         """
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {max(cost.seconds, 0.0):.3f} s with steps of "

@@ -1,4 +1,4 @@
-"""A real worker's training loop: ``core.worker.training_loop`` on waits that block, so nothing is ever yielded."""
+"""A real worker's training loop: ``core.worker.training_loop`` on waits that block, so that nothing is ever yielded."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ T = TypeVar("T")
 
 
 class BlockingLoop:
-    """The training loop of a worker, with its ``evaluations`` and, where it comes back, its way in as a ``newcomer``;
-    every method returns when it is done.
-
-    ``recover()``: called after a membership change between steps.
+    """A worker's training loop with its ``evaluations`` and ``newcomer``, the way in for a worker that comes back.
+    Every method returns when it is done. ``recover()`` is called after a membership change between steps.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class BlockingLoop:
 
     @property
     def followed(self) -> int | None:
-        """The step after which this newcomer has its stage's state; None as long as it has not all of it."""
+        """The step after which this newcomer has its stage's whole state; None before."""
         return self._newcomer.clock
 
     @property
@@ -58,22 +56,22 @@ class BlockingLoop:
 
     @property
     def enters(self) -> bool:
-        """Whether this newcomer trains its script's next step itself, as far as is known."""
+        """Whether, as far as is known, this newcomer trains its script's next step itself."""
         return self._newcomer.enters
 
     def follow(self, step: int) -> bool:
-        """Wait, as a newcomer does, until ``step`` is over with the others, and followed here if need be: True.  False
-        where from this step on the worker is a member.
+        """Wait, as a newcomer, until the others have committed ``step``, and it is applied here if need be: return
+        True. Return False if the worker is a member from this step on.
         """
         drain(self._newcomer.start())
         return drain(self._newcomer.train(step))
 
     def come_in(self) -> None:
-        """Wait, as a newcomer whose script begins where the others are, until it is a member with its stage's state."""
+        """Wait until this newcomer is a member with its stage's state. Its script begins at the others' step."""
         drain(pushed.follow(self._newcomer, self._view))
 
     def meets(self, place: str) -> bool:
-        """Whether the others may wait for this newcomer at what ends with the barrier ``place``; it is a member now."""
+        """Whether the others may wait for this newcomer at the barrier ``place``. If so, it is a member now."""
         return drain(self._newcomer.meets(place))
 
     @property
@@ -82,11 +80,11 @@ class BlockingLoop:
         return self._newcomer.handed
 
     def train(self, step: int) -> dict[str, Loss]:
-        """Train ``step``; returns the loss of each micro-batch of the step."""
+        """Train ``step``. Returns the loss of each of its micro-batches."""
         return drain(self._loop.train(step))
 
     def steps(self) -> Iterator[Any]:
-        """Train step after step for a script that pushes its micro-batches; yields what is needed of it
+        """Train step after step for a script that pushes its micro-batches; yields what is needed of the script
         (core.worker.pushed.steps).
         """
         return pushed.steps(self._loop)
@@ -97,14 +95,14 @@ class BlockingLoop:
         return max(self.machine.committed, self._view.committed) >= self.machine.stepped
 
     def settle(self) -> None:
-        """Wait until all steps applied here are committed; returns at once where they are."""
+        """Wait until all steps applied here are committed."""
         if self.settled:
             self.machine.commit(self.machine.stepped)
         else:
             drain(self._loop.settle())
 
     def finish(self) -> None:
-        """Wait, as a worker whose script is through, until nobody needs this one any more."""
+        """Wait, after the end of the script, until nobody needs this worker any more."""
         drain(self._loop.finish())
 
     def catch_up(self) -> None:
@@ -112,19 +110,15 @@ class BlockingLoop:
         drain(self._loop.catch_up())
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, Loss]:
-        """Run ``count`` micro-batches of each replica forwards; returns the losses, as
-        core.worker.evaluation.Evaluations.run does.
-        """
+        """Run ``count`` micro-batches of each replica forwards. Returns their losses (core.worker.evaluation)."""
         return drain(self._evaluations.run(batches, count))
 
     def count_on(self, evaluations: int) -> None:
-        """Go on behind the evaluation of this number, the last one before this worker came."""
+        """Set the number of evaluations before this worker came."""
         self._evaluations.count_on(evaluations)
 
     def save(self, place: str, files: CheckpointFiles) -> str:
-        """Save a checkpoint on all workers; returns why it has failed, or "", as core.worker.checkpoint_saving.save
-        does.
-        """
+        """Save a checkpoint on all workers. Returns why it failed, or "" (core.worker.checkpoint_saving)."""
         return drain(save(self._loop, self._view, place, files, self._recover))
 
     @property
@@ -132,9 +126,7 @@ class BlockingLoop:
         return self._loop.plan
 
     def barrier(self, place: str, values: dict[str, Any]) -> BarrierPassed:
-        """Wait until all live workers have come to ``place``, and return what they have brought.  Raises
-        Interrupted.
-        """
+        """Wait until all live workers have come to ``place``. Returns what they have brought. Raises Interrupted."""
         return drain(self._loop.barrier(place, values))
 
     def loaded(self, step: int) -> None:
@@ -142,13 +134,11 @@ class BlockingLoop:
         drain(self._loop.loaded(step))
 
     def plan_for(self, topology: Topology) -> None:
-        """Count on another number of micro-batches before this worker takes part, as the others do by now."""
+        """Change the number of micro-batches before this worker takes part, as the others have done by now."""
         self._loop.plan_for(topology)
 
     def resize(self, topology: Topology, batch: int) -> None:
-        """Take another number of micro-batches, and so another plan, from the next step on; ``batch``: samples of a
-        step.
-        """
+        """Change the number of micro-batches, and so the plan, from the next step on; ``batch``: samples of a step."""
         drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
 
 
@@ -157,7 +147,7 @@ def drain(execution: Waits[T]) -> T: ...
 @overload
 def drain(execution: Iterator[Any]) -> Any: ...
 def drain(execution: Iterator[Any]) -> Any:
-    """The value of a generator whose waits block."""
+    """Return the value of a generator whose waits block."""
     try:
         next(execution)
     except StopIteration as end:

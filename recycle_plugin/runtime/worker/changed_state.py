@@ -1,4 +1,4 @@
-"""The one list of what a step changes on a worker; runtime/state/stage_state.py says what that is for."""
+"""Lists everything that a step changes on a worker; runtime/state/stage_state.py explains what for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recycle_plugin.runtime.state.units import StageUnits
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
-STATE_DICT = "state_dict()"  # no attribute is called so
+STATE_DICT = "state_dict()"  # not an attribute's name
 
 
 def stage_state(
@@ -29,10 +29,7 @@ def stage_state(
     scale: LossScale,
     iterator_data: IteratorData | None,
 ) -> StageState:
-    """The state of a worker's stage, of whatever framework.
-
-    ``iterator_data``: the worker's position in its data; None where it reads no iterator.
-    """
+    """Return a worker's stage state. ``iterator_data``: its position in the data, None if it reads no iterator."""
     masters, cursor = framework.masters, framework.cursor
     named = dict(framework.model.module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -61,26 +58,26 @@ def stage_state(
 def stage_units(
     framework: Framework, state: StageState, gradients: Gradients, spent: Callable[[float], None] = lambda seconds: None
 ) -> StageUnits:
-    """The units of a worker's ``state``, for one newcomer, or of one (runtime/state/units.py)."""
+    """Return the units of a worker's ``state``, to send to a newcomer or to fill as one (runtime/state/units.py)."""
     return StageUnits(state, ever_summed(framework, state), gradients, spent)
 
 
 def ever_summed(framework: Framework, state: StageState) -> dict[str, torch.Tensor]:
-    """The parameters whose gradients are summed, or were before a script froze them: all are a newcomer's too."""
+    """Return the parameters whose gradients are summed, or were before a script froze them: newcomers need all."""
     weights = state.parts["weights"].tensors()
     found = {name.removeprefix("weights/"): one for name, one in weights.items()}
     return found if framework.masters is None else {**summed(framework)}
 
 
 def summed(framework: Framework) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients are summed, by the model's names for them: weights, or their masters."""
+    """Return the parameters whose gradients are summed, weights or their masters, by the model's names."""
     masters = framework.masters
     trained = {name: one for name, one in framework.model.module.named_parameters() if one.requires_grad}
     return trained if masters is None else {name: masters.of(weight) for name, weight in trained.items()}
 
 
 class StateCounts:
-    """What goes by value of a ``state`` and belongs to no parameter: counts of steps, schedulers, learning rates."""
+    """The part of a ``state`` copied by value that belongs to no parameter: counts, schedulers, learning rates."""
 
     def __init__(self, state: StageState) -> None:
         self._state = state
@@ -90,14 +87,15 @@ class StateCounts:
         return small | {"optimizer": self._state.optimizer.shared()}
 
     def put(self, counts: Mapping[str, Any]) -> None:
-        """Set it to a copy; tensors, and what the optimizer keeps for parameters, stay as they are."""
+        """Set it to a copy of ``counts``; tensors and the optimizer's state of parameters stay."""
         self._state.put({name: value for name, value in counts.items() if name != "optimizer"})
         self._state.optimizer.set_shared(counts["optimizer"])
 
 
 def scheduler_part(current: Callable[[], Any], optimizer: Callable[[], Any]) -> StatePart:
-    """The part of a stage's state that is the learning-rate scheduler ``current()``, which may be None, of
-    ``optimizer()``: all that it holds, whatever of that its state_dict() gives; where something can't be told, that.
+    """Return the learning-rate scheduler ``current()`` of ``optimizer()``, which may be None, as a part of a stage's
+    state. The part has all that the scheduler holds, whatever its state_dict() returns; only if some of it can't be
+    read, it is the state_dict().
     """
 
     def get() -> Any:

@@ -1,7 +1,7 @@
-"""Checkpoints as folders of files: written under another name, and given theirs once all have written.
+"""Checkpoints as folders of files: written under another name, and renamed once all workers have written.
 
-What is left under other names is removed with the next one, or where one can't be written: this job's own, and another
-job's where nobody has written to it for an hour.  The protocol is core/worker/checkpoint_saving.py's.
+Folders left under other names are removed with the next checkpoint, or with one that can't be written: this job's own,
+and another job's if nobody has written to it for an hour. The protocol is in core/worker/checkpoint_saving.py.
 """
 
 from __future__ import annotations
@@ -28,46 +28,45 @@ from recycle_plugin.runtime.stage.ports import CheckpointFormat, Reach
 
 
 class WrittenShare:
-    """A worker's files of one checkpoint (ports.Share), written at once or, where it ``copies``, by :meth:`write`.
-
-    ``format``: whose they are; ``turn``: this worker's among the so many ``turns`` of its stage; ``reach(point)``:
-    where injected faults strike, at ``checkpoint.file`` once a file of the framework's is on the disk.
+    """A worker's files of one checkpoint (ports.CheckpointShare), written at once or, if it ``copies``, by
+    :meth:`write`. ``turn``: this worker's number among the ``turns`` workers of its stage. ``reach(point)``: injected
+    faults strike there; ``checkpoint.file`` is reached when a file of the framework's is on the disk.
     """
 
     def __init__(self, format: CheckpointFormat, turn: int, turns: int, reach: Reach, copies: bool) -> None:
         self._format, self._reach, self.turn, self.turns, self.copies = format, reach, turn, turns, copies
-        self._left: list[Callable[[], None]] = []  # to be written
+        self._left: list[Callable[[], None]] = []  # still to be written
         self._refused: NotSaved | None = None
 
     def save(self, path: Path, contents: Any) -> None:
-        """Write ``contents`` as the file ``path``, or copy them to host memory."""
+        """Write ``contents`` as the file ``path``, or copy them to host memory for later."""
         held = copied(contents, path) if self.copies else contents
         self.add(path, partial(self._format.dump, held), self._reach)
 
     def add(self, path: Path, into: Callable[[Any], object], reach: Reach = lambda point: None) -> None:
-        """Write what ``into(file)`` writes as the file ``path``."""
+        """Write the file ``path`` by ``into(file)``."""
         self._left.append(partial(self._write, path, into, reach))
         if not self.copies:
             self.write_left()
 
     def write_left(self) -> None:
-        """Write what was copied, file by file, of which each goes once it is on the disk."""
+        """Write the copies that are left; each is freed when its file is on the disk."""
         while self._left:
             self._left.pop(0)()
 
     def check(self) -> None:
-        """Raise NotSaved where something could not be written."""
+        """Raise NotSaved if a file could not be written."""
         if self._refused is not None:
             raise self._refused
 
     def write(self) -> None:
-        """Write what is left, in any thread.  Raises NotSaved where something could not be written."""
+        """Write what is left, on any thread. Raises NotSaved if a file could not be written."""
         self.write_left()
         self.check()
 
     def _write(self, path: Path, into: Callable[[Any], object], reach: Reach) -> None:
-        """Write a file, unless something could not be written before; what refuses is kept, since others may wait for
-        this worker in a collective of the framework's.
+        """Write a file, unless one failed before. The error is kept for later: others may wait for this worker in a
+        collective of the framework's.
         """
         if self._refused is not None:
             return
@@ -81,7 +80,7 @@ class WrittenShare:
 
 
 def copied(value: Any, path: Path) -> Any:
-    """``value`` with tensors of its own, in host memory; ``path``: what they are for."""
+    """Return ``value`` with its tensors copied to host memory; ``path``: the file they are for."""
     if torch.is_tensor(value):
         return fetch(value, f"a copy for {path}", shared=False)
     if isinstance(value, dict):
@@ -92,16 +91,16 @@ def copied(value: Any, path: Path) -> Any:
 
 
 def saving_place(folder: Path, tag: str) -> str:
-    """The name of the barrier at which all come together to save ``folder``/``tag``."""
+    """Return the name of the barrier at which all come together to save ``folder``/``tag``."""
     return f"save_checkpoint({str(folder)!r}, {tag!r})"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of this job on its way to be ``folder``/``tag``, as core.worker.checkpoint_saving.CheckpointFiles.
+    """One checkpoint of this job that is to become ``folder``/``tag`` (core.worker.checkpoint_saving.CheckpointFiles).
 
-    ``gather(path, copies)``: this worker's share of it; ``complete(path)``: what is made of all of them;
-    ``reach(point)``: where injected faults strike; ``latest``: a file of that name gets the tag; ``said``: what the
+    ``gather(path, copies)``: returns this worker's share. ``complete(path)``: writes what is derived from all shares.
+    ``reach(point)``: injected faults strike there. ``latest``: a file of that name gets the tag. ``said``: what the
     event calls it.
     """
 
@@ -115,11 +114,11 @@ class Checkpoint:
     said: str = ""
 
     def path(self, number: int) -> Path:
-        """Where it is written in the membership ``number``: another place in each, and in each job."""
+        """Return the folder in which it is written in generation ``number``, different in each generation and job."""
         return self.folder / f"{self.tag}{UNFINISHED}{self.session.job_id}-{number}"
 
     def write(self, number: int) -> Waits[str]:
-        """Write this worker's files; the value is why that can't be, or "" where it is done."""
+        """Write this worker's files. Returns why it failed, or ""."""
         session = self.session
         session.waiting.for_lease("a checkpoint")
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
@@ -133,20 +132,20 @@ class Checkpoint:
         yield
 
     def why(self, error: NotSaved) -> str:
-        """An error in this worker's words, with its seat, for all workers."""
+        """Return an error's text for all workers, with this worker's seat."""
         session = self.session
-        text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
+        text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # this name will be gone by then
         member = session.view.member
         assert member is not None, "who saves is a member"
         return f"seat {member.seat} (rank {session.rank}): {text}"
 
     def publish(self, number: int) -> Waits[str]:
-        """Give it its name; the value is why that can't be, or "" where it is done."""
+        """Put the checkpoint in place. Returns why it failed, or ""."""
         return self.named(self.path(number), self.said)
         yield
 
     def named(self, made: Path, said: str, **details: object) -> str:
-        """Give ``made``, whose files are all there, its name; returns why that can't be, or "" where it is done."""
+        """Put ``made``, which has all its files, in place. Returns why it failed, or ""."""
         session, place = self.session, self.folder / self.tag
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             session.waiting.for_lease("a checkpoint", interruptible=False)
@@ -167,13 +166,13 @@ class Checkpoint:
             return ""
 
     def discard(self, number: int) -> Iterator[Any]:
-        """Remove what was written of it, and what is left of others, where nobody writes any more."""
+        """Remove what was written of it, and other folders that nobody writes to any more."""
         self.remove(self.path(number))
         return iter(())
 
     def remove(self, made: Path) -> None:
-        """Remove ``made``, and what else nobody writes to any more: in this membership others may be at the next
-        checkpoint already.
+        """Remove ``made``, and other unfinished folders that nobody writes to any more. In this generation other
+        workers may already write the next checkpoint.
         """
         session = self.session
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
@@ -186,7 +185,7 @@ class Checkpoint:
 
 @contextmanager
 def unwatched(session: Session) -> Iterator[None]:
-    """Inside of this context a membership change breaks a collective instead of being recovered from in it."""
+    """A context in which a membership change breaks a collective instead of being recovered from inside it."""
     between, session.hooks.between_steps = session.hooks.between_steps, None
     try:
         yield

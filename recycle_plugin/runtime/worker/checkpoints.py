@@ -1,7 +1,4 @@
-"""A running job's checkpoints, whoever asks for them.
-
-There are those that the script asks for, automatic ones, and the one that a job leaves which has become too slow.
-"""
+"""A running job's checkpoints: those that the script saves, automatic ones, and one at an end that asks for it."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ WriteFile = Callable[[Path, Callable[[Any], object]], None]
 
 
 class JobCheckpoints:
-    """The checkpoints of the worker that has ``parts``, and trains by ``loop``.
+    """The checkpoints of the worker that has ``parts`` and trains by ``loop``.
 
-    ``recover()`` is called after a membership change between steps; ``write_place(add, path)`` has files written to the
-    checkpoint ``path`` that say where the worker's plain iterator stands, if it has one; ``valid_from()``: the
-    generation from which the worker's data is valid; ``choice``: which boundaries are logged, None where nothing is.
+    ``recover()`` is called after a membership change between steps. ``write_place(add, path)`` adds files to the
+    checkpoint ``path`` with the position of the worker's plain iterator, if it has one. ``valid_from()``: the
+    generation from which the worker's data is valid. ``choice``: which boundaries are logged, None if nothing is.
     """
 
     def __init__(
@@ -43,8 +40,8 @@ class JobCheckpoints:
         self._state, self._write_place, self._reach = parts.state, write_place, parts.world.reach
         self._loop = loop
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
-        self._saved_to = Path(parts.run_dir) / "checkpoint"  # the last time; nothing yet
-        self._unsaved = ""  # why the script's last one is not there, until it has gone on without
+        self._saved_to = Path(parts.run_dir) / "checkpoint"  # the last save's folder; nothing yet
+        self._unsaved = ""  # why the script's last save failed, until it trains on
         self._background: Background | None = None
         if settings.checkpoint is not None:
             logs = choice is not None
@@ -58,7 +55,7 @@ class JobCheckpoints:
             self._background = Background(parts.session, loop, made, interval, keep, recover, since, choice)
 
     def save(self, folder: Path, tag: str, latest: bool, files: CheckpointFormat | None, step: int) -> None:
-        """Save the checkpoint of ``step``; see Trainer.save.  Raises NotSaved."""
+        """Save the checkpoint of ``step``; see Trainer.save. Raises NotSaved."""
         self._saved_to, place = folder, saving_place(folder, tag)
         made = self._checkpoint(files or self._format, folder, tag, latest, f"checkpoint of step {step}")
         if why := self._loop.save(place, made):
@@ -70,7 +67,7 @@ class JobCheckpoints:
         return Checkpoint(self._session, self._reach, gather, format.complete, folder, tag, *more)
 
     def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> WrittenShare:
-        """This worker's files of the checkpoint ``path``, of the state as it is now."""
+        """Return this worker's files of the checkpoint ``path``, of the present state."""
         session = self._session
         own = session.view.member
         assert own is not None, "who saves is a member"
@@ -82,13 +79,11 @@ class JobCheckpoints:
 
     @property
     def folder(self) -> Path:
-        """Where a checkpoint goes that nobody has named a folder for."""
+        """The folder for checkpoints for which the script has named none."""
         return self._folder or self._saved_to
 
     def make_if_due(self, step: int) -> None:
-        """Make an automatic checkpoint before ``step`` if one is due; warn where the script goes on without one that
-        failed.
-        """
+        """Make an automatic checkpoint before ``step`` if due. Warn if the script trains on after a failed save."""
         if self._unsaved and self._session.view.is_first:
             self._session.note("warning", f"{self._unsaved}; the script goes on without it")
         self._unsaved = ""
@@ -96,11 +91,11 @@ class JobCheckpoints:
             self._background.before(step)
 
     def conclude(self) -> None:
-        """Return when no checkpoint is being written any more."""
+        """Wait until no checkpoint is being written any more."""
         if self._background is not None:
             self._background.conclude()
 
     def loaded(self, step: int) -> None:
-        """Count from ``step`` on, from whose checkpoint everybody goes on."""
+        """Count from ``step``, the step of the checkpoint that all have loaded."""
         if self._background is not None:
             self._background.loaded(step)

@@ -1,7 +1,7 @@
-"""The machine by which a real worker replays its stage beside its state (core/worker/companion.py).
+"""The machine by which a live worker replays its stage as a companion (core/worker/companion.py).
 
-The replay runs on the stage's own layers and optimizer, whose state is in host memory meanwhile: so it is the same
-computation, of whatever framework, and an accelerator needs no room for a second stage.
+The replay runs on the stage's own layers and optimizer, while their state is kept in host memory. So it is the same
+computation for any framework, and an accelerator needs no room for a second stage.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from recycle_plugin.runtime.state.contents import form_of
 from recycle_plugin.runtime.state.surroundings import ScriptsValues
 from recycle_plugin.runtime.worker.replay_machine import ReplayMachine
 
-DRIFT = 0.25  # of what the replayed steps have changed: by how much it may come out otherwise where sums have no order
+DRIFT = 0.25  # of the replayed steps' change: the result may differ by so much if sums have no order
 KEPT = "the state of a stage that is replayed along"
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """What a worker's stage had: the state's ``tensors``, in host memory, what goes by value, and the ``scripts``
-    values.
+    """What a companion keeps of its stage: the state's ``tensors``, in host memory, its ``small`` parts, and the values
+    that the ``scripts`` have set.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -41,12 +41,12 @@ class KeptState:
 
 
 class TorchCompanion(ReplayMachine):
-    """The machine of a live worker that replays its stage along.  ``at_work``: it does so now."""
+    """The machine of a live worker that replays its stage. ``at_work``: a replay is under way."""
 
     at_work = False
 
     def keep_state(self) -> KeptState:
-        """A copy of the state of this worker's stage, and of all else that a replay changes."""
+        """Copy the state of this worker's stage, and all else that a replay changes, to host memory."""
         self.at_work, self._changed = True, 0.0
         with self.session.heartbeats.at(ELSEWHERE, KEPT):
             tensors, device = self.state.tensors(following=False), self.framework.model.device
@@ -55,27 +55,24 @@ class TorchCompanion(ReplayMachine):
         return self._kept
 
     def restore(self, replay: Replay) -> Waits[int]:
-        """Take the state of this worker's stage from a checkpoint; returns its bytes.  A generator that never yields.
-
-        Raises CantReplay.
-        """
+        """Load this worker's stage state from a checkpoint. Returns its bytes; never yields. Raises CantReplay."""
         size = yield from super().restore(replay)
         self._changed = self._apart(self._kept)
         return size
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Nothing: a real worker's instruction takes its time by itself."""
+        """Let an injected fault strike. A real worker's instruction takes its time by itself."""
         self._parts.world.reach("before", self.framework.seat, instruction)
         return super().spend(instruction)
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes.  Raises CantReplay where the layers fail."""
+        """Return what LOAD, F, I, W, B or STEP makes. Raises CantReplay if the layers fail."""
         with self.session.heartbeats.at(ELSEWHERE, f"{instruction} of a replay"):
             return super().compute(instruction, have, boundary_only)
 
     def otherwise(self, kept: KeptState) -> str:
-        """In what the state is another one than was ``kept``, in words: with ``exact`` in any bit, else by more than
-        the order of sums explains, of the weights, against what the replayed steps have changed in them.
+        """Return how the state differs from ``kept``, in words; "" if it does not. With ``exact`` any bit counts. Else
+        weights may differ by as much as the order of sums explains, as a share of what the replayed steps have changed.
         """
         if not self._parts.settings.exact:
             apart = self._apart(kept)
@@ -92,7 +89,7 @@ class TorchCompanion(ReplayMachine):
 
     @torch.no_grad()
     def put_back(self, kept: KeptState) -> None:
-        """Have what was ``kept`` again."""
+        """Restore what was ``kept``."""
         with self.session.heartbeats.at(ELSEWHERE, KEPT):
             self.state.put(kept.small)
             present = self.state.tensors(following=False)
@@ -105,7 +102,7 @@ class TorchCompanion(ReplayMachine):
 
     @torch.no_grad()
     def _apart(self, kept: KeptState) -> float:
-        """How far the weights are from those that were ``kept``: the norm of the difference."""
+        """Return the norm of the difference between the weights and those ``kept``."""
         present = self.state.tensors()
         names = [name for name in kept.tensors if name.startswith("masters/")]
         names = names or [name for name in kept.tensors if name.startswith("weights/")]

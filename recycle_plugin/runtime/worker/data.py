@@ -1,6 +1,6 @@
 """Training data: a dataset addressed by (step, replica, micro-batch), or a script's iterator.
 
-By its address a peer can load what a lost worker would have loaded.
+With the address a peer can load what a lost worker would have loaded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from recycle_plugin.runtime.worker.iterator_states import IteratorStates
 
 
 class DatasetSource:
-    """A map-style dataset in the order in which DeepSpeed's own loader would read it.
-
-    DeepSpeed gives replica r every DP-th sample, unshuffled, and starts again at the end.  Steps count from 1.
+    """A map-style dataset, read in the order of DeepSpeed's own loader: replica r gets every DP-th sample, unshuffled,
+    and starts again at the end. Steps count from 1.
     """
 
     def __init__(
@@ -65,25 +64,22 @@ class DatasetSource:
 
 
 class ScriptsIterator:
-    """Reads a script's iterator, as core.worker.iterator_data.DataIterator; batches are kept as the transport carries
-    them.
-
-    ``next_batch(what)`` gives one; ``what`` names it in errors.  ``states`` has those of iterators that can be set.
+    """Reads a script's iterator (core.worker.iterator_data.DataIterator); batches are kept packed for the transport.
+    ``next_batch(what)`` returns a batch; ``what`` names it in errors. ``states``: the states of iterators that have
+    any.
     """
 
     def __init__(self, session: Session, next_batch: Callable[[str], Any], states: IteratorStates) -> None:
         self._session, self._next_batch, self._states = session, next_batch, states
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
-        """Read the next batch, packed with ``draw``, which says for whom it is; with None it is skipped.  Raises
-        Ended.
-        """
+        """Read the next batch, packed with ``draw``, its purpose. If ``draw`` is None, skip it. Raises Ended."""
         batch = self._read(f"in step {step}, at its micro-batch {position}")
         return None if draw is None else packed(batch, draw)
 
     def skip_to(self, place: Place, read: int) -> None:
-        """Set the iterator to a state, where one is known, and read what its replica has had behind that.  Raises
-        RecycleError where it ends before.
+        """Move the iterator to ``place``: set it to a known state if there is one, and read on from there. Raises
+        RecycleError if it ends before.
         """
         for number in range(self._states.nearest(place, read) + 1, place.read + 1):
             try:
@@ -99,5 +95,5 @@ class ScriptsIterator:
             return self._next_batch(what)
 
     def draw_of(self, batch: Tensors) -> Draw:
-        """The draw that a packed batch belongs to."""
+        """Return the draw of a packed batch."""
         return Draw(*described(batch))

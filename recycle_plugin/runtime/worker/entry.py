@@ -1,5 +1,5 @@
-"""The way of a worker that comes back into its job: its script is given what is over, while the state of its stage
-comes, and may be further than the script.
+"""The way of a worker that comes back into its job. Its script gets the results of steps that are over, while its
+stage's state arrives and may be ahead of the script.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from recycle_plugin.runtime.worker.parts import Parts
 
 
 class Entry:
-    """The entry of the newcomer that has ``parts``; it is over once the newcomer is a member with its stage's state.
-
-    ``scripted``: what its script has set for its steps; ``ask()`` asks the coordinator for a place; ``prepared()``: the
-    loop by which it will train, made at the first call; ``let_in()`` is called when it is a member.
+    """The entry of the newcomer that has ``parts``. It ends when the newcomer is a member with its stage's state.
+    ``scripted``: what its script has set for its steps. ``ask()`` asks the coordinator for a place. ``prepared()``: the
+    loop by which it will train, made at the first call. ``let_in()`` is called when it is a member.
     """
 
     def __init__(
@@ -44,38 +43,38 @@ class Entry:
     # --- what is over ------------------------------------------------------------------------------
 
     def past_loss(self) -> float | None:
-        """The loss of the script's next step, where that is over; None where it is to be trained here, with what the
-        script has set for it.
+        """Return the loss of the script's next step if that is over. Return None if the step is to be trained here,
+        with what the script has set for it.
         """
         step = self._script.position + 1
         self._scripted.begin(step)
         loss = self._script.loss()
         if loss is None:
-            self._scripted.apply(step)  # what has come of others meanwhile was from before that
+            self._scripted.apply(step)  # settings that came from others meanwhile are older
         else:
             self._scripted.end()
         return loss
 
     def past_evaluation(self) -> float | None:
-        """The mean loss of the script's next evaluation, where that is over; None where this worker takes part."""
+        """Return the mean loss of the script's next evaluation if it is over; None if this worker takes part."""
         return None if self.meets(end_of(self.evaluated + 1)) else self._script.evaluation()
 
     def may_skip(self) -> bool:
-        """Whether the script may leave out its next step, which is over, and not the last one."""
+        """Whether the script may skip its next step, which is over and not the last one."""
         return self._script.may_skip()
 
     # --- and what is not ---------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Return when this newcomer, whose script begins where the others are, is a member."""
+        """Wait until this newcomer is a member. Its script begins at the others' step."""
         self._parts.feed.begin()
         self._ask()
         self._begun().come_in()
         self._let_in()
 
     def meets(self, place: str) -> bool:
-        """Whether the others may wait for this newcomer, whose stage nobody had, at what ends with the barrier
-        ``place``; then it is a member now.
+        """Whether the others may wait for this newcomer at the barrier ``place``, since nobody else had its stage. If
+        so, it is a member now.
         """
         if self._loop is None or not self._loop.meets(place):
             return False
@@ -83,8 +82,8 @@ class Entry:
         return True
 
     def _follow(self, step: int) -> bool:
-        """Whether ``step`` is over with the others, once that is known; where it is not, this worker is a member now,
-        and goes on with its stage's state.
+        """Wait until it is known whether the others have ``step`` behind them: return True. Return False if they have
+        not: this worker is a member now, with its stage's state.
         """
         loop = self._begun()
         self._parts.feed.begin()
@@ -106,13 +105,13 @@ class Entry:
 
     @property
     def drops_changes(self) -> bool:
-        """Whether what the script makes of the state is dropped, since it comes as the others' scripts have made it.
-        Where a stage may be replayed nobody gives it.
+        """Whether the script's changes of the state are dropped, since the state arrives with the other scripts'
+        changes. Not so if the stage may be replayed: nobody sends it then.
         """
         return self._parts.log is None and (self._loop is None or not self._loop.enters)
 
     def check_trained(self) -> None:
-        """Raise RecycleError where the state is on its way already, which is of what was trained before."""
+        """Raise RecycleError if the state is arriving already: it was cut into what was trained before."""
         if self._loop is not None and self._loop.asked:
             raise RecycleError(
                 "the script of a worker that comes back freezes or thaws parameters, or adds groups, after step "
@@ -121,7 +120,7 @@ class Entry:
             )
 
     def check_caught_up(self) -> None:
-        """Raise RecycleError where the script touches parameters that are not those of its step."""
+        """Raise RecycleError if the script touches parameters that are not those of its step."""
         if not self.caught_up:
             raise RecycleError(
                 f"the script of a worker that comes back touches parameters after step {self._script.position}, "

@@ -1,6 +1,4 @@
-"""Where a worker's micro-batches come from.
-
-Either a source is addressed by step and micro-batch, or the script's plain iterator is read
+"""Where a worker's micro-batches come from: a source addressed by step and micro-batch, or the script's plain iterator
 (core/vocabulary/iterator_draws.py).
 """
 
@@ -25,11 +23,11 @@ from recycle_plugin.runtime.worker.iterator_states import IteratorStates
 
 
 class Feed:
-    """Gives one worker its micro-batches; the iterator's go to its ``store``.
+    """Provides one worker's micro-batches; those of an iterator go to its ``store``.
 
-    ``reads``: its stage needs data.  ``next_batch(what)`` reads the iterator; ``hand_on(datum, batch, taker)`` gives a
-    copy of a batch to a peer.  ``rests``: while a replica is out nobody has micro-batches of its.  ``source`` None: the
-    iterator is read.  ``settled``: a step was trained, so that where data comes from stays as it is.
+    ``reads``: its stage needs data. ``next_batch(what)`` reads the iterator. ``hand_on(datum, batch, taker)`` sends a
+    copy of a batch to a peer. ``rests``: nobody runs micro-batches of a replica that is out. ``source``: None to read
+    the iterator. ``settled``: a step was trained, so the origin of data is fixed.
     """
 
     def __init__(
@@ -52,14 +50,14 @@ class Feed:
             self.iterator_data.in_place = False
         self._last_given: object = None
         self._begun = False  # the script has given its first iterator
-        # batches that the iterator had given when the checkpoint was saved that is gone on from, and its state then
+        # how many batches the iterator had given when the loaded checkpoint was saved, and its state then
         self._had = 0
         self._state: bytes | None = None
         self.source: Source | None = None
         self.settled = False
 
     def begin(self) -> None:
-        """Prepare for a step; tells the user once where data comes from plain iterators."""
+        """Prepare for a step. Report once if data comes from plain iterators."""
         self._store.reads_iterator = self.source is None
         if self._store.reads_iterator and self.reads and not self.settled and self._session.view.is_first:
             self._session.note(
@@ -75,7 +73,7 @@ class Feed:
         self.settled = True
 
     def given(self, data_iter: object, step: int) -> bool:
-        """Note which iterator the script gives for ``step``; returns whether it is another one, or begins anew."""
+        """Record which iterator the script gives for ``step``. Returns whether it is another one, or begins anew."""
         if self._last_given is data_iter:
             return False
         if self.iterator_data is not None and self._last_given is not None:
@@ -84,15 +82,13 @@ class Feed:
         return True
 
     def data_ended(self, step: int) -> None:
-        """Note that the script hears before ``step`` that all iterators have ended: what it gives next is another one,
-        or one that begins anew.
-        """
+        """Record that the script is told before ``step`` that all iterators have ended: the next is another."""
         self._last_given = None
         if self.iterator_data is not None:
             self.iterator_data.begin_another(step)
 
     def go_on(self) -> None:
-        """Bring the script's first iterator to where it stood when the checkpoint was saved, if that is asked for."""
+        """Bring the script's first iterator to its position at the time of the checkpoint, if that is asked for."""
         if self.iterator_data is None or self._begun:
             return
         self._begun = True
@@ -115,8 +111,8 @@ class Feed:
     def write_place(
         self, replicas: int, size: int, add: Callable[[Path, Callable[[Any], object]], None], folder: Path
     ) -> None:
-        """Have it written to the checkpoint ``folder``, by ``add(path, into)``, where this worker's plain iterator
-        stands, one of ``replicas``, with batches of ``size`` samples, if it has one that stands where its replica does.
+        """Add the position of this worker's plain iterator to the checkpoint ``folder``, by ``add(path, into)``. Do
+        nothing without one that is at its replica's place. ``replicas``: of the job; ``size``: samples of a batch.
         """
         data, seat = self.iterator_data, self._store.seat
         if data is None or not data.in_place or not self._store.reads_iterator:
@@ -125,8 +121,8 @@ class Feed:
         iterator_places.write(add, folder, seat, place, self.states.state())
 
     def resume(self, folder: Path, replicas: int, size: int, wanted: bool) -> None:
-        """Take over where the checkpoint ``folder`` says that iterators stood, if that is ``wanted``; else say where a
-        script would go wrong that skips the same for all.  Raises RecycleError where it is wanted and not known.
+        """Take the iterators' positions from the checkpoint ``folder`` if ``wanted``; else report if a script that
+        skips the same on all replicas would be wrong. Raises RecycleError if they are wanted and not known.
         """
         places = iterator_places.read(folder)
         given = {replica: place.read for replica, place in sorted(places.items())}
@@ -156,7 +152,7 @@ class Feed:
             self._session.note("data", text)
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
-        """The batch of a micro-batch, from the source (ports.Source)."""
+        """Return a micro-batch's batch from the source."""
         assert self.source is not None, "the iterator is read"
         return self.source(step, micro_batch)
 

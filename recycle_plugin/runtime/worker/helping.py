@@ -1,7 +1,7 @@
-"""A stage that a real worker makes beside its own, to help another one that replays it (core/worker/helper.py).
+"""A stage that a real worker makes beside its own, to help another worker to replay it (core/worker/helper.py).
 
-It has a module, sums and a store of its own; randomness is keyed by what it is for, so this worker's streams are as
-they were.  Whatever goes wrong in it is said to the one that asked, and ends nothing here.
+It has its own module, sums and store. Randomness is keyed by its use, so this worker's random streams are unchanged.
+Errors in it are reported to the worker that asked, and end nothing here.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.replay_machine import LoggedWork
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 
-ROOM = 4  # times the weights: weights, their gradients, those of a block on their way, and what a forward needs
+ROOM = 4  # times the weights: weights, their gradients, a block's gradients in transit, and the memory of a forward
 
 
 @dataclass(frozen=True)
 class HowToMake:
     """How a worker of a job of shape ``topology`` makes any of its stages.
 
-    ``make(stage)``: its layers, None where nobody but its own workers can make them; ``randomness(made, stage)``: the
-    context in which each of its micro-batches draws; ``splits``: backwards are split; ``blocks``: exact mode's;
-    ``source()``: where data comes from, None from plain iterators.
+    ``make(stage)``: makes its layers; None if only the stage's own workers can. ``randomness(made, stage)``: returns
+    the context in which each of its micro-batches draws. ``splits``: backwards are split. ``blocks``: exact mode's.
+    ``source()``: where data comes from, None for plain iterators.
     """
 
     topology: Topology
@@ -60,8 +60,8 @@ class HowToMake:
 
 
 class Helping:
-    """The machine of a worker that helps others (core.worker.helper.HelpingMachine), beside ``world``, its own; logs
-    are in ``folder``.
+    """The machine of a worker that helps others (core.worker.helper.HelpingMachine), beside its own ``world``. Logs are
+    in ``folder``.
     """
 
     def __init__(self, session: Session, world: TorchMachine, how: HowToMake, folder: Path) -> None:
@@ -69,15 +69,15 @@ class Helping:
         self._world, self._how, self._folder = world, how, folder
 
     def words(self) -> list[Word]:
-        """What has been said to this worker of replays since this was asked last."""
+        """Return the words on replays that have come since the last call."""
         return self._world.words()
 
     def tell(self, address: str, word: Word) -> None:
-        """Say something of a replay to the worker at ``address``."""
+        """Send a word on a replay to the worker at ``address``."""
         self._world.tell(address, word)
 
     def make_stage(self, call: Call) -> Waits[TorchHelpedStage]:
-        """Make the stage that ``call`` asks for, and return it.  A generator that never yields.  Raises CantHelp."""
+        """Make the stage that ``call`` asks for, and return it; never yields. Raises CantHelp."""
         how, stage = self._how, call.stage
         if how.make is None:
             raise CantHelp("the script runs the model itself, so nobody else can make its stage")
@@ -96,9 +96,7 @@ class Helping:
 
 
 class TorchHelpedStage(LoggedWork):
-    """A stage that is not its worker's own: that of ``call``, which was ``made`` beside that of the worker on
-    ``world``.
-    """
+    """The stage of ``call``, ``made`` beside the stage of the worker on ``world``."""
 
     def __init__(
         self, session: Session, world: TorchMachine, how: HowToMake, call: Call, made: MadeStage, folder: Path
@@ -116,7 +114,7 @@ class TorchHelpedStage(LoggedWork):
         module.train()
 
     def begin(self, step: int, weights: SentWeights) -> None:
-        """Take the stage's weights before ``step``, and drop all sums.  Raises CantHelp."""
+        """Load the stage's weights before ``step``, and drop all sums. Raises CantHelp."""
         with _said():
             self._contributions.forget()
             self.store.rewind(step - 1, 0)
@@ -137,17 +135,17 @@ class TorchHelpedStage(LoggedWork):
             torch.clear_autocast_cache()
 
     def sums(self, step: int, blocks: Sequence[Block]) -> Sums:
-        """The sums of the weight gradients, in host memory.  Raises CantHelp."""
+        """Return the sums of the weight gradients, in host memory. Raises CantHelp."""
         with _said():
             return self._contributions.of(blocks)
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Nothing: a real worker's instruction takes its time by itself."""
+        """Let an injected fault strike. A real worker's instruction takes its time by itself."""
         self._world.reach("before", self._own, instruction)
         return iter(())
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W or B makes.  Raises CantHelp."""
+        """Return what LOAD, F, I, W or B makes. Raises CantHelp."""
         with self.session.heartbeats.at(ELSEWHERE, f"{instruction} of a replay"), _said():
             if instruction.op is Op.LOAD:
                 source = self._how.source()
@@ -159,7 +157,7 @@ class TorchHelpedStage(LoggedWork):
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """A context in which whatever goes wrong becomes a CantHelp: the layers are the script's, so any error may come."""
+    """A context that turns any error into CantHelp: the layers are the script's, and may raise anything."""
     try:
         yield
     except (CantHelp, CantReplay):

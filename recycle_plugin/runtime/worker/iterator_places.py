@@ -1,9 +1,9 @@
-"""Where plain iterators stood when a checkpoint was saved: a small file for each end that knows it, beside the
-framework's files, and one with its state (runtime/worker/iterator_states.py) where it has one.
+"""The positions of plain iterators in a checkpoint: a small file for each end of a replica that knows its position, and
+one with the iterator's state (runtime/worker/iterator_states.py) if it has one.
 
-Scripts that go on from a checkpoint mostly know by themselves where to begin, so iterators are advanced only where the
-setting ``resume_iterators`` asks for it.  Such scripts skip the same on each replica, which is wrong where workers were
-missing: then the others' iterators have given more, and that is said.
+Most scripts that go on from a checkpoint place their iterators themselves, so this is done only with the setting
+``resume_iterators``. Such scripts skip the same number of batches on each replica. If workers were missing that is
+wrong, since the others' iterators have given more: this is reported.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ PREFIX, STATE = "recycle_iterator_", ".pt"
 @dataclass(frozen=True)
 class IteratorPlace:
     """An iterator has given ``read`` batches of ``size`` samples to an end of ``replica``, one of ``replicas``.
-
-    ``iterators``: it is the script's so manieth, where that gives several in turn.
+    ``iterators``: its number among the script's iterators, if that gives several in turn.
     """
 
     replica: int
@@ -41,8 +40,8 @@ def write(
     place: IteratorPlace,
     state: bytes | None = None,
 ) -> None:
-    """Have the files of the end at ``seat`` written to a checkpoint's folder, by ``add(path, into)``: its ``place``,
-    and the ``state`` of an iterator that has one.
+    """Add the files of the end at ``seat`` to a checkpoint's folder, by ``add(path, into)``: its ``place``, and the
+    iterator's ``state`` if there is one.
     """
     text = json.dumps(asdict(place)).encode()
     add(folder / f"{PREFIX}{seat}.json", lambda file: file.write(text))
@@ -51,9 +50,8 @@ def write(
 
 
 def state(folder: Path, replica: int) -> bytes | None:
-    """The state of the iterator of ``replica`` that a checkpoint has, of either end; None where it has none.
-
-    Raises RecycleError for a file that can't be read.
+    """Return the iterator state of ``replica``, of either end, in a checkpoint; None if there is none. Raises
+    RecycleError for an unreadable file.
     """
     file = next(iter(sorted(folder.glob(f"{PREFIX}{replica}.*{STATE}"))), None)
     try:
@@ -63,9 +61,8 @@ def state(folder: Path, replica: int) -> bytes | None:
 
 
 def read(folder: Path) -> dict[int, IteratorPlace]:
-    """The places that a checkpoint has, by replica; none of replicas both of whose ends were lost.
-
-    Raises RecycleError for a file that can't be read.
+    """Return the places in a checkpoint by replica, without replicas both of whose ends were lost. Raises RecycleError
+    for an unreadable file.
     """
     found: dict[int, IteratorPlace] = {}
     for file in sorted(folder.glob(f"{PREFIX}*.json")):
@@ -79,8 +76,8 @@ def read(folder: Path) -> dict[int, IteratorPlace]:
 
 @dataclass(frozen=True)
 class ResumedIterators:
-    """Where iterators begin in a job that goes on: how many batches each replica's has had, and what that changes in a
-    sentence, empty where nothing.
+    """Where iterators begin in a job that goes on: how many batches each replica has had, and a sentence on what
+    changes by that, "" if nothing does.
     """
 
     read: tuple[int, ...]
@@ -88,11 +85,12 @@ class ResumedIterators:
 
 
 def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> ResumedIterators:
-    """Where the iterators of ``replicas`` begin, with batches of ``size`` samples, after a checkpoint with ``places``.
+    """Return where the iterators of ``replicas``, with batches of ``size`` samples, begin after a checkpoint with
+    ``places``.
 
-    With as many replicas and as large batches, each where it stood.  Else all begin where together they have given as
-    many samples as those had, rounded down: that is right for iterators which share one data set out in turn, as
-    DistributedSampler does, and which have gone on evenly.  Raises RecycleError where a place is not known, as after
+    With the same replicas and size each begins where it stood. Else all begin where together they have given as many
+    samples as the saved ones, rounded down. That is right for iterators that share one dataset in turn, as
+    DistributedSampler deals it, and that have advanced evenly. Raises RecycleError if a place is not known, as after
     several iterators in turn.
     """
     before = next(iter(places.values()))
@@ -129,5 +127,5 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
 
 
 def shown(given: dict[int, int]) -> str:
-    """The numbers of batches, in the order of replicas."""
+    """Return the numbers of batches as text, in the order of replicas."""
     return ", ".join(map(str, given.values()))

@@ -1,12 +1,12 @@
-"""The states of a script's data, where that has ``state_dict()`` and ``load_state_dict()`` as torchdata's
-StatefulDataLoader has them.
+"""The states of a script's data, if it has ``state_dict()`` and ``load_state_dict()`` like torchdata's
+StatefulDataLoader.
 
-A checkpoint has the state of each iterator beside its place: batches are drawn when a step begins, and checkpoints are
-made between steps, so the state is that before the first batch that no step has used.
+A checkpoint has each iterator's state beside its place. Batches are drawn when a step begins and checkpoints are made
+between steps, so the state is that before the first unused batch.
 
-A worker that comes back begins with the state with which its predecessor has begun, and reads up to its replica's place
-from there, as its replica's other end has done.  A later state would not do: what is kept in a buffer (datasets that
-shuffle) is in no state, so that the two ends would go on with other batches.
+A worker that comes back begins with the state its predecessor began with, and reads up to its replica's place from
+there, as the replica's other end has done. A later state would not do: a shuffling dataset's buffer is in no state, and
+the two ends would go on with different batches.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.packing import packed, unpacked
 
 BOARD = "the beginning of the data"
-MOST = 1 << 20  # bytes of a state that is kept for newcomers
+MOST = 1 << 20  # bytes of a state kept for newcomers
 
 
 class Stateful(Protocol):
-    """What knows where a script's data stands, and can be set to that."""
+    """An object that knows the position of a script's data, and can be set to it."""
 
     def state_dict(self) -> Any:
-        """The state before the next batch: tensors and plain values."""
+        """Return the state before the next batch: tensors and plain values."""
 
     def load_state_dict(self, state: Any, /) -> object:
         """Go on from ``state``."""
@@ -40,7 +40,7 @@ def is_stateful(data: object) -> bool:
 
 
 class IteratorStates:
-    """The states of one worker's data: ``present`` is asked for them, None where the script's data has none."""
+    """The states of one worker's data. ``present``: has them, or is None if the script's data has no states."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -49,17 +49,14 @@ class IteratorStates:
         self._said = False
 
     def begin(self, read: int, state: bytes | None) -> None:
-        """Note that the script's first iterator begins behind batch ``read``, with ``state``, and keep that for a
-        newcomer of this rank.
-        """
+        """Keep for newcomers of this rank where the script's first iterator begins: after ``read``, with ``state``."""
         if state is not None and len(state) <= MOST:
             self._session.boards.post(BOARD, packed((read, state)), ALWAYS)
 
     def begin_as_predecessor(self) -> None:
-        """Have a newcomer's first iterator begin where its predecessor's did, once it is brought to a place.
-
-        A loader that has that state already does not load it: torchdata's, without helper processes, would give later
-        epochs in another order than one that was never loaded, as that of the replica's other end.
+        """Have a newcomer's first iterator begin where its predecessor's did, once it is brought to a place. A loader
+        that has that state already does not load it: without helper processes torchdata's would give later epochs in
+        another order than a loader that never loaded one, such as that of the replica's other end.
         """
         kept = None if self.present is None else self._session.boards.predecessors(BOARD)
         if kept is not None:
@@ -68,7 +65,7 @@ class IteratorStates:
                 self.set(read, state)
 
     def state(self) -> bytes | None:
-        """The present state; None where there is none that can be read back, which is said once."""
+        """Return the present state. Return None if there is none that can be read back, and report that once."""
         if self.present is None:
             return None
         with self._session.heartbeats.at(ELSEWHERE, "the state of the data iterator"):
@@ -81,14 +78,14 @@ class IteratorStates:
         return text
 
     def set(self, read: int, state: bytes) -> None:
-        """Have the script's first iterator begin behind batch ``read`` with ``state``, once it is brought to a place
-        there or later.
+        """Have the script's first iterator start after ``read`` batches with ``state``, when it is brought to a place
+        at or after these.
         """
         self._begun = Place(1, read), state
 
     def nearest(self, place: Place, read: int) -> int:
-        """Set the iterator, which has given ``read`` batches, to a known state on the way to ``place``; returns how
-        many it has given then.  Raises RecycleError where the script's data does not take the state.
+        """Set the iterator, which has given ``read`` batches, to a known state on the way to ``place``. Returns how
+        many batches it has given then. Raises RecycleError if the script's data does not take the state.
         """
         begun, self._begun = self._begun, None
         if begun is None or self.present is None or begun[0].iterator != place.iterator:
@@ -99,7 +96,7 @@ class IteratorStates:
         with self._session.heartbeats.at(ELSEWHERE, "the state of the data iterator"):
             try:
                 self.present.load_state_dict(unpacked(state))
-            except Exception as error:  # as above
+            except Exception as error:  # a script's objects may raise anything
                 raise RecycleError(
                     f"load_state_dict() of the data iterator, with the state behind its batch {known}: "
                     f"{_why(error)}; give it the data, and as many helper processes, that it had when the state was "
@@ -119,5 +116,5 @@ class IteratorStates:
 
 
 def _why(error: Exception) -> str:
-    """The kind of an error, and the first line of its text."""
+    """Return the type of an error, and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]

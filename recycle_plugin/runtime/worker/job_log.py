@@ -1,8 +1,8 @@
-"""A worker's log and the logs of all its job's workers, as core.worker.step_log needs them: values of a real worker's
-store as records, and back.
+"""A worker's log, and the logs of all workers of its job, for core.worker.step_log: a store's values as records, and
+back.
 
-On an accelerator a boundary tensor may still be on its way to the host when it is sent.  A thread waits for the copy,
-so that the one that trains never does.
+A boundary tensor on an accelerator may still be on its way to the host when it is sent. A thread waits for the copy, so
+the training thread never does.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 
 FLUSH_S = 60.0
-WRITTEN_S = 2.0  # what is not in a log by then that has lost something is not waited for
+WRITTEN_S = 2.0  # seconds to wait for a datum in a log that has lost something
 
 
 class WorkerLog:
-    """The log of this worker's process, in ``folder`` (core.worker.step_log.DiskLog).  ``budget``: bytes that may
-    wait for the disk.
+    """The log of this worker's process, in ``folder`` (core.worker.step_log.DiskLog). ``budget``: bytes that may wait
+    for the disk.
     """
 
     def __init__(self, session: Session, folder: Path, stream: Stream, budget: int, device: Device) -> None:
         self._session, self._device = session, device
         self._writer = LogWriter(folder, stream, budget, self._report)
-        self._waiting: deque[Callable[[], None]] = deque()  # behind a copy that is under way
+        self._waiting: deque[Callable[[], None]] = deque()  # waiting for a copy under way
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._checkpoint = 0  # the step of the last durable one
@@ -53,7 +53,7 @@ class WorkerLog:
         return sum(tensor.nbytes for tensor in value) if type(value) is tuple else value.nbytes
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """Keep a value, once it is in host memory."""
+        """Log a value, once it is in host memory."""
         copy = self._copied(value)
         if copy is not None:
             self._after(copy, lambda: self._write(datum, copy, valid_from))
@@ -68,7 +68,7 @@ class WorkerLog:
         self._writer.keep(DatumRecord(datum, parts, valid_from), [_raw(tensor) for tensor in tensors])
 
     def commit(self, record: CommittedStep) -> None:
-        """Keep the record of a committed step."""
+        """Log the record of a committed step."""
         norm = None if record.norm is None else float(record.norm)
         dtype = _dtype(record.norm) if torch.is_tensor(record.norm) else ""
         kept = records.StepRecord(record.step, record.valid_from, norm, dtype)
@@ -80,32 +80,32 @@ class WorkerLog:
         self._after(None, write)
 
     def void(self, after: int, valid_from: int) -> None:
-        """Take back what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        """Void what was logged of the steps after ``after`` and is valid from before generation ``valid_from``."""
         self._after(None, lambda: self._writer.void(after, valid_from))
 
     def mark(self, step: int) -> None:
-        """Tell the coordinator once all that was kept so far is on the disk."""
+        """Tell the coordinator when everything logged so far is on the disk."""
         self._after(None, lambda: self._writer.reached(lambda: self._send(Logged(self._session.rank, step))))
 
     def checkpointed(self, step: int) -> None:
-        """Drop what is kept up to ``step``, and go on where the log had stopped."""
+        """Drop what is logged up to ``step``, and go on if the log had stopped."""
         self._checkpoint = step
         self._after(None, lambda: self._writer.checkpointed(step))
 
     def interrupted(self, step: int, why: str) -> None:
-        """Keep nothing from ``step`` on, before the next checkpoint."""
+        """Log nothing from ``step`` on until the next checkpoint."""
         self._after(None, lambda: self._writer.interrupted(step, why))
 
     def resume(self) -> None:
-        """Keep again what comes, of whatever step."""
+        """Log everything again, of any step."""
         self._after(None, self._writer.resume)
 
     def refuses(self) -> str:
-        """Why what comes is not kept, in words; empty where it is."""
+        """Return why nothing is logged now, in words; "" if everything is."""
         return self._writer.refusal
 
     def flush(self) -> None:
-        """Return when all that was kept can be read by others."""
+        """Wait until others can read everything logged so far."""
         done = threading.Event()
         self._after(None, done.set)
         if not done.wait(FLUSH_S):
@@ -114,7 +114,7 @@ class WorkerLog:
 
     def close(self) -> None:
         """Write what is left, and end."""
-        with suppress(RecycleError):  # the disk may have refused, which was said
+        with suppress(RecycleError):  # an error of the disk was reported
             self.flush()
             self._writer.close()
 
@@ -124,19 +124,19 @@ class WorkerLog:
             self._send(LogBroken(rank, news.step, news.why))
             return
         text = f"everything is logged again from step {news.step} on"
-        if lacking > self._checkpoint:  # which was of a step before the log went on, so no replay leads on from it
+        if lacking > self._checkpoint:  # no replay leads on from that checkpoint
             self._send(LogBroken(rank, lacking, f"its log has stopped before, and not all of step {lacking} is in it"))
             text += f", and of the steps up to {lacking} behind the checkpoint of step {self._checkpoint} not all is"
         self._send(Note(rank, "log", text, {"step": news.step}))
 
     def _send(self, message: object) -> None:
-        with suppress(RecycleError, OSError):  # the session may be over, and that is not the disk's fault
+        with suppress(RecycleError, OSError):  # the session may be over; that is not the disk's fault
             self._session.send(message)
 
     # --- behind copies -----------------------------------------------------------------------------
 
     def _after(self, copy: Copy | None, write: Callable[[], None]) -> None:
-        """Do ``write`` behind what was asked before, at once where nothing is under way."""
+        """Run ``write`` after everything asked before; at once if no copy is under way."""
         with self._changed:
             if not self._waiting and (copy is None or isinstance(copy, There)):
                 write()
@@ -154,23 +154,22 @@ class WorkerLog:
                 write = self._waiting[0]
             try:
                 write()
-            except Exception as error:  # the copy's: who sends it finds so too
+            except Exception as error:  # the copy's error, which its sender sees too
                 self.interrupted(0, f"a copy from the device has failed: {error}")
             with self._changed:
                 self._waiting.popleft()
 
 
 class JobLogs:
-    """The logs of all workers of the run ``run_id``: those in ``folder``, and those on other hosts, of which ``mirror``
-    has copies (core.worker.step_log.ReplayLogs).
-
-    What is not there is looked for again, at most every ``look_s`` seconds: another stage may be writing it.
+    """The logs of all workers of the run ``run_id``: those in ``folder``, and copies of other hosts' logs in ``mirror``
+    (core.worker.step_log.ReplayLogs). A missing datum is looked for again, at most every ``look_s`` seconds: another
+    stage may be writing it.
     """
 
     def __init__(self, folder: Path, run_id: str, look_s: float, mirror: Mirror | None = None) -> None:
         self._folder, self._run_id, self._look_s, self._mirror = folder, run_id, look_s, mirror
         self._damaged: dict[Datum, str] = {}
-        self._lacking: dict[Datum, float] = {}  # since when it is looked for
+        self._lacking: dict[Datum, float] = {}  # the time since when it is looked for
         self._reader, self._looked = self._read(None), time.monotonic()
 
     def _read(self, before: LogReader | None) -> LogReader:
@@ -178,7 +177,7 @@ class JobLogs:
         return LogReader(self._folder, self._run_id, before=before, also=also)
 
     def _again(self) -> bool:
-        """Whether it has been looked once more just now."""
+        """Read the logs again if that was not done lately. Returns whether it was done."""
         late = time.monotonic() - self._looked >= self._look_s
         if late:
             self._reader = self._read(self._reader)
@@ -186,7 +185,7 @@ class JobLogs:
         return late
 
     def record(self, step: int) -> CommittedStep | None:
-        """The record of a committed step; None as long as nobody has written it."""
+        """Return the record of a committed step; None until somebody has written it."""
         records = self._reader.step_records(step) or (self._reader.step_records(step) if self._again() else [])
         found = [each.record for each in records]
         if not found:
@@ -196,8 +195,8 @@ class JobLogs:
         return CommittedStep(step, norm, self._reader.counts_from(step), kept.valid_from)
 
     def get(self, datum: Datum) -> Tensors | None:
-        """The value of a datum in host memory, as it was sent or drawn; None as long as nobody has written it, or
-        where no copy of it can be read.
+        """Return a datum's value in host memory, as it was sent or drawn. None until somebody has written it, or if no
+        copy is readable.
         """
         kept = self._kept(datum) or (self._kept(datum) if self._again() else None)
         if kept is None:
@@ -214,9 +213,7 @@ class JobLogs:
             return None
 
     def damaged(self, datum: Datum) -> bool:
-        """Whether a datum that was asked for is there, and no copy of it can be read; or is not, where something of
-        what its stage has logged is lost.
-        """
+        """Whether a requested datum is unreadable in all copies, or missing with other losses of its stage's logs."""
         asked = self._lacking.setdefault(datum, time.monotonic())
         late = datum not in self._damaged and time.monotonic() - asked > WRITTEN_S
         if late and (lost := self._reader.incomplete(datum.stage)):
@@ -224,12 +221,12 @@ class JobLogs:
         return datum in self._damaged
 
     def faults(self) -> str:
-        """What there is and can't be read, in words; empty where all can."""
+        """Return what is unreadable, in words; "" if nothing is."""
         elsewhere = [] if self._mirror is None else self._mirror.faults()
         return "; ".join([*list(self._damaged.values())[-1:], *map(str, self._reader.faults[:3]), *elsewhere[:3]])
 
     def close(self) -> None:
-        """Let go of the copies."""
+        """Remove the copies."""
         if self._mirror is not None:
             self._mirror.close()
 
@@ -239,7 +236,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous host tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

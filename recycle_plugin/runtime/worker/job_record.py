@@ -27,11 +27,11 @@ ALIKE = (
     "unit",
     "metrics",
     "console",
-)  # settings that all workers have to have alike
+)  # settings that must be the same on all workers
 
 
 def planning(parts: Parts) -> tuple[bool, CostModel, Policy]:
-    """Whether steps of the worker that has ``parts`` wait for the norm, and what plans are made by."""
+    """Return whether steps of the worker that has ``parts`` wait for the norm, and the costs and policy of plans."""
     settings, framework, topology = parts.settings, parts.framework, parts.topology
     waits = settings.waits_for_norm(framework.clipping)
     costs = settings.cost_model(topology, framework.micro_batch_size)
@@ -39,7 +39,7 @@ def planning(parts: Parts) -> tuple[bool, CostModel, Policy]:
 
 
 def ready(parts: Parts, step: int) -> Ready:
-    """The word of the worker that has ``parts``, and whose last step was ``step``, that it can take its place."""
+    """Return the report that the worker that has ``parts``, after its last step ``step``, can take its place."""
     session, log = parts.session, parts.log
     member = Member(
         session.rank, parts.seat, parts.transport.address, session.host, session.view.incarnation, parts.framework.shard
@@ -49,10 +49,10 @@ def ready(parts: Parts, step: int) -> Ready:
 
 
 def _job(parts: Parts) -> JobSpec:
-    """The job of the worker that has ``parts``."""
+    """Return the job of the worker that has ``parts``."""
     settings, framework, topology, log = parts.settings, parts.framework, parts.topology, parts.log
     _, costs, policy = planning(parts)
-    # that the job writes to, by the setting that names each, beside the run folder
+    # the folders that the job writes to beside the run folder, by setting
     folders = {"checkpoint_dir": settings.checkpoint_dir, "log.folder": settings.log and settings.log.folder}
     return JobSpec(
         topology.replicas,

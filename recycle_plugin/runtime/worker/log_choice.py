@@ -1,8 +1,8 @@
-"""The choice of the boundaries that a job logs, where ``recycle.log.boundaries`` is "auto", and what any choice means.
+"""Chooses the boundaries that a job logs if ``recycle.log.boundaries`` is "auto", and tells what any choice costs.
 
-Each worker brings what it has measured since the last checkpoint to the barrier at which one ends.  The first live
-worker, who has the figures of all, chooses, and its word goes with the checkpoint by the coordinator to everybody
-(core/coordinator/replays.py); so there is one choice, whoever had made another one.
+Each worker brings its measurements since the last checkpoint to the barrier at which a checkpoint ends. The first live
+worker has the figures of all, and chooses. The coordinator sends its choice to everybody with the checkpoint
+(core/coordinator/replays.py), so there is one choice, whatever others would have chosen.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from recycle_plugin.runtime.control.session import Session
 
 
 class LogChoice:
-    """The choice of the worker of ``session``, which measures by ``meter``: of what it is to log, by the settings
-    ``boundaries`` and ``budget``, in bytes.
-
-    ``planned(every)``: the line by a profile, with so many steps between checkpoints; None where there is none, and
-    what was measured counts.  ``state_bytes()``: those of this worker's state.
+    """One worker's choice of what the job logs, by the settings ``boundaries`` and ``budget`` (bytes), measured by
+    ``meter``. ``planned(every)``: the line by a profile, for ``every`` steps between checkpoints; None to use
+    measurements. ``state_bytes()``: bytes of this worker's state.
     """
 
     def __init__(
@@ -38,28 +36,28 @@ class LogChoice:
     ) -> None:
         self._session, self._budget, self._stage, self._meter = session, budget, stage, meter
         self._planned, self._state_bytes = planned, state_bytes
-        self._from = self._begun = meter.total  # at the beginning of the last checkpoint, and of one under way
+        self._from = self._begun = meter.total  # when the last checkpoint began, and the one under way
         self._said: tuple[object, ...] = ()
         self._auto = boundaries == AUTO
         self._steady = not self._auto  # the last checkpoint has changed nothing
         self._too_large = False
 
     def begin(self) -> list[Any]:
-        """What this worker has measured since the last checkpoint, for the barrier at the end of one that begins."""
+        """Return this worker's figures since the last checkpoint, for the barrier at the end of the next."""
         self._begun = self._meter.total
         return [self._stage, self._state_bytes(), list(self._begun.since(self._from))]
 
     def made(self) -> None:
-        """Count from the checkpoint on that was begun last: it is whole."""
+        """Count from the begin of the last checkpoint, which is whole."""
         self._from = self._begun
 
     def forget(self) -> None:
-        """Count from now on: the membership has changed, and steps take another time."""
+        """Count from now on: the membership has changed, and so has the duration of steps."""
         self._from = self._meter.total
 
     def choose(self, brought: Iterable[list[Any]], every: int) -> tuple[int, ...]:
-        """The boundaries to log from now on, by what all have ``brought`` to the barrier, with a checkpoint ``every``
-        so many steps; and say so where that is news.
+        """Return the boundaries to log from now on, by the figures that all have ``brought`` and ``every`` steps
+        between checkpoints. Report the choice if it is news.
         """
         found = [StageFigures(stage, size, LogFigures(*figures)) for stage, size, figures in brought]
         view, budget, hosts = self._session.view, self._budget, stage_hosts(self._session.view.roster)
@@ -76,7 +74,7 @@ class LogChoice:
         return chosen.logged
 
     def _say_unknown(self, logged: tuple[int, ...], stages: int) -> None:
-        """Say what is logged, as long as nobody knows what it takes, once."""
+        """Report, once, what is logged while its cost is not measured yet."""
         if self._said:
             return
         self._said = (logged, None)
@@ -89,7 +87,7 @@ class LogChoice:
         )
 
     def _say(self, chosen: Selection, how: str) -> None:
-        """Say what is logged from now on, and what it takes, where that is news."""
+        """Report what is logged from now on, and its cost, if that is news."""
         if self._said == (chosen.logged, chosen.fits):
             return
         self._said = (chosen.logged, chosen.fits)
@@ -108,9 +106,7 @@ class LogChoice:
         )
 
     def _compare(self, logged: int) -> None:
-        """Say, once, that the logs took more than they may since the last checkpoint, where nothing has changed what
-        is logged.
-        """
+        """Report, once, that the logs exceeded the budget since the last checkpoint, if the choice did not change."""
         budget = self._budget
         before, self._too_large = self._too_large, budget is not None and self._steady and logged > budget
         if budget is None or before or not self._too_large:
@@ -127,5 +123,5 @@ class LogChoice:
 
 
 def _inclusive(found: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Groups of stages, each with its first and its last."""
+    """Return groups of stages as [first, last]."""
     return [[first, end - 1] for first, end in found]

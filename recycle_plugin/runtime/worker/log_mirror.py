@@ -1,9 +1,9 @@
-"""Copies of the segments that are on other hosts' disks, for a worker that replays a stage or helps with it.
+"""Copies of log segments on other hosts' disks, for a worker that replays a stage or helps with it.
 
-What this worker's own folder has it reads there.  Of each other folder a thread asks whoever serves it
-(runtime/processes/log_server.py) for the segments that are wanted, and again and again for what they have grown by;
-the oldest come first, so that a replay begins before all are there.  Segments only grow, and what has changed all the
-same their CRCs show: so a copy needs no protection of its own.
+Segments in this worker's own folder are read there. For each other folder a thread asks a server
+(runtime/processes/log_server.py) for the wanted segments, and again for their growth. The oldest come first, so a
+replay begins before all are there. Segments only grow, and their CRCs reveal any other change, so copies need no
+protection of their own.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from recycle_plugin.runtime.log.segment import NAME
 from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Listed, Listing, LogLine, Piece, Want
 from recycle_plugin.runtime.system import forked
 
-ANSWER_S = 10.0  # how long who serves may take for an answer
-END_S = 15.0  # how long the threads may take to end
+ANSWER_S = 10.0  # seconds that a server may take for an answer
+END_S = 15.0  # seconds that the threads may take to end
 
 
 def mirror_in(folder: Path, rank: int) -> Path:
-    """Where the worker of ``rank`` has its copies, whose own log is in ``folder``."""
+    """Return the folder for the copies of the worker of ``rank``, whose own log is in ``folder``."""
     return folder / f"{rank}.mirror"
 
 
 class Mirror:
-    """A mirror in ``folder``, which it makes, and empties of what a process before has left, of the segments of ``run``
-    that are ``at`` others, who know the job's ``secret``.  It looks for more every ``look_s`` seconds.  Raises
-    NotSaved.
-
-    ``moved``: when something has come last, on the monotonic clock.
+    """A mirror in ``folder`` of the segments of ``run`` that others serve ``at`` their addresses; ``secret``: the
+    job's. It makes the folder, emptied of a former process's copies, and looks for more every ``look_s`` seconds.
+    ``moved``: the monotonic time at which something last arrived. Raises NotSaved.
     """
 
     def __init__(self, folder: Path, run: str, at: Collection[LogsAt], secret: Secret, look_s: float) -> None:
@@ -47,7 +45,7 @@ class Mirror:
         self.folder, self.moved = folder, time.monotonic()
         self._secret = secret
         self._run, self._look_s, self._closed = run, look_s, threading.Event()
-        self._faults: dict[str, str] = {}  # by token, what is wrong with what is there
+        self._faults: dict[str, str] = {}  # by token: what is wrong there
         self._connections: dict[str, socket.socket] = {}  # by token
         name = "recycle: others' logs"
         self._threads = [threading.Thread(target=self._follow, args=(each,), name=name, daemon=True) for each in at]
@@ -55,11 +53,11 @@ class Mirror:
             thread.start()
 
     def faults(self) -> list[str]:
-        """What can't be had, and why, in words."""
+        """Return what can't be fetched, and why, in words."""
         return [self._faults[token] for token in sorted(self._faults)]
 
     def close(self) -> None:
-        """Fetch no more, and remove what there is."""
+        """Stop fetching, and remove the copies."""
         self._closed.set()
         for connection in list(self._connections.values()):
             end(connection)
@@ -69,7 +67,7 @@ class Mirror:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _follow(self, at: LogsAt) -> None:
-        """Fetch what is wanted of a folder, from one of those who serve it after the other."""
+        """Fetch what is wanted of a folder, from its servers in turn."""
         turn = 0
         while not self._closed.is_set():
             address = at.addresses[turn % len(at.addresses)]
@@ -82,7 +80,7 @@ class Mirror:
             self._closed.wait(self._look_s)
 
     def _fetch_from(self, at: LogsAt, address: str) -> None:
-        """Fetch all that is there, and what comes, until it is enough.  Raises OSError, EOFError and Nonsense."""
+        """Fetch everything, and its growth, until closed. Raises OSError, EOFError and Nonsense."""
         with forked.own(socket.create_connection(peer_at(address), ANSWER_S)) as connection:
             self._connections[at.token] = connection
             line = LogLine(*proved(connection, self._secret, Port.LOGS, ANSWER_S))
@@ -103,7 +101,7 @@ class Mirror:
         return int(match[1]) in at.ranks
 
     def _fetch(self, line: LogLine, listed: Listed) -> None:
-        """Fetch what a segment has grown by.  Behind a torn record it may have been cut: then all of it comes again."""
+        """Fetch a segment's growth, or all of it again if it was cut after a torn record, shorter than the copy."""
         path = self.folder / listed.name
         have = path.stat().st_size if path.exists() else 0
         with path.open("ab" if have <= listed.size else "wb") as file:
@@ -113,7 +111,7 @@ class Mirror:
                 if size > PIECE_BYTES:
                     raise Nonsense(f"a piece of {size} bytes, and at most {PIECE_BYTES} were wanted")
                 if size <= 0:
-                    return  # it was cut, or let go
+                    return  # it was cut or deleted
                 file.write(exactly(line.connection, size))
                 file.flush()
                 self.moved = time.monotonic()

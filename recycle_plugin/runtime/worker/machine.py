@@ -1,7 +1,8 @@
-"""The machine that a real worker runs on (core.worker.worker.Machine).
+"""The machine that a real worker runs on (core.worker.worker.Machine): a clock, a connection to the coordinator, and a
+mover of tensors to its peers.
 
-It is a clock, a connection to the coordinator, and a mover of tensors to its peers.  Waits block, by name and with a
-deadline; a membership change enters only between two instructions, or breaks a wait.
+Waits block, by name and with a deadline. A membership change takes effect only between two instructions, or breaks a
+wait.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from recycle_plugin.runtime.state.units import StageUnits
 from recycle_plugin.runtime.worker.operations import TorchOperations
 
 T = TypeVar("T")
-WORD = "word"  # the kind of what workers of one seat say to each other
-OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
+WORD = "word"  # kind of the data that workers of one seat exchange
+OUTWARD = SENDS | STAGE_WIDE  # what a worker given up by the others must not do
 
 
 class TorchMachine:
-    """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
+    """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` talks to the coordinator.
 
-    ``faults`` strike at their instructions and points.  ``transfers`` have the lines to newcomers, ``hashing`` makes
-    hashes of the state; ``units`` are this worker's own, which a newcomer fills; ``script_state()`` is what the script
-    hands over to a newcomer's.
+    ``faults`` strike at their instructions and points. ``transfers`` has the lines to newcomers, ``hashing`` hashes the
+    state. ``units``: this worker's own, which a newcomer fills. ``script_state()``: what the script hands over to a
+    newcomer's.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class TorchMachine:
     ) -> None:
         self.control_view, self._session = session.view, session
         self._mover, self.operations, self._faults = mover, operations, faults
-        self._takers: set[str] = set()  # of batches that were drawn here
-        self._words: dict[int, Word] = {}  # the last of each other worker of the seat
+        self._takers: set[str] = set()  # addresses that batches drawn here were sent to
+        self._words: dict[int, Word] = {}  # the last word of each other worker of the seat
         self._of_replays: list[Tensors] = []
-        self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
+        self._come: deque[tuple[Datum, Any, int]] = deque()  # arrivals other than words
         self._script_state = script_state
         self._transfers, self.hashing, self.units = transfers, hashing, units
 
@@ -86,7 +87,7 @@ class TorchMachine:
         self.units.state.watch()
 
     def script_state(self) -> bytes:
-        """What the script hands over to a newcomer's."""
+        """Return what the script hands over to a newcomer's."""
         return self._script_state()
 
     # --- lines -------------------------------------------------------------------------------------
@@ -98,11 +99,11 @@ class TorchMachine:
         interruptible: bool = True,
         at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Block until ``ready()`` is not None and return it; raises as Waiting.until does, not before ``at_least_s``.
-        A generator that never yields.
+        """Block until ``ready()`` is not None and return it; never yields. Raises as Waiting.until does, after at least
+        ``at_least_s`` seconds.
         """
         return self._session.waiting.until(what, ready, interruptible, max(at_least_s, self._session.waiting.timeout_s))
-        yield  # a generator, as the loop wants it, that never yields
+        yield  # makes it a generator, as the loop wants
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         """Block until ``step`` is committed."""
@@ -110,10 +111,9 @@ class TorchMachine:
         return iter(())
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
-        """Block until ``datum`` has come from ``source``.
-
-        Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it
-        sent again; where it does nothing about it, raises WaitTimeout.
+        """Block until ``datum`` has come from ``source``. After the deadline, report it to the coordinator, with
+        whether this worker itself hears nobody; the coordinator has the datum sent again. Raises WaitTimeout if it
+        still does not come.
         """
         session = self._session
         try:
@@ -124,15 +124,15 @@ class TorchMachine:
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
-        """Send a datum to the worker at ``target``, valid from the generation ``valid_from``."""
+        """Send a datum, valid from generation ``valid_from``, to the worker at ``target``."""
         address = self.control_view.roster.holding(target, self.control_view.shard).address
         if datum.kind == "drawn":
             self._takers.add(address)
-            value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
+            value = There(value)  # packed batches are on the host (runtime/movers/batches.py)
         self._mover.send(address, datum, value, valid_from)
 
     def arrivals(self) -> Iterator[tuple[Datum, Any, int]]:
-        """The data that has come from peers since this was asked last (core.worker.worker.Machine)."""
+        """Yield the data that has come from peers since the last call (core.worker.worker.Machine)."""
         self._take_words()
         while self._come:
             yield self._come.popleft()
@@ -148,23 +148,23 @@ class TorchMachine:
 
     @property
     def has_words(self) -> bool:
-        """Whether something has been said to this worker of a replay that nobody has asked for yet."""
+        """Whether there are words on a replay that nobody has read yet."""
         self._take_words()
         return bool(self._of_replays)
 
     def words(self) -> list[ShareWord]:
-        """What has been said to this worker of replays since this was asked last."""
+        """Return the words on replays that have come since the last call."""
         self._take_words()
         found, self._of_replays = self._of_replays, []
         return [word_of(each) for each in found]
 
     def tell(self, address: str, word: ShareWord) -> None:
-        """Say something of a replay to the worker at ``address``, who may be gone."""
+        """Send a word on a replay to the worker at ``address``, which may be gone."""
         datum, tensors = carried(word)
         self._mover.send(address, datum, There(tensors), 0)
 
     def say_in_seat(self, word: Word) -> None:
-        """Send ``word`` to the others that hold this worker's seat, as far as it has heard of them."""
+        """Send ``word`` to the other workers of this seat that this worker knows."""
         heard_in, view = self.control_view.heard_in, self.control_view
         own = heard_in.roster.member(view.worker) if heard_in is not None else None
         for other in heard_in.roster.group(own.seat) if heard_in is not None and own is not None else ():
@@ -172,16 +172,16 @@ class TorchMachine:
                 self._mover.send(other.address, Datum(WORD, view.shard, None, 0), There(packed((), word)), 0)
 
     def heard_in_seat(self, shard: int) -> Word:
-        """The last word of another worker of this one's seat."""
+        """Return the last word of the seat's worker ``shard``."""
         self._take_words()
         return self._words.get(shard, Word())
 
     def keep_in_step(self, lockstep: Lockstep) -> None:
-        """Have sums count only once all workers of the seat have them."""
-        self.operations.agree = lambda instruction: deque(lockstep.begin_sum(instruction), maxlen=0)  # it blocks
+        """Let sums count only when all workers of the seat have them."""
+        self.operations.agree = lambda instruction: deque(lockstep.begin_sum(instruction), maxlen=0)  # blocks
 
     def open_inlet(self, serving: Serving) -> Inlet:
-        """The line from a source, which ``serving`` names."""
+        """Open the line from the source that ``serving`` names."""
         return self._transfers.come_from(serving.address)
 
     def send(self, message: object) -> None:
@@ -193,49 +193,45 @@ class TorchMachine:
         return time.time()
 
     def open_outlet(self, newcomer: WorkerId) -> tuple[SharedState, Outlet, str]:
-        """The state of this worker's stage for ``newcomer``, the line to it, and an address at which it is let in."""
+        """Return this stage's state for ``newcomer``, the line to it, and the address at which it is let in."""
         return self._transfers.to(newcomer)
 
     def listen_to(self, members: Iterable[str]) -> None:
-        """Take from now on also what workers at these addresses send."""
+        """Accept data from the workers at these addresses as well."""
         self._mover.listen_to(members)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Send nothing more to anybody but the workers at these addresses."""
+        """Stop sending to all workers but those at these addresses."""
         self._mover.keep_only(members)
 
     def hear_out(self) -> None:
-        """Before a membership change take what lost peers have sent; tells the coordinator where this worker lets
-        nobody in.
-        """
+        """Before a membership change, receive what lost peers have sent. Report it if this worker hears nobody."""
         coming = self.control_view.interruption()
         if coming is not None and not self._mover.hear_out(coming.roster.addresses):
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
-        """Tell the coordinator what is missing from ``source``; None: from whoever may send it, since this worker hears
-        nobody.
-        """
+        """Tell the coordinator what is missing from ``source``; None: this worker hears nobody."""
         session = self._session
         own = self.control_view.member
         if source is None and own is not None:
             source = own.seat
-        if source is not None:  # else it is none of the members, and nobody's business
+        if source is not None:  # else this worker is no member
             session.send(Missing(session.rank, session.view.number, what, str(source)))
 
     # --- instructions ------------------------------------------------------------------------------
 
     def now_us(self) -> int:
         """Microseconds since the epoch: one clock for all processes of a host, so that traces line up."""
-        return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
+        return time.time_ns() // 1000
 
     def waited_us(self) -> int:
-        """How long the process has waited for others so far, in microseconds."""
+        """Microseconds that the process has waited for others so far."""
         return self._session.waiting.waited_us
 
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[Iterable[Instruction]]:
-        """A context for a step's program: a membership change interrupts it, and is not dealt with in a collective."""
+        """A context for a step's program: a membership change interrupts it, and is not handled in a collective."""
         between, self._session.hooks.between_steps = self._session.hooks.between_steps, None
         self.control_view.begun = max(self.control_view.begun, program.step)
         try:
@@ -245,7 +241,7 @@ class TorchMachine:
             self._session.hooks.between_steps = between
 
     def begin(self, instruction: Instruction) -> None:
-        """Report ``instruction`` in heartbeats; where others would see it, wait for the lease before."""
+        """Report ``instruction`` in heartbeats. If others would see its effect, wait for the lease first."""
         if instruction.op in OUTWARD:
             self._wait_taken()
             self._session.waiting.for_lease(instruction)
@@ -257,29 +253,27 @@ class TorchMachine:
         self._before = was_at, thread.turn_to(instruction)
 
     def end(self, instruction: Instruction) -> None:
-        """Report what this thread was at before."""
+        """Report the activity before the instruction again."""
         was_at, work = self._before
         self._session.thread.work = work
         self._session.heartbeats.turn_to(was_at)
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Nothing: a real worker's instruction takes its time by itself."""
+        """Do nothing: a real worker's instruction takes its time by itself."""
         return iter(())
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
-        """What REDUCE or TIE makes; a generator that never yields."""
+        """Return what REDUCE or TIE makes; never yields."""
         return self.operations.add_up(instruction, have, holder)
         yield
 
     def record(self, span: Span) -> Iterable[Span]:
-        """Take the time span of an instruction that the host has been through; returns the spans of what is over on
-        the device, in its time.
-        """
+        """Record an instruction's time span on the host. Returns spans that are over on the device, in its time."""
         self._session.heartbeats.done += 1
         return self.operations.timeline.spans(span)
 
     def number(self, loss: Told) -> Loss:
-        """A loss in Python's numbers."""
+        """Return a loss in Python's numbers."""
         if torch.is_tensor(loss):
             return float(fetch(loss, "a loss").item())
         numbers, sizes = loss
@@ -288,9 +282,7 @@ class TorchMachine:
         return own, {name: tuple(islice(more, size)) for name, size in sizes.items()}
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """Let a fault strike that is due at a named point (one argument; core/vocabulary/faults.py), or before or after
-        an instruction.
-        """
+        """Let a fault strike that is due at point ``when`` (core/vocabulary/faults.py), or around ``instruction``."""
         if not self._faults.pending:
             return
         fault = self._faults.due("at", when) if instruction is None else self._faults.due(when, str(instruction))
@@ -298,9 +290,7 @@ class TorchMachine:
             strike(fault, self._session)
 
     def _wait_taken(self) -> None:
-        """Return when the copies of all that was drawn here would survive this process: only then may others see what
-        follows from it.
-        """
+        """Wait until all that was drawn here has copies elsewhere: only then may others see its effects."""
         if self._takers:
             self._mover.wait_sent(self._takers)
             self._takers.clear()
@@ -312,17 +302,17 @@ class PushedMachine(TorchMachine):
     script: Script
 
     def watch_state(self) -> None:
-        """Watch what the script changes, whose own forwards touch all of it: so that is noted at once."""
+        """Watch what the script changes. Its forwards touch all of the state, so it is recorded as touched at once."""
         super().watch_state()
         self.units.state.touched()
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """For F the time in which the script runs it."""
+        """Wait, for F, while the script runs it."""
         return self.script.passing() if instruction.op is Op.F else iter(())
 
 
 def strike(fault: Fault, session: Session) -> None:
-    """Let an injected fault happen to this process, and say when."""
+    """Report an injected fault, and let it happen to this process."""
     session.note(
         "fault", f"{fault} strikes process {os.getpid()}", fault=str(fault), seat=str(fault.seat), struck_at=time.time()
     )

@@ -1,4 +1,4 @@
-"""What a worker says of its stage's memory, behind the first step: measured, for ``recycle doctor``."""
+"""What a worker reports of its stage's memory after the first step, measured, for ``recycle doctor``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 
 
 def stage_bytes(framework: Framework, state: StageState, held: HeldBytes) -> dict[str, Any]:
-    """The bytes of a worker of this stage, with the ``activation`` and ``pending`` bytes of a micro-batch."""
+    """Return the bytes of a worker of this stage, with the ``activation`` and ``pending`` bytes of a micro-batch."""
     assert held.activation is not None and held.boundary is not None, "a micro-batch was counted"
     model = framework.model
     changed = state.tensors()

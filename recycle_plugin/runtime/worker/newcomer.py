@@ -1,4 +1,4 @@
-"""A newcomer's script on its way to the present: it is given what steps and evaluations gave, and computes nothing."""
+"""A newcomer's script on its way to the present: it gets the results of steps and evaluations, and computes nothing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 class Counts(Protocol):
-    """What a script sees of its steps: how many there were, and the learning rates."""
+    """What a script sees of its steps: their count, and learning rates."""
 
     def get(self) -> Any:
-        """A copy of all of it."""
+        """Return a copy."""
 
     def put(self, counts: Any) -> None:
-        """Goes back, or on, to a copy."""
+        """Set it to a copy."""
 
 
 class NewcomersScript:
     """The script of a worker that has come into a job that trains, until it is let in.
 
-    ``optimizer`` counts the steps that the script goes through; ``ask()`` asks the coordinator for a place, and for
-    what is over; ``follow(step)`` returns True once ``step`` is over, and False where this worker is to train it
-    itself.  The state here may be further than the script: until that has come there, it sees its own ``counts``.
+    ``optimizer`` counts the steps that the script goes through. ``ask()`` asks the coordinator for a place, and for
+    past results. ``follow(step)`` returns True once ``step`` is over, False if this worker is to train it. The state
+    may be ahead of the script, which then sees its own ``counts``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class NewcomersScript:
         self._view, self._waiting = session.view, session.waiting
         self._optimizer, self._ask, self._follow = optimizer, ask, follow
         self._counts = counts
-        self._further: tuple[int, Any] | None = None  # the state's step, and its counts
+        self._further: tuple[int, Any] | None = None  # the state's step, if it is ahead, and its counts
         self._replay: ScriptReplay | None = None
 
     @property
@@ -56,10 +56,9 @@ class NewcomersScript:
         return 0 if self._replay is None else self._replay.evaluated
 
     def loss(self) -> float | None:
-        """The loss of the script's next step, which is counted; None where this worker is to train it itself.
-
-        Blocks until one of both is known, and raises as Waiting.until and ScriptReplay.loss do, and DataEnded where the
-        others' data had ended before that step.
+        """Return the loss of the script's next step, and count the step; None if this worker is to train it. Blocks
+        until that is known. Raises as Waiting.until and ScriptReplay.loss do, and DataEnded if the others' data had
+        ended before that step.
         """
         replay = self._begun
         coming = replay.position + 1
@@ -71,14 +70,12 @@ class NewcomersScript:
         if self._further is not None and self._further[0] == coming:
             self._counts.put(self._further[1])
             self._further = None
-        elif self._optimizer.steps < coming:  # it was not followed, only gone through
+        elif self._optimizer.steps < coming:  # it was not applied here
             self._optimizer.pass_over()
         return loss
 
     def may_skip(self) -> bool:
-        """Whether the script may leave out its next step, which is over, and not the last one; waits until it is known
-        where the others are.
-        """
+        """Whether the script may skip its next step: it is over, and not the last. Waits for the others' step."""
         replay = self._begun
 
         def look() -> bool | None:
@@ -88,7 +85,7 @@ class NewcomersScript:
         return self._wait("word of where the job is", look)
 
     def _is_over(self, coming: int) -> bool:
-        """Whether step ``coming`` is over; waits until that is known.  Counts stay the script's."""
+        """Whether step ``coming`` is over; waits until that is known. The counts stay the script's."""
         before = self._counts.get()
         over = self._follow(coming)
         if over and self._optimizer.steps > coming:
@@ -97,13 +94,13 @@ class NewcomersScript:
         return over
 
     def evaluation(self) -> float:
-        """The mean loss of the script's next evaluation, which the others have made, or make now."""
+        """Return the mean loss of the script's next evaluation, which the others have made or make now."""
         replay = self._begun
         return self._wait(f"the mean of evaluation {replay.evaluated + 1}", replay.evaluation)
 
     @property
     def _begun(self) -> ScriptReplay:
-        """The replay, which begins behind the steps of a checkpoint that the script has loaded."""
+        """The replay, which begins after the step of a checkpoint that the script has loaded."""
         if self._replay is None:
             self._replay = ScriptReplay({}, {}, self._optimizer.steps)
             self._ask()

@@ -1,6 +1,4 @@
-"""What scripts do themselves when a worker comes back: hand over what is theirs alone, an average of weights or
-counters of their own.
-"""
+"""What scripts hand over when a worker comes back: what is theirs alone, such as averages of weights or counters."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ class OnJoin:
 
     @property
     def wants_state(self) -> bool:
-        """Whether there is anything that a peer's script is to hand over."""
+        """Whether a peer's script is to hand over anything."""
         return any(give is not None for _, give in self._given)
 
     def add(self, callback: Callback, state: Give | None) -> None:
-        """Add a pair of functions: ``state()`` gives what ``callback(step, state)`` gets.  Raises RecycleError for what
+        """Add a pair of functions: ``state()`` returns what ``callback(step, state)`` gets. Raises RecycleError if one
         can't be called.
         """
         if not callable(callback) or not (state is None or callable(state)):
@@ -38,20 +36,18 @@ class OnJoin:
         self._given.append((callback, state))
 
     def state(self) -> bytes:
-        """What the script hands over here; an error of its function's is the newcomer's business, and not this
-        worker's.
-
-        Called between two steps that are committed, in the thread that trains, at the lowest live rank of the stage.
+        """Return what the script hands over here, packed. An error in its functions is packed too: it concerns the
+        newcomer, not this worker. Called between two committed steps, on the training thread, at the lowest live rank
+        of the stage.
         """
         try:
             return packed({"states": [None if give is None else give() for _, give in self._given]})
-        except Exception as error:  # a script's, or of what it has given; whoever trains goes on
+        except Exception as error:  # a script's own; this worker trains on
             return packed({"error": f"{type(error).__name__}: {error}"})
 
     def joined(self, step: int, state: bytes) -> None:
-        """Hand over ``state``, from a peer's script, after ``step``.  Raises CantJoin where it can't be.
-
-        Called in a newcomer, in the thread that trains, before its first step.
+        """Call the script's callbacks with ``state``, from a peer's script, after ``step``. Called in a newcomer, on
+        the training thread, before its first step. Raises CantJoin if there is no usable state.
         """
         found: dict[str, Any] = {"states": [None] * len(self._given)}
         if self.wants_state:

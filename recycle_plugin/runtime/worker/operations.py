@@ -1,4 +1,4 @@
-"""What each instruction that computes, or adds up with others, comes to in torch."""
+"""What each instruction that computes, or sums with others, does in torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
 
 
 class TorchOperations:
-    """A worker's computing instructions as core.worker.worker.Machine has them, on a device that may be one behind.
+    """A worker's computing instructions (core.worker.machine.Operations), on a device that may be one instruction
+    behind.
 
-    ``timeline``: what the device has run, and when.
-
-    ``agree(instruction)`` returns when all that hold the seat have the sum, before it takes the contributions' place.
-
-    ``source`` gives data that is addressed by step and micro-batch; ``applied(step)`` is called after each step.
+    ``timeline``: what the device has run, and when. ``agree(instruction)`` returns when all workers of the seat have
+    the sum, before it replaces the contributions. ``source`` returns data by step and micro-batch. ``applied(step)`` is
+    called after each step.
     """
 
     def __init__(
@@ -57,34 +56,33 @@ class TorchOperations:
         }
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes, once the device is done with what was before the last instruction.
-
-        Raises WaitTimeout where that takes too long.
+        """Return what LOAD, F, I, W, B or STEP makes, after waiting for the device to finish what came before the last
+        instruction. Raises WaitTimeout if that takes too long.
         """
         return self.timeline.start(self._table[instruction.op], instruction, have, boundary_only)
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        """What REDUCE or TIE makes, together with all workers that take part in it."""
+        """Return what REDUCE or TIE makes, together with all workers that take part."""
         return self._sums[instruction.op](instruction, holder)
 
     def share(self, step: int, have: StepStore) -> float:
-        """This stage's share of the squared norm of ``step``."""
+        """Return this stage's share of the squared norm of ``step``."""
         return self.stepping.share(step)
 
     def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """The norm over all stages, from the share of each."""
+        """Return the norm over all stages, from the share of each."""
         return self.stepping.norm_of(shares)
 
     def tied_in_order(self, total: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What TIE has made, as all stages of the tie log it."""
+        """Return what TIE has made, in the form that all stages of the tie log."""
         return self.stepping.tied_in_order(total)
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back."""
+        """Undo ``step``, the last one."""
         self.stepping.undo(step)
 
     def go_by(self, share: LiveShare) -> None:
-        """Take which part of the replicas contributes from now on."""
+        """Set which part of the replicas contributes from now on."""
         self.stepping.go_by(share)
 
     def forget_sums(self, after: int) -> None:
@@ -94,7 +92,7 @@ class TorchOperations:
     def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.works_on
         (data,) = provides(instruction)
-        drawn = have.requires(instruction)  # of an iterator's data, or an evaluation's
+        drawn = have.requires(instruction)  # an iterator's batch, or an evaluation's
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
 
     def _reduce(self, instruction: Instruction, holder: Seat | None) -> list[torch.Tensor] | None:

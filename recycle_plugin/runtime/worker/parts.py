@@ -1,5 +1,5 @@
-"""The parts with which a worker trains its stage: what computes, keeps, moves and applies it, made once, in the order
-in which they need each other.
+"""The parts with which a worker computes, stores, moves and applies its stage's steps, made once in the order of their
+dependencies.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from recycle_plugin.settings.wording import SettingsError
 
 
 class Parts:
-    """What a worker that holds a seat trains it with, as ``framework`` has built it.
+    """What a worker trains its seat's stage with, for the stage that ``framework`` has built.
 
-    ``feed``: where micro-batches come from; ``state``: all that a step changes; ``run_dir``: the run folder;
-    ``replays_along()``: whether the stage is replayed beside its state just now.  Raises RecycleError for settings that
-    the framework, or the machine, can't follow.
+    ``feed``: where micro-batches come from. ``state``: all that a step changes. ``run_dir``: the run folder.
+    ``replays_along()``: whether a companion's replay of the stage is under way. Raises RecycleError for settings that
+    the framework or the machine does not support.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
@@ -94,14 +94,14 @@ class Parts:
         check_heeded(settings.secret_file, settings.tls, os.environ)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self.log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
-        first = framework.shard == 0  # which does what one does for a seat
+        first = framework.shard == 0  # this worker does what one worker does for its seat
         self.trace = (
             TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace * first else None
         )
         self.on_join = OnJoin()
         self.world = self._make_world(first)
         self.replays_along: Callable[[], bool] = lambda: False
-        self._checked = False  # the state behind a step
+        self._checked = False  # whether the state was checked after a step
 
     def _make_store(self) -> StepStore:
         settings, tied = self.settings, bool(self.topology.tie(self.seat.chunk))
@@ -162,7 +162,7 @@ class Parts:
         gradients = self.gradients = Gradients(framework.buckets, self.store, where, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.chunk}
         clipping = Clipping(self.store, where, framework.norm or TrueNorm(elsewhere), framework.clipping)
-        scripted = framework.compute is not None and self.settings.clip != "validate"  # so there is one stage
+        scripted = framework.compute is not None and self.settings.clip != "validate"  # then there is one stage
         undo = NoUndo() if framework.pushed or scripted else undo_record(self.settings.undo, self.state, gradients)
         units = partial(stage_units, framework, self.state, gradients)
         interface, device = self.settings.transfer_interface, framework.model.device
@@ -179,7 +179,7 @@ class Parts:
         )
 
     def blocks(self) -> Blocks:
-        """The blocks of micro-batches in which sums are made, where they are exact."""
+        """Return exact mode's blocks of micro-batches, in which sums are made."""
         return self.settings.policy(False, self.topology.stages).blocks(self.topology)
 
     def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
@@ -193,7 +193,7 @@ class Parts:
         step: int,
         half: str,
     ) -> AbstractContextManager[object]:
-        """The context in which a micro-batch of ``stage``, whose forwards draw by ``forward``, draws."""
+        """Return the context in which a micro-batch of ``stage`` draws; its forwards draw by ``forward``."""
         if self.settings.rng == "stream":
             return nullcontext()
         seed = key(self.settings.seed, step, micro_batch, stage, half)
@@ -226,16 +226,16 @@ class Parts:
     def _applied(self, step: int) -> None:
         if (norm := self.framework.judged()) is not None:
             self.store.put(self.store.of_layers("norm", step), norm)
-        if not self._checked:  # what the optimizer's first step has made
+        if not self._checked:  # the optimizer's first step has made its state
             self.state.check()
             self._checked = True
             self._say_memory()
         every = self.settings.check_replicas
-        if every and step % every == 0 and not self.replays_along():  # of that the others have done so long ago
+        if every and step % every == 0 and not self.replays_along():  # in a companion's replay that was done long ago
             self.say_fingerprint(step)
 
     def _say_memory(self) -> None:
-        """Tell what this stage's workers hold, once for the stage."""
+        """Report what this stage's workers hold, once for the stage."""
         held, stage = self.stage.held if isinstance(self.stage, Stage) else None, self.seat.stage
         first = self.seat.replica == self.framework.shard == self.session.view.incarnation == 0
         if held is not None and held.activation is not None and first:
@@ -244,27 +244,27 @@ class Parts:
             self.session.note("memory", text, stage=stage, **found)
 
     def say_fingerprint(self, step: int) -> None:
-        """Send the state's hash, for the coordinator to compare it with those of the other replicas."""
+        """Send the state's hash, which the coordinator compares with those of the other replicas."""
         session = self.session
         with session.heartbeats.at(ELSEWHERE, "the hash of its state"):
             copies = {weight.name: fingerprint(weight.parameter) for weight in self.framework.tied}
             session.send(Fingerprint(session.rank, step, self.state.digest(), copies))
 
     def _tell_hash(self, step: int, digest: str) -> None:
-        """Send the hash that the coordinator has asked for, from the thread that has computed it."""
+        """Send a hash that the coordinator has asked for, on the thread that computed it."""
         session = self.session
         session.send(StateHash(session.rank, step, digest))
         with session.waiting.changed:
             session.waiting.changed.notify_all()
 
     def resize(self, micro_batches: int) -> None:
-        """Count on so many micro-batches a replica from now on."""
+        """Train with so many micro-batches a replica from now on."""
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self.stage.resize(micro_batches, self.blocks() if self.settings.exact else None)
 
     def retrain(self, step: int) -> None:
-        """Train what requires a gradient from ``step`` on, by an optimizer that may have more groups; all steps are
-        committed.  Raises RecycleError where that is not supported.
+        """Train what requires a gradient from ``step`` on, with an optimizer that may have new groups. All steps are
+        committed. Raises RecycleError if that is not supported.
         """
         framework, module, summed_in = self.framework, self.framework.model.module, self._summed
         changed = self.as_started.changed
@@ -292,7 +292,7 @@ class Parts:
         self.world.units.train(ever_summed(framework, self.state))
 
     def finish(self) -> None:
-        """Report what was held at most, and close what is written along; the last step is committed."""
+        """Report the peak of held data, and close trace and log. The last step is committed."""
         store = self.store
         let_go = (
             f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed"
@@ -329,14 +329,14 @@ class Parts:
 
 
 def _check_link(by: str, framework: Framework) -> None:
-    """Raise RecycleError where sums that do not pass through the host are not supported yet."""
+    """Raise RecycleError if the job does not support sums that bypass the host yet."""
     if by != THROUGH_HOST and (framework.pushed or framework.compute or framework.shards > 1):
         kind = "seats of several processes" if framework.shards > 1 else "jobs whose script calls backward() itself"
         raise RecycleError(f'recycle.device_link is "{by}", which is not supported in {kind} yet: write "host"')
 
 
 def _check_faults(settings: Settings, topology: Topology) -> None:
-    """Raise RecycleError if a fault is to strike a seat that there is not."""
+    """Raise RecycleError if a fault is to strike a seat that does not exist."""
     try:
         settings.refuse_faults(topology)
     except SettingsError as error:

@@ -1,8 +1,8 @@
-"""The plan prefetcher: plans for the likeliest next failures, made while training goes on.
+"""Makes plans for the likeliest next failures while training goes on.
 
-A thread works them out one after another, from the loss of any one worker to that of a whole host; the planner's inner
-loops run without the interpreter's lock.  A failure that comes meanwhile does not wait for it.  Plans are those that
-would be made on demand, to the digest, so it does not matter which worker has got how far.
+A thread makes one plan after another, from the loss of any one worker to that of a whole host. The planner's inner
+loops run without the interpreter's lock, and a failure does not wait for the thread. The plans are the same, to the
+digest, as those made on demand, so workers may have prepared different ones.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Hosts = list[list[Seat]]
 
 
 class PlanPrefetcher:
-    """Makes one worker's plans, in advance where it can.  ``whole``: replicas are lost whole.  ``prepared`` is set when
-    all for the last view are in store.
+    """Makes one worker's plans, in advance if it can. ``whole``: replicas are lost whole. ``prepared``: set when all
+    plans for the last view are stored.
     """
 
     def __init__(self, costs: CostModel, policy: Policy, whole: bool = False) -> None:
         self.costs, self._policy = costs, policy
         self.store = planner.PlanStore(costs, policy, whole=whole)
-        self._lock = threading.Lock()  # of the store: for one plan at a time
+        self._lock = threading.Lock()  # guards the store, for one plan at a time
         self._view: ClusterView | None = None
         self.prepared = threading.Event()
 
     def plan(self, view: ClusterView) -> Plan:
-        """The plan for ``view``, the one of ``planner.plan``; from the store if that is free.  Raises PlanError."""
+        """Return the plan for ``view``, that of ``planner.plan``; from the store if that is free. Raises PlanError."""
         if not self._lock.acquire(blocking=False):
             return planner.plan(view, self.costs, self._policy)
         try:
@@ -47,7 +47,7 @@ class PlanPrefetcher:
             self._lock.release()
 
     def prepare(self, view: ClusterView, members: Iterable[Member]) -> None:
-        """Begin to plan for what may happen to ``view``, in a thread, and leave what was begun for an older one."""
+        """Begin to plan, on a thread, for what may happen to ``view``. Drops work for an older view."""
         self._view = view
         self.prepared.clear()
         threading.Thread(
@@ -55,7 +55,7 @@ class PlanPrefetcher:
         ).start()
 
     def stop(self) -> None:
-        """Leave what was begun, after the plan that is being made."""
+        """Stop after the plan that is being made."""
         self._view = None
 
     def _work(self, view: ClusterView, hosts: Hosts) -> None:
@@ -69,7 +69,7 @@ class PlanPrefetcher:
 
 
 def _hosts(members: Iterable[Member]) -> Hosts:
-    """Seats that die together."""
+    """Return the seats that die together."""
     found: dict[str, list[Seat]] = defaultdict(list)
     for member in members:
         found[member.host].append(member.seat)
@@ -77,7 +77,7 @@ def _hosts(members: Iterable[Member]) -> Hosts:
 
 
 class WorkerPlanner:
-    """The planner of one worker's training loop, which also plans ahead.  ``whole``: replicas are lost whole."""
+    """The planner of one worker's training loop, which also plans ahead. ``whole``: replicas are lost whole."""
 
     def __init__(self, costs: CostModel, policy: Policy, whole: bool) -> None:
         self._costs, self._policy = costs, policy
@@ -87,9 +87,8 @@ class WorkerPlanner:
         return planner.plan(topology.full(), self._costs, self._policy).period_us
 
     def plan(self, view: ClusterView, generation: Generation) -> Plan:
-        """The plan for ``view``, at the slowness that ``generation`` names beside what was known before.
-
-        Also begins to plan for what may come next to its members.  Meanwhile it may have been called off.
+        """Return the plan for ``view``, at the slowness that ``generation`` adds. Also begin to plan for the next
+        failure; the generation may be called off by then.
         """
         costs = self._costs.slowed(generation.slowness)
         if costs != self._prefetcher.costs:

@@ -1,5 +1,5 @@
-"""The calls of a real script that runs forward, backward and step itself, over core/worker/pushed.py: what is wrong
-with their order is refused here, and waits block.
+"""The calls of a real script that runs forward, backward and step itself, over core/worker/pushed.py. Waits block, and
+calls in a wrong order raise errors here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from recycle_plugin.runtime.worker.trainer import Trainer
 
 
 class PushedCalls:
-    """The steps of ``trainer``, whose script pushes the micro-batches of ``stage``: the calls that it makes for each.
-
-    Every one returns with all that is over committed.
+    """The calls that a script makes for each micro-batch of ``stage`` that it pushes to ``trainer``. Each returns when
+    every finished step is committed.
     """
 
     def __init__(self, trainer: Trainer, stage: PushedStage) -> None:
         self._trainer, self._stage = trainer, stage
         self._steps = PushedSteps(stage.script, trainer.steps)
-        self._told: Sequence[Any] | None = None  # how the others apply this worker's first step
-        self._opened = False  # the next step, of which no micro-batch has begun
+        self._told: Sequence[Any] | None = None  # settings by which the others apply this worker's first step
+        self._opened = False  # the next step is begun, and none of its micro-batches
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the micro-batch that the script runs, or has run last, is the last one that this worker has in its
-        step, as far as is known.
-        """
+        """Whether the script's current or last micro-batch is this worker's last in the step, as far as is known."""
         return self._trainer.topology.micro_batches == 1 if self.between else self._steps.at_boundary
 
     @property
@@ -45,7 +42,7 @@ class PushedCalls:
 
     @property
     def between(self) -> bool:
-        """Whether the script is between two steps, and not in the middle of one."""
+        """Whether the script is between two steps."""
         return self._steps.need is Need.NOTHING
 
     @property
@@ -59,32 +56,32 @@ class PushedCalls:
 
     @property
     def given(self) -> int:
-        """The micro-batches that scripts of this rank have given to steps so far."""
+        """How many micro-batches the scripts of this rank have given to steps so far."""
         return self._stage.script.given
 
     def loaded(self) -> None:
-        """Count on from a checkpoint, before the first step, as if nobody had been lost before it."""
+        """Count on from a checkpoint, loaded before the first step, as if nobody had been lost before it."""
         step, script = self._trainer.step, self._stage.script
         script.given = step * self._trainer.topology.micro_batches
         script.behind = step, script.given
 
     def end(self) -> None:
-        """Let this worker go: its script is through, in the middle of a step perhaps, which nobody finishes then."""
+        """End this worker after its script, perhaps in the middle of a step, which nobody finishes then."""
         trainer = self._trainer
         if not self.between:
             trainer.drop_step()
         trainer.finish()
 
     def join(self) -> None:
-        """Return when this worker, which comes back, has its stage's state and is given work."""
+        """Wait until this worker, which comes back, has its stage's state and is given work."""
         self._trainer.join()
         self._go_on(self._steps.open(), joins=True)
         self._opened = True
         self._told = self._trainer.state.optimizer.settings()
 
     def open(self) -> None:
-        """Begin the next step, if no micro-batch of it has begun, before its first one is there: from then on those who
-        come back take part in what the script asks of all.
+        """Begin the next step before its first micro-batch, unless one has begun. From then on workers that come back
+        take part in what the script asks of all.
         """
         if self.untouched:
             self._go_on(self._steps.open())
@@ -92,15 +89,13 @@ class PushedCalls:
             self._take_told()
 
     def begin(self) -> None:
-        """Return when the script may run a micro-batch forward.  Raises RecycleError where another call has to come
-        first.
-        """
+        """Wait until the script may run a micro-batch forward. Raises RecycleError if another call must come first."""
         if self.runs:
             raise RecycleError(
                 "engine(…) was called twice: call engine.backward(loss) with the loss of one micro-batch before the "
                 "next one's forward; a forward that is not trained goes under torch.no_grad()"
             )
-        if self._steps.need is Need.STEP and self._steps.ran:  # not so where a loss has taken micro-batches from it
+        if self._steps.need is Need.STEP and self._steps.ran:  # unless a loss has taken micro-batches from the step
             raise RecycleError("engine.step() was left out: call it after each engine.backward(loss)")
         self._go_on(self._steps.begin())
         self._opened = False
@@ -112,8 +107,8 @@ class PushedCalls:
         self._go_on(self._steps.run())
 
     def close(self) -> bool:
-        """Apply the step, if the program has come to its end; whether it was applied.  Where a loss has moved the
-        boundary meanwhile it was not.  Raises RecycleError where another call has to come first.
+        """Apply the step if the program has come to its end. Returns whether it did; a loss may have moved the
+        boundary. Raises RecycleError if another call has to come first.
         """
         if self.runs:
             raise RecycleError("engine.step() before engine.backward(loss): call that first")
@@ -125,15 +120,15 @@ class PushedCalls:
         return applied
 
     def hear(self) -> None:
-        """Recover from a membership change that the script meets in something else than a step."""
+        """Recover from a membership change that the script meets outside a step."""
         if self.between:
             self._trainer.between_steps()
         else:
             self._go_on(self._steps.hear())
 
     def _take_told(self) -> None:
-        """Apply a first step as the others do, in whose settings is what their scripts do before a step, as this one
-        has again.
+        """Apply this worker's first step with the others' settings: they include what the scripts do before a step,
+        which this script has done again.
         """
         if self._told is not None:
             with self._trainer.lifted():
@@ -141,6 +136,6 @@ class PushedCalls:
             self._told = None
 
     def _go_on(self, call: Iterator[Any], joins: bool = False) -> Any:
-        """The value of ``call``, once it has returned.  ``joins``: as for Trainer.pushing."""
+        """Run ``call`` to its end, and return its value. ``joins``: see Trainer.pushing."""
         with self._trainer.pushing(self.hear, joins):
             return drain(call)

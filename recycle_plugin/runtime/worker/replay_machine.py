@@ -1,4 +1,4 @@
-"""The machine by which a real worker replays its stage from everybody's logs (core/worker/replay.py)."""
+"""The machine by which a real worker replays its stage from all workers' logs (core/worker/replay.py)."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from recycle_plugin.runtime.worker.log_mirror import Mirror, mirror_in
 from recycle_plugin.runtime.worker.parts import Parts
 
 T = TypeVar("T")
-LOOK_S = 0.05  # between two looks at the logs
-MADE_S = 30.0  # how long what was made before the loss may take to be in a log: its writers write all of it at that
-DRIFT, DRIFT_OF_HALF = 1e-2, 1e-1  # of the largest number: what a replay may differ by where sums have no order
+LOOK_S = 0.05  # seconds between two looks at the logs
+MADE_S = 30.0  # seconds in which data made before the loss gets into a log: its writers write everything at that point
+DRIFT, DRIFT_OF_HALF = 1e-2, 1e-1  # of the largest number: a replay's tolerated difference if sums have no order
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class LoggedWork:
-    """What a worker of ``session`` does by the logs in ``folder``, and by those that are ``elsewhere``."""
+    """What a worker of ``session`` does with the logs in ``folder`` and with those ``elsewhere``."""
 
     def __init__(self, session: Session, folder: Path, elsewhere: Collection[LogsAt] = ()) -> None:
         self.session, self.folder, self.elsewhere = session, folder, elsewhere
         self._mirror: Mirror | None = None
 
     def logs(self) -> JobLogs:
-        """The logs of all workers of the job.  Raises CantReplay where there is no room for those from elsewhere."""
+        """Return the logs of all workers of the job. Raises CantReplay if there is no room for those from elsewhere."""
         session = self.session
         try:
             own = token_of(self.folder, session.job_id)
@@ -58,10 +58,9 @@ class LoggedWork:
         return JobLogs(self.folder, session.job_id, LOOK_S, self._mirror)
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
-        """Block until ``ready()`` is not None, and return it.  A generator that never yields.
-
-        Raises JobEnded, and CantReplay where what is waited for does not come; what was ``made`` long ago has to come
-        soon, or behind what comes from other hosts.
+        """Block until ``ready()`` is not None, and return it; never yields. ``made``: it was made long ago, so it has
+        to come within MADE_S, counted from the last arrival from other hosts. Raises JobEnded, or CantReplay if it does
+        not come.
         """
         session = self.session
         until = time.monotonic() + (MADE_S if made else max(session.waiting.timeout_s, session.view.expected.limit_s))
@@ -79,15 +78,14 @@ class LoggedWork:
         return 0.0 if self._mirror is None else self._mirror.moved
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Nothing: a real worker's instruction takes its time by itself."""
+        """Do nothing: a real worker's instruction takes its time by itself."""
         return iter(())
 
 
 class ReplayMachine(LoggedWork):
-    """The machine of a newcomer that replays its stage with ``parts``, whose log says where all logs are.
-
-    ``apart()``: a context for what its script does not do over again; ``scripted``: what that has set for its steps;
-    ``alone``: why nobody can help, in words, "" where others can.
+    """The machine of a newcomer that replays its stage with ``parts``, whose log knows where all logs are. ``apart()``:
+    a context for what its script does not do over again. ``scripted``: what the script has set for its steps.
+    ``alone``: why nobody can help, in words, "" if others can.
     """
 
     def __init__(
@@ -100,20 +98,19 @@ class ReplayMachine(LoggedWork):
         self.address = parts.transport.address
 
     def clock(self) -> float:
-        """The time in seconds, of a clock that only goes forward."""
+        """The time in seconds of a monotonic clock."""
         return time.monotonic()
 
     def words(self) -> list[Word]:
-        """What has been said to this worker of its replay since this was asked last."""
+        """Return the words on its replay that have come since the last call."""
         return self._parts.world.words()
 
     def tell(self, address: str, word: Word) -> None:
-        """Say something of its replay to the worker at ``address``, who may be gone."""
+        """Send a word on its replay to the worker at ``address``, which may be gone."""
         self._parts.world.tell(address, word)
 
     @property
     def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
         return self.session.view
 
     def send(self, message: object) -> None:
@@ -121,9 +118,7 @@ class ReplayMachine(LoggedWork):
         self.session.send(message)
 
     def wait_share(self, what: str, until: float) -> Iterator[Any]:
-        """Block until something was said to this worker, or for a moment.  A generator that never yields.  Raises
-        JobEnded.
-        """
+        """Block until a word for this worker is here, at most LOOK_S or to ``until``; never yields. Raises JobEnded."""
         session = self.session
         with session.heartbeats.at(WAITS, what), session.waiting.changed:
             session.view.check_end()
@@ -132,32 +127,29 @@ class ReplayMachine(LoggedWork):
         return iter(())
 
     def weights(self) -> SentWeights:
-        """The tensors of this worker's stage, as they are now."""
+        """Return the present weights of this worker's stage."""
         model = self.framework.model
         tensors = (*model.module.parameters(), *model.module.buffers())
         there = model.device.to_host(tensors, "the weights of a replayed stage", shared=True).wait(COPY_S)
         return SentWeights(there, self._parts.stage.loss_scale, layers_digest(model.module))
 
     def add_share(self, step: int, sums: Sums) -> None:
-        """Add what a share has to this worker's own sums."""
+        """Add a share's sums to this worker's own."""
         self._parts.contributions.add(sums)
 
     def why_alone(self) -> str:
-        """Why nobody else can make this worker's stage, in words; empty where others can."""
+        """Return why nobody else can make this worker's stage, in words; "" if others can."""
         return self._alone
 
     def restore(self, replay: Replay) -> Waits[int]:
-        """Take the state of this worker's stage from a checkpoint; returns its bytes.  A generator that never yields.
-
-        Raises CantReplay.
-        """
+        """Load this worker's stage state from a checkpoint. Returns its bytes; never yields. Raises CantReplay."""
         framework, session, began = self.framework, self.session, time.monotonic()
         self.elsewhere = replay.logs
         path, why = replay.path, ""
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self._left_out():
                 framework.checkpoints.read(self.state, Path(path))
-        except Exception as error:  # also of torch's or of DeepSpeed's
+        except Exception as error:  # may be torch's or DeepSpeed's
             why = str(error) if isinstance(error, RecycleError) else f"it {folders.unread(error)}"
         if why:
             gone = f"its checkpoint {path} was removed, and no log reaches back to an older one"
@@ -188,24 +180,22 @@ class ReplayMachine(LoggedWork):
         self.scripted.apply(step)
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes."""
+        """Return what LOAD, F, I, W, B or STEP makes."""
         return self.operations.compute(instruction, have, boundary_only)
 
     def differs(self, made: Any, sent: Tensors) -> str:
-        """By how much boundary tensors that were made once more are others than were sent, in words; "" where they are
-        the same.
-        """
+        """Return by how much replayed boundary tensors differ from those sent, in words; "" if they do not."""
         device = self.framework.model.device
         copy: Copy = device.to_host(made, "what is replayed", shared=True) if type(made) is tuple else made
         return difference(copy.wait(COPY_S), sent, bool(self._parts.settings.exact))
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
-        """The sum of a REDUCE over all contributions of the stage, which are all here."""
+        """Return the sum of a REDUCE over all contributions of the stage, all of which are here."""
         return self._parts.stepping.reduce_alone(instruction.step)
 
     def tied_of(self, logged: Any) -> Any:
-        """What TIE leaves here, of what another stage of the tie has logged of it: tensors in the order of the
-        weights' names, alike in all stages.
+        """Return what TIE leaves here, from another stage's log of it: tensors in the order of the weights' names, the
+        same in all stages.
         """
         try:
             return self._parts.stepping.tied_of(logged)
@@ -214,8 +204,8 @@ class ReplayMachine(LoggedWork):
 
 
 def difference(made: Tensors, sent: Tensors, exact: bool) -> str:
-    """By how much ``made`` is something else than ``sent``, in words; "" where its finite numbers are the same, or,
-    unless ``exact``, up to what roundings may have grown to.
+    """Return by how much ``made`` differs from ``sent``, in words. "" if the finite numbers are the same; unless
+    ``exact`` they may differ as far as accumulated rounding explains.
     """
     for one, other in zip(made, sent, strict=True):
         if (one.dtype, one.shape) != (other.dtype, other.shape):

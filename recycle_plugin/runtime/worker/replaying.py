@@ -1,6 +1,4 @@
-"""How a worker's stage is replayed where nobody has it, and how it helps to replay others: made of what its trainer
-has.
-"""
+"""How a worker's stage is replayed if nobody has it, and how the worker helps to replay other stages."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ Kind = TypeVar("Kind", bound=ReplayMachine)
 
 class Replays:
     """The replays of the worker that has ``parts``, its own and those that it helps with, in a job that logs.
-
-    ``scripted``: what its script has set for its steps; ``apart()``: a context for what a newcomer's script does not do
+    ``scripted``: what its script has set for its steps. ``apart()``: a context for what a newcomer's script does not do
     over again.
     """
 
@@ -35,18 +32,18 @@ class Replays:
         self._parts, self._log, self._scripted, self._apart = parts, parts.log, scripted, apart
 
     def machine(self, kind: type[Kind]) -> Kind:
-        """The machine by which the worker's stage is replayed from the logs."""
+        """Return the machine by which the worker's stage is replayed from the logs."""
         return kind(self._parts, self._apart, self._scripted, self._why_alone())
 
     def replay(self, world: ReplayMachine, steps: StepMachine) -> StageReplay:
-        """How the worker's stage, whose ``steps`` these are, is replayed on ``world``."""
+        """Return the replay on ``world`` of the worker's stage, whose steps are ``steps``."""
         parts = self._parts
         helpers = Helpers(world, parts.store, parts.topology, parts.blocks(), self._log.limit)
         splits = parts.settings.split_backward
         return StageReplay(world, parts.store, steps, parts.topology, splits, self._log.steps, helpers)
 
     def helper(self) -> Helper:
-        """The worker's part in the replays of other stages."""
+        """Return the worker's part in the replays of other stages."""
         parts, settings, blocks = self._parts, self._parts.settings, self._parts.blocks()
         how = HowToMake(
             parts.topology,
@@ -61,7 +58,7 @@ class Replays:
         return Helper(helping, parts.topology, blocks, settings.split_backward)
 
     def _why_alone(self) -> str:
-        """Why nobody can help to replay this worker's stage, in words; empty where others can."""
+        """Return why nobody can help to replay this worker's stage, in words; "" if others can."""
         if self._parts.settings.rng == "stream":
             return 'recycle.rng is "stream": random numbers are those of whoever draws'
         return "" if self._parts.framework.make is not None else "the script runs the model itself"

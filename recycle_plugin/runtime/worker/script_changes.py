@@ -1,7 +1,7 @@
-"""What scripts make of a step's sum between ``backward`` and ``step``: clipped, noised, zeroed; one change for all.
+"""What scripts make of a step's sum between ``backward`` and ``step`` (clipping, noise, zeros), made the same for all.
 
-The sum that a worker gives to others who lack it stays as it is until all who take part in the step have the change
-(core/worker/pushed.py); then the change takes its place, for those who follow without being members too.
+The original sum stays, for workers that lack it, until all that take part in the step have the change
+(core/worker/pushed.py). Then the change replaces the sum, also for newcomers that follow.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ NOBODY = 1 << 40  # more than any rank
 
 
 class ScriptChanges:
-    """core.worker.pushed.Agreement over ``group``, of those who have the same part of a sum."""
+    """core.worker.pushed.Agreement over ``group``, the workers with the same part of a sum."""
 
     def __init__(self, session: Session, group: MemberGroup, gradients: Gradients, shown: Shown) -> None:
         self._session, self._group, self._gradients, self._shown = session, group, gradients, shown
-        self._step = 0  # whose change is here
-        self._change: list[torch.Tensor | None] | None = None  # None: the sum stays as it is
+        self._step = 0  # the step of the change here
+        self._change: list[torch.Tensor | None] | None = None  # None: the sum is unchanged
 
     def exchange(self, step: int) -> Waits[bool]:
-        """Take the change of the lowest rank that has made one; the value is whether anything was taken.  A generator
-        that never yields.
-        """
+        """Take the change of the lowest rank that has made one. Returns whether there is one; never yields."""
         sums = self._gradients.sums(step)
         made = self._shown.made(sums)
         with self._summing(step):
@@ -46,13 +44,13 @@ class ScriptChanges:
         yield
 
     def confirm(self, step: int) -> Iterator[None]:
-        """Return when all have it."""
+        """Wait until all have it."""
         with self._summing(step):
             dist.all_reduce(torch.zeros(1), dist.ReduceOp.MIN, self._group)
         return iter(())
 
     def adopt(self, step: int) -> None:
-        """Have the change of ``step`` in the place of its sum, which is about to be applied."""
+        """Replace the sum of ``step``, which is about to be applied, by its change."""
         assert self._step == step, f"step {step} is applied, and nobody has asked what scripts have made of its sum"
         self._gradients.replace_sums(step, self._gradients.sums(step) if self._change is None else self._change)
         self._change = None

@@ -1,4 +1,4 @@
-"""The way of a newcomer's script through the steps and evaluations that are over: it is given what they have given."""
+"""A newcomer's script on its way through steps and evaluations that are over: it gets their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from recycle_plugin.errors import RecycleError
 
 
 class ScriptReplay:
-    """The place of a script among the recorded ``losses`` of steps and means of ``evaluations``, by their numbers.
-
-    ``position``: the last step that the script was given; ``evaluated``: how many evaluations.
+    """A script's place among the recorded ``losses`` of steps and means of ``evaluations``, by number. ``position``:
+    the last step whose loss the script got; ``evaluated``: how many evaluations.
     """
 
     def __init__(self, losses: Mapping[int, float], evaluations: Mapping[int, float], position: int = 0) -> None:
@@ -23,18 +22,16 @@ class ScriptReplay:
 
     @property
     def only_steps(self) -> bool:
-        """Whether steps are all that the others have behind them and this script has not: no evaluation, and no end of
-        their data.
-        """
+        """Whether the others are ahead of this script by steps only: by no evaluation, and no end of their data."""
         return not self._evaluations and all(step <= self.position for step in self._unfilled)
 
     def take(self, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
-        """Take in what is known by now besides."""
+        """Add losses and evaluations that are known by now."""
         self._losses.update(losses)
         self._evaluations.update(evaluations)
 
     def hear(self, message: Recorded) -> None:
-        """Take in the coordinator's word of what is over."""
+        """Record the coordinator's message on what is over."""
         self._refused = self._refused or message.refused
         self._unknown |= {*message.unknown}
         self._unfilled = message.unfilled
@@ -44,10 +41,7 @@ class ScriptReplay:
         )
 
     def loss(self) -> float | None:
-        """The loss of the script's next step, which the script has then behind it; None as long as it is not known.
-
-        Raises RecycleError where it never will be.
-        """
+        """Return the script's next loss, and advance; None while unknown. Raises RecycleError if nobody has it."""
         coming = self.position + 1
         if self._refused:
             raise RecycleError(f"{self._refused}: step {coming} can't be gone through once more")
@@ -62,9 +56,7 @@ class ScriptReplay:
         return known
 
     def evaluation(self) -> float | None:
-        """The mean loss of the script's next evaluation, which it has then behind it; None as long as it is not
-        known.
-        """
+        """Return the mean loss of the script's next evaluation, and advance; None while it is not known."""
         known = self._evaluations.pop(self.evaluated + 1, None)
         if known is not None:
             self.evaluated += 1

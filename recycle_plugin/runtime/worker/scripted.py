@@ -1,8 +1,8 @@
 """A stage whose script runs the forward and the backward of a micro-batch itself.
 
-There is no pipeline, but the same commit, exchange of gradients, undo and rerouting.  The script's one call is F, and
-leaves the gradients that it has made as what B needs; B adds them to the worker's sum. So a micro-batch that a loss
-interrupts between the two counts once, whoever does it again.
+There is no pipeline, but the same commit, exchange of gradients, undo and rerouting. The script's one call is F. It
+leaves its gradients as the input of B, which adds them to the worker's sum. So a micro-batch that a loss interrupts
+between the two counts once, whichever worker repeats it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ ADVICE = (
 
 
 class ScriptedStage:
-    """Runs a script's ``compute`` in a Stage's place (runtime/stage/stage.py), for the only stage of its model.
-
-    ``randomness``: the context in which a micro-batch of a step draws; ``warn`` is told what may go wrong;
-    ``tried``: others have seen that a call may be made again.
+    """Runs a script's ``compute`` in place of a Stage (runtime/stage/stage.py), for the only stage of its model.
+    ``randomness``: the context in which a micro-batch of a step draws. ``warn`` is called with what may go wrong.
+    ``tried``: others have seen that a call is repeatable.
     """
 
     loss_scale = 1.0
@@ -60,12 +59,10 @@ class ScriptedStage:
         self._scale = micro_batches
 
     def load(self, batch: Any) -> None:
-        """Nothing: the script has its data."""
+        """Do nothing: the script has its data."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What F or B makes, by datum.  Raises RecycleError where the script's call can't be used, or not be
-        repeated.
-        """
+        """Return what F or B makes, by datum. Raises RecycleError if the script's call is unusable."""
         stage, step, one = instruction.stage, instruction.step, instruction.works_on
         act, stash, loss, grad, wgrad = (
             Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad")
@@ -84,9 +81,7 @@ class ScriptedStage:
         return {grad: (), wgrad: None}
 
     def _first(self, step: int, one: MicroBatch) -> Computed:
-        """Make the first micro-batch twice: another worker may have to compute the same
-        (runtime/stage/repeatable.py).
-        """
+        """Run the first micro-batch twice, since another worker may have to repeat it (runtime/stage/repeatable.py)."""
         self._rehearsed, before = True, ModuleState(self._module)
         if not self._keyed:
             computed = self._computed(step, one)
@@ -123,10 +118,10 @@ class ScriptedStage:
         return computed
 
     def summed(self) -> None:
-        """Nothing: contributions are in a sum over all workers now, and only the gradients had them."""
+        """Do nothing: contributions are now in a sum over all workers, and only the gradients held them."""
 
     def forget_sums(self) -> None:
-        """Nothing: there are no sums but the gradients."""
+        """Do nothing: there are no sums but the gradients."""
 
 
 def _made(computed: Computed) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""A real worker's log, by which its stage can be replayed (runtime/worker/replay_machine.py)."""
+"""A real worker's log, from which its stage can be replayed (runtime/worker/replay_machine.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNBOUNDED = 1 << 62
 
 
 def _begin_in(folder: Path) -> None:
-    """Make the folder of a log.  Raises SettingsError where that can't be."""
+    """Make the folder of a log. Raises SettingsError if that fails."""
     try:
         folders.make(folder)
     except NotSaved as error:
@@ -39,10 +39,9 @@ def _begin_in(folder: Path) -> None:
 
 
 class StageLog:
-    """The log of the worker of ``session``, of the stage that ``framework`` has, where ``settings`` ask for one.
-
-    ``run_dir``: the run folder; ``limit``: how many may help to replay it, None for as many as there is work for;
-    ``boundaries``: which are logged, as it is set.  Raises SettingsError for a boundary that there is not.
+    """The log of the worker of ``session``, for the stage that ``framework`` has; ``settings``: what is logged.
+    ``run_dir``: the run folder. ``limit``: how many workers may help to replay it, None for no limit. ``boundaries``:
+    those that the settings log. Raises SettingsError for a boundary that does not exist.
     """
 
     def __init__(self, session: Session, framework: Framework, settings: LogSettings, run_dir: str) -> None:
@@ -50,7 +49,7 @@ class StageLog:
         self.folder = Path(settings.folder or f"{run_dir}/log")
         _begin_in(self.folder)
         self._mirror = mirror_in(self.folder, session.rank)
-        shutil.rmtree(self._mirror, ignore_errors=True)  # of a process before this one
+        shutil.rmtree(self._mirror, ignore_errors=True)  # left by a former process
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
         self._stage = framework.seat.stage
         self.limit = settings.most_helpers
@@ -67,7 +66,7 @@ class StageLog:
         micro_batch_size: int,
         state: StageState,
     ) -> LogChoice:
-        """The choice of what a job of ``shape()``, which its script may change, logs."""
+        """Return the choice of what a job of ``shape()``, which its script may change, logs."""
         assert settings.log is not None, "the settings that have asked for this log"
         profile = settings.profile()
 
@@ -84,7 +83,7 @@ class StageLog:
         return LogChoice(session, self.boundaries, budget, self._stage, self.steps.meter, planned, state_bytes)
 
     def where(self, session: Session, interface: str | None) -> LogFolder:
-        """The folder that it is in, as others may be told of it.  ``interface``: the setting, by which they come."""
+        """Return where the log is, for other workers. ``interface``: the setting by which they connect."""
         host = address_of(interface) if interface else session.own_address
         return LogFolder(str(self.folder.absolute()), token_of(self.folder, session.job_id), host)
 

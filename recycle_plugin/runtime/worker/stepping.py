@@ -1,9 +1,9 @@
-"""The steps of a worker's optimizer: from a stage's contributions to one that is applied, skipped, or taken back.
+"""The steps of a worker's optimizer, from a stage's contributions to a step that is applied, skipped or undone.
 
-Gradients are summed (runtime/stage/gradients.py), those of tied weights over their stages too, judged by their norm
-(runtime/stage/clipping.py, core/coordinator/facts/step_validation.py), unscaled (runtime/worker/scaling.py), clipped,
-and applied by stock code, which also counts. What takes the step back (runtime/state/undo) is recorded where the
-gradients are what the optimizer will apply: stock code clips after STEP has begun.
+Gradients are summed (runtime/stage/gradients.py), those of tied weights over their stages too. They are judged by their
+norm (runtime/stage/clipping.py, core/coordinator/facts/step_validation.py), unscaled (runtime/worker/scaling.py),
+clipped, and applied by stock code, which also counts. The undo record (runtime/state/undo) is made when the gradients
+are those that the optimizer applies: stock code clips after STEP has begun.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
 class Stepping:
-    """Sums, applies and takes back the steps of one worker's ``optimizer``; ``undo`` is what takes them back.
-
-    ``prepared``: the last step that it has got ready for.  ``await_readers`` returns once nobody reads the state any
-    more, which a step or an undo is about to change.
+    """Sums, applies and undoes the steps of one worker's ``optimizer``; ``undo`` is the undo record. ``prepared``: the
+    last step that was prepared. ``await_readers`` returns when nobody reads the state that a step or an undo is about
+    to change.
     """
 
     def __init__(
@@ -51,22 +50,20 @@ class Stepping:
         self._await_readers = await_readers
         self._contributing = LiveShare()
         ScaledRates(optimizer.wrapped, lambda: self._contributing.rate_factor)
-        self._applying = 0  # the step that the optimizer is at
-        self.prepared = 0  # the last one that was prepared
+        self._applying = 0  # the step being applied
+        self.prepared = 0
         stage.loss_scale = scale.value
 
     def go_by(self, share: LiveShare) -> None:
-        """Take which part of the replicas contributes to what is summed and applied from now on."""
+        """Set which part of the replicas contributes to what is summed and applied from now on."""
         self._contributing = share
 
     # --- forwards ----------------------------------------------------------------------------------
 
     def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
-        """Sum the stage's gradients, and divide them by what has contributed; afterwards every live worker of it has
-        them, or its contributions are as before.
-
-        Where the worker of rank ``holder`` has the sum from before a failure, the others get it from there.  ``agree``:
-        as for Gradients.reduce.
+        """Sum the stage's gradients, and divide them by the part of the replicas that contributed. Afterwards every
+        live worker of the stage has the sum, or its contributions are unchanged. If the worker of rank ``holder`` has
+        the sum from before a failure, the others get it from there. ``agree``: see Gradients.reduce.
         """
         whole = self._gradients.reduce(step, holder, agree)
         if whole is not None and holder is None and not self._contributing.whole:
@@ -76,66 +73,66 @@ class Stepping:
         return whole
 
     def reduce_alone(self, step: int) -> list[torch.Tensor]:
-        """Sum the stage's gradients, all of which are here, where this worker replays what all its workers did."""
+        """Sum the stage's gradients in a replay, where one worker has the contributions of all."""
         whole = self._gradients.reduce_alone()
         self._stage.summed()
         return whole
 
     def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What :meth:`tie` gives, of what another stage has logged of it."""
+        """Return what :meth:`tie` returns, from another stage's log of it."""
         return self._gradients.tied_of(totals)
 
     def tied_in_order(self, totals: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What :meth:`tie` has given, as it is logged: alike in all stages that share these weights."""
+        """Return the result of :meth:`tie` as it is logged: the same in all stages that share these weights."""
         return self._gradients.tied_in_order(totals)
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
-        """Sum tied weights' gradients over the stages that share them; one tensor for each, by its place."""
+        """Sum tied weights' gradients over their stages. Returns one tensor for each weight, by its place."""
         return self._gradients.tie(step)
 
     def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """The norm over all stages, from the squared share of each."""
+        """Return the norm over all stages, from the squared share of each."""
         return self._clipping.norm_of(shares)
 
     def apply(self, step: int) -> None:
-        """Apply ``step``, or skip it where its norm is known and not finite."""
+        """Apply ``step``, or skip it if its norm is known and not finite."""
         self._await_readers()
         self._applying = step
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else partial(self._optimizer.apply, self.clip)
-        if not skips and not self._gradients.any(step):  # at a newcomer, of whose optimizer nothing is here yet
+        if not skips and not self._gradients.any(step):  # a newcomer without any of its optimizer's state
             once = self._optimizer.pass_over
         self._gradients.apply(step, self._optimizer.wrapped, once, scaled or self._clipping.clips(step))
-        # which may have weights as they were, cast, where a step ends in another one's train_batch
+        # the cache may have outdated weights, cast, if a step ends in another one's train_batch
         torch.clear_autocast_cache()
         self._rescale(step, skips)
 
     def prepare(self, step: int, committed: int) -> None:
-        """Get ready for ``step`` while its gradients are computed, once the one before is ``committed``; nothing where
-        it is applied already.
+        """Prepare for ``step`` while its gradients are computed, once the step before is ``committed``. Does nothing if
+        ``step`` is already applied.
         """
         if committed >= step - 1 == self._optimizer.steps:
             self.prepared = step
             self._undo.prepare()
 
     def clip(self) -> torch.Tensor | None:
-        """Clip the gradients of the step that is being applied; returns its norm, None where it is not known yet."""
+        """Clip the gradients of the step being applied. Returns its norm, None while it is not known."""
         by = self._clipping.coefficient(self._applying)
         if by is not None:
             self._gradients.scale(partial(scaled, by=by))
         return self._clipping.norm(self._applying)
 
     def share(self, step: int) -> float:
-        """This stage's part of the norm of ``step``, squared and without the loss scale."""
+        """Return this stage's squared share of the norm of ``step``, without the loss scale."""
         with self._gradients.of(step):
             return self._clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        self._gradients.scale(partial(unscaled, scale=self._scale.value))  # which the step may change
+        self._gradients.scale(partial(unscaled, scale=self._scale.value))  # the step may change the scale
         self._optimizer.apply(self.clip)
 
     def _skip(self) -> None:
-        """Count the step, and change no weight: to take that back there is nothing but counts."""
+        """Count the step without changing a weight; to undo it there are only counts."""
         self._gradients.empty()
         self._undo.before_step()
         self._optimizer.skip()
@@ -155,13 +152,13 @@ class Stepping:
     # --- and back ----------------------------------------------------------------------------------
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back.  Raises RecycleError where an inexact undo can't."""
+        """Undo ``step``, the last one. Raises RecycleError if an inexact undo can't."""
         self._await_readers()
         self._undo.restore()
         torch.clear_autocast_cache()
 
     def rewritten(self) -> None:
-        """Get ready once more for the next step, since the state was written otherwise than by a step."""
+        """Prepare the next step again, since the state was changed by something else than a step."""
         self.prepared = 0
         torch.clear_autocast_cache()
 
@@ -172,9 +169,8 @@ class Stepping:
 
 
 def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> Undo:
-    """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps.
-
-    ``keeper``: who has the gradients of a step until it is committed.
+    """Return the undo record of ``state``'s optimizer, which is made before each of its steps. ``keeper``: has a step's
+    gradients until it is committed.
     """
     record: Undo = KINDS[kind](state, keeper)
     around_steps(state.optimizer.optimizer, record.before_step)

@@ -15,7 +15,7 @@ class AsMade:
     """Keeps tensors as and where they were made."""
 
     def keep(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def weigh(self, kept: Tensors) -> int:
@@ -23,17 +23,16 @@ class AsMade:
 
 
 class Host:
-    """Keeps tensors in host memory, from which they can be sent, or on their way there.
-
-    Keeping them costs an accelerator nothing.  Memory is shared: what is in a store is not changed in place.
+    """Keeps tensors in host memory, or on their way there, ready to be sent. It costs an accelerator no memory. Host
+    memory is shared: nothing in a store is changed in place.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def keep(self, value: Any) -> Copy:
-        """Start the copy to host memory; what is a copy already stays so."""
-        if type(value) is tuple:  # of tensors; else it is a Copy already, which may be a named tuple
+        """Start the copy to host memory; a Copy is returned as it is."""
+        if type(value) is tuple:  # of tensors; a Copy may be a named tuple
             return self._device.to_host(value, FOR_A_PEER, shared=True)
         kept: Copy = value
         return kept
@@ -43,16 +42,14 @@ class Host:
 
 
 class OnDevice(Host):
-    """Keeps tensors on the accelerator, from which they can be sent; in host memory too where a job ``logs`` them, and
-    else only once somebody asks for that.
-    """
+    """Keeps tensors on the accelerator, ready to be sent; in host memory too if the job ``logs``, else on request."""
 
     def __init__(self, device: Accelerator, logs: bool) -> None:
         super().__init__(device)
         self._accelerator, self._lane, self._logs = device, device.lane(), logs
 
     def keep(self, value: Any) -> Copy:
-        """The tensors as they are; what is a copy already stays so."""
+        """Keep the tensors as they are; a Copy is returned as it is."""
         if type(value) is not tuple:
             return super().keep(value)
         tensors: Tensors = tuple(map(plain, value))

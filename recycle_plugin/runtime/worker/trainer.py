@@ -1,9 +1,8 @@
-"""The trainer of one worker, whatever framework built the model.
+"""The trainer of one worker, for any framework.
 
-It runs the worker's steps, what its script does between them, and recovery from the loss of others. ``train`` returns
-before its step is committed.  What it returned stays final: recovery finishes the step inside the next call.  Whatever
-of torch's touches parameters or the optimizer's state first, in the thread that trains, waits for the commit
-(runtime/state/touch.py).
+It runs the worker's steps, what its script does between them, and recovery from losses. ``train`` returns before its
+step is committed, but what it returns is final: recovery finishes the step inside the next call. The training thread
+waits for the commit when torch code in it first touches parameters or the optimizer's state (runtime/state/touch.py).
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ from recycle_plugin.settings.schema import Settings
 
 
 class Trainer:
-    """Trains one worker's stage, which ``framework`` has built; all workers build theirs alike, before anybody trains.
-
-    ``feed``: where micro-batches come from; ``state``: all that a step changes; ``loading``: what the checkpoints that
-    the script loads give it.  Raises RecycleError for a second trainer in a process.
+    """Trains one worker's stage, built by ``framework``. All workers build theirs alike before anybody trains.
+    ``feed``: where micro-batches come from. ``state``: all that a step changes. ``loading``: the results of the
+    script's loading of checkpoints. Raises RecycleError for a second trainer in a process.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
@@ -74,14 +72,14 @@ class Trainer:
         self._surroundings = Surroundings(
             model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
         )
-        self._assembled: Assembled | None = None  # its loop has not begun yet
+        self._assembled: Assembled | None = None  # assembled, perhaps before its loop begins
         self._loop: BlockingLoop | None = None
-        self._checkpoints: JobCheckpoints  # with the loop
-        self._from_checkpoint = False  # from a checkpoint, before training
+        self._checkpoints: JobCheckpoints  # set with the loop
+        self._from_checkpoint = False  # a checkpoint was loaded before training
         self._asked = self._trains = False
         self._evaluated = 0
-        self.losses: Mapping[str, Loss] = {}  # of the last step or evaluation that was run here, by micro-batch
-        self._scripted: SetByScript | None = None  # where a replay may have to set it again
+        self.losses: Mapping[str, Loss] = {}  # of the last step or evaluation run here, by micro-batch
+        self._scripted: SetByScript | None = None  # a replay may have to set it again
         if session.view.newcomer or parts.log is not None:
             self._scripted = SetByScript(self._surroundings, model.module)
         self._entry: Entry | None = None
@@ -104,7 +102,7 @@ class Trainer:
         return self._parts.topology
 
     def lifted(self) -> AbstractContextManager[object]:
-        """A context in which something of the framework's is at work, which may touch parameters; it may be nested."""
+        """A context in which code of the framework's may touch parameters; it may be nested."""
         return self._touch.lifted()
 
     @property
@@ -118,7 +116,7 @@ class Trainer:
         return self._loop is None or self._loop.settled
 
     def settle(self) -> None:
-        """Return when every step that :meth:`train` has returned for is committed, whoever dies meanwhile."""
+        """Wait until every step that :meth:`train` has returned for is committed, whoever dies meanwhile."""
         if self._loop is not None:
             with self.lifted(), self._surroundings.restored():
                 self._loop.settle()
@@ -126,17 +124,16 @@ class Trainer:
             self._parts.store.drop_sums(self.step)
 
     def _forks(self) -> None:
-        """Settle before a fork, which copies parameters; a newcomer's are on their way, and no fork may fail."""
+        """Settle before a fork, which copies parameters; not in a newcomer, where it may raise: no fork may fail."""
         if self._entry is None:
             self._touch.now()
 
     # --- what scripts call -------------------------------------------------------------------------
 
     def train(self) -> float:
-        """Train one step; returns the mean loss over all micro-batches of all replicas, on every worker.
-
-        A newcomer's script is given the losses of steps that are over, and nothing is computed.  Raises DataEnded where
-        plain iterators have ended and don't fill the step.
+        """Train one step. Returns the mean loss over all micro-batches of all replicas, on every worker. A newcomer's
+        script gets the losses of steps that are over, without computing. Raises DataEnded if plain iterators have ended
+        and can't fill the step.
         """
         try:
             return self._train()
@@ -150,14 +147,14 @@ class Trainer:
             self._see_trained()
             if self._entry is not None and (past := self._entry.past_loss()) is not None:
                 return past
-            if self._scripted is not None:  # of what a checkpoint has nothing is replayed
+            if self._scripted is not None:  # steps up to the durable checkpoint are not replayed
                 self._scripted.forget(self._session.view.durable)
                 self._scripted.begin(self.step + 1)
             self.start()
             if not self._running.settled and (self._surroundings.other_modes or self._surroundings.changed()):
-                self.settle()  # with what the script has changed for the next step as it was
+                self.settle()  # with the script's changes for the next step put aside
             self.feed.begin()
-            if self._framework.compute is None:  # a script that runs its forward itself says in which mode
+            if self._framework.compute is None:  # a script that runs its own forward sets the mode
                 self._framework.model.module.train()
             self._surroundings.remember()
             step = self.step + 1
@@ -177,48 +174,48 @@ class Trainer:
             return mean(self.losses)
 
     def _see_trained(self) -> None:
-        """Train what the script has thawed since the last step, and not what it has frozen."""
+        """Train what the script has thawed since the last step, and stop training what it has frozen."""
         if not self._surroundings.retrained:
             return
         if self._entry is not None:
             self._entry.check_trained()
         else:
-            self.settle()  # with what was trained before
+            self.settle()  # with the parameters trained before
         self._parts.retrain(self.step + 1)
         self._surroundings.remember_trained()
 
     def _check_kept(self, step: int) -> None:
-        """Raise RecycleError where what is trained has changed in ``step``: what has begun goes by what was before."""
+        """Raise RecycleError if the set of trained parameters has changed within ``step``."""
         if retrained := self._surroundings.retrained:
             raise RecycleError(
                 f"{retrained} inside of step {step}, as by a layer's forward or a hook: do that between two steps"
             )
 
     def _saves_at(self, end: JobEnded) -> bool:
-        """Whether a checkpoint is made before the script is left: if ``end`` asks for one, and in a job that makes
-        checkpoints by itself at each end that all come to.
+        """Whether to save a checkpoint before the script is left: if ``end`` asks for one, or at any end that all
+        workers come to in a job with automatic checkpoints.
         """
         planned = self._session.view.end
         of_all = planned is not None and bool(planned.step) and not planned.failed
         return end.code == TRY_AGAIN or (of_all and self._settings.checkpoint is not None)
 
     def skip_to_present(self) -> None:
-        """Have a newcomer's script, which goes by the number of the last step, leave out steps that are over."""
+        """Skip steps that are over in a newcomer's script that counts by the number of the last step."""
         with self.lifted():
             self._begin_training()
             while self._entry is not None and self._entry.may_skip():
                 self._entry.past_loss()
 
     def steps(self) -> Iterator[Any]:
-        """Train step after step, all micro-batches of which the script pushes: a generator, which yields what it needs
-        of the script (core/worker/pushed.py).
+        """Train step after step for a script that pushes all micro-batches. A generator of what it needs of the script
+        (core/worker/pushed.py).
         """
         return self._running.steps()
 
     @contextmanager
     def pushing(self, hear: Callable[[], None], joins: bool = False) -> Iterator[None]:
-        """A context in which :meth:`steps` go on; outside of it ``hear()`` recovers from a membership change that the
-        script meets.  ``joins``: the script has not come to its first step yet.
+        """A context in which :meth:`steps` go on. Outside of it ``hear()`` recovers from membership changes that the
+        script meets. ``joins``: the script has not come to its first step yet.
         """
         with self.lifted():
             if not joins:
@@ -233,7 +230,7 @@ class Trainer:
                 self._session.hooks.between_steps = hear
 
     def drop_step(self) -> None:
-        """Note that the script ends in the middle of a step, without which the others' have to end too."""
+        """Record that the script ends in the middle of a step; the other scripts have to end there too."""
         session = self._session
         session.view.begun = self.step
         if session.view.is_first:
@@ -245,10 +242,9 @@ class Trainer:
             )
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
-        """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far, whoever
-        dies meanwhile.
-
-        ``batches``: this worker's, packed (runtime/movers/batches.py), where it is of the first or the last stage.
+        """Return the mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far,
+        whoever dies meanwhile. ``batches``: this worker's, packed (runtime/movers/batches.py), on the first and the
+        last stage.
         """
         with self.lifted(), self.apart():
             self.start()
@@ -258,16 +254,16 @@ class Trainer:
             return mean(self.losses)
 
     def await_others(self) -> None:
-        """Wait, behind the end of the script, until nobody needs this worker: it may be, to replay a stage."""
+        """Wait, after the end of the script, until nobody needs this worker: it may have to replay a stage."""
         self.settle()
         if self._parts.log is not None and self._assembled is not None:
             with self.lifted(), self._surroundings.restored():
                 self._assembled.loop.finish()
 
     def finish(self) -> None:
-        """Wait until everybody's last step is committed, report, and close; then this worker may go."""
+        """Wait until everybody's last step is committed, report, and close; then this worker may leave."""
         self.settle()
-        # what its goodbye says: a script that was given all its steps has begun none here
+        # told by its goodbye: a script that got all its steps has begun none here
         self._session.view.begun = max(self._session.view.begun, self.step)
         self._parts.finish()
         if self._assembled is not None:
@@ -278,7 +274,7 @@ class Trainer:
 
     @property
     def program(self) -> StepProgram | None:
-        """The program that this worker runs, or has run last; None before the first step."""
+        """The program that this worker runs, or ran last; None before the first step."""
         return None if self._loop is None else self._made.worker.program
 
     @property
@@ -292,16 +288,13 @@ class Trainer:
 
     @property
     def may_have_replayed(self) -> bool:
-        """Whether somebody may have come back in the middle of what the others do between two steps."""
+        """Whether a worker may have come back in the middle of what the others do between two steps."""
         return self._settings.log is not None and any(member.incarnation for member in self._session.view.roster)
 
     # --- starting ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Before the first step: enrol, wait for everybody, make the plan.
-
-        Checkpoints are loaded before; later calls do nothing.
-        """
+        """Enrol, wait for everybody and make the plan, once, before the first step and after loading a checkpoint."""
         if self._loop is not None:
             return
         loop = self._made.loop
@@ -313,7 +306,7 @@ class Trainer:
 
     @property
     def _made(self) -> Assembled:
-        """The loop by which this worker trains, made once, before anybody is asked or waited for."""
+        """The loop by which this worker trains, made once, before it asks or waits for others."""
         if self._assembled is None:
             self._assembled = assembled(self._parts, self.step, self.between_steps, self._scripted, self.apart)
         return self._assembled
@@ -322,7 +315,7 @@ class Trainer:
         """Train by ``loop`` from now on."""
         session, self._loop = self._session, loop
         loop.count_on(self._evaluated)
-        # one of each stage: nobody else knows what it trains
+        # one worker of each stage reports it: nobody else knows what the stage trains
         if self.seat.replica == self._framework.shard == session.view.incarnation == 0:
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         self._checkpoints = JobCheckpoints(
@@ -336,14 +329,14 @@ class Trainer:
         session.hooks.between_steps = self.between_steps
 
     def _log_choice(self) -> LogChoice | None:
-        """The choice of what is logged, where anything is."""
+        """Return the choice of what is logged, None if nothing is."""
         if self._parts.log is None:
             return None
         size = self._framework.micro_batch_size
         return self._parts.log.choice(self._session, self._settings, lambda: self.topology, size, self.state)
 
     def _begin_training(self) -> None:
-        """Note that the first step begins, once."""
+        """Record that the first step begins, once."""
         startup, begun, self._trains = self._session.hooks.startup, self._trains, True
         if startup is not None and not begun:
             startup.begin_training(trained(self._framework.model.module))
@@ -353,7 +346,7 @@ class Trainer:
         if self._asked:
             return
         self._asked, session = True, self._session
-        if self._entry is None:  # of whom the others are told, and it of them
+        if self._entry is None:  # a newcomer is told where the job is
             session.view.rewind(self.step)
         deadlines = self._settings.deadlines
         session.heartbeats.start(lease_s(deadlines), paced_s(WORKER_BEAT_S, session.ranks, deadlines))
@@ -365,15 +358,13 @@ class Trainer:
         return self._loop
 
     def between_steps(self) -> None:
-        """Recover from a membership change that something which the script does outside a step has met; then that is
-        tried again.
-        """
+        """Recover from a membership change that the script meets outside a step, in an operation then repeated."""
         with self.lifted(), self._surroundings.restored():
             self._running.catch_up()
 
     def _changed(self) -> Iterator[torch.Tensor]:
-        """The tensors that a step changes, and buffers, which what is left of a step reads; those of a newcomer are its
-        script's own.
+        """Yield the tensors that a step changes, and buffers, which the rest of a step reads. A newcomer's buffers are
+        its script's own.
         """
         yield from self.state.tensors().values()
         if self._entry is None:
@@ -382,9 +373,7 @@ class Trainer:
     # --- between steps -------------------------------------------------------------------------------
 
     def barrier(self, place: str, values: dict[str, Any] | None = None) -> BarrierPassed:
-        """Return when all live workers have come to ``place`` with all their steps committed, with the values of
-        all.
-        """
+        """Wait until all live workers have come to ``place`` with their steps committed. Returns the values of all."""
         while True:
             self.settle()
             try:
@@ -393,9 +382,8 @@ class Trainer:
                 self.between_steps()
 
     def agree(self, place: str, value: int) -> None:
-        """Check that all live workers call ``place``, a call of the script's, with the same ``value``.
-
-        Raises RecycleError where they do not.  Before the first step nobody asks.
+        """Raise RecycleError unless all live workers call ``place``, a call of the script's, with the same ``value``.
+        Before the first step nothing is checked.
         """
         if self._loop is None:
             return
@@ -407,9 +395,8 @@ class Trainer:
             )
 
     def resize(self, micro_batches: int) -> None:
-        """Train with so many micro-batches a replica from the next step on.
-
-        The framework knows of it already, and all have agreed on it.
+        """Train with so many micro-batches a replica from the next step on. The framework uses that number already, and
+        all workers have agreed on it.
         """
         self._framework.cursor.change(self.step + 1, micro_batches)
         self._parts.resize(micro_batches)
@@ -422,18 +409,18 @@ class Trainer:
             made.worker.resize(self.topology)
         if self._loop is not None:
             self._loop.resize(self.topology, self._framework.batch())
-        elif made is not None:  # a newcomer's, behind the others
+        elif made is not None:  # a newcomer catches up with the others' resize
             made.loop.plan_for(self.topology)
 
     def save(
         self, folder: Path, tag: str | None = None, latest: bool = True, files: CheckpointFormat | None = None
     ) -> None:
-        """Save the checkpoint ``folder``/``tag`` of the last step, in place on return, complete also while workers are
-        missing.
+        """Save the last step's checkpoint in ``folder``/``tag``, complete even if workers are missing. It is in place
+        when this returns.
 
-        ``tag`` None: by the step; ``latest``: a file of that name gets the tag; ``files``: instead of the framework's,
-        where the script adds to them.  Raises NotSaved, on all workers, where one can't write it.  A newcomer's script
-        comes by what the others have saved.
+        ``tag`` None: named by the step. ``latest``: a file of that name gets the tag. ``files``: replaces the
+        framework's format, if the script adds to it. A newcomer's script skips checkpoints that the others have saved.
+        Raises NotSaved, on all workers, if one can't write its part.
         """
         tag = str(tag if tag is not None else f"global_step{self.step}")
         if self._entry is not None and not self._entry.meets(end_of_saving(saving_place(folder, tag))):
@@ -446,24 +433,22 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """Where a checkpoint goes that nobody has named a folder for; known once training has begun."""
+        """The folder for checkpoints for which the script has named none; known once training has begun."""
         return self._checkpoints.folder
 
     # --- loading a checkpoint ------------------------------------------------------------------------
 
     def resume_iterators(self, folder: Path) -> None:
-        """Take over where the checkpoint ``folder``, which was loaded before training, says that plain iterators stood.
-
-        Raises RecycleError where ``recycle.resume_iterators`` is set and it can't be had.
+        """Take the positions of plain iterators from the checkpoint ``folder``, which was loaded before training.
+        Raises RecycleError if ``recycle.resume_iterators`` is set and they are not known.
         """
         if self._loop is None:
             size = self._framework.micro_batch_size
             self.feed.resume(folder, self.topology.replicas, size, self._settings.resume_iterators)
 
     def begin_loading(self, place: str) -> None:
-        """Prepare for a script's loading a checkpoint, at ``place``.
-
-        Where training has begun, everybody does so at the same step, and all steps so far are committed.
+        """Prepare for the script's loading of a checkpoint, by its call ``place``. During training all workers do so at
+        the same step, with all steps so far committed.
         """
         self._parts.hash.finish()
         if self._loop is not None:
@@ -473,10 +458,8 @@ class Trainer:
             self._parts.world.reach("load.start")
 
     def loaded(self, whole: bool) -> None:
-        """Go on from a checkpoint that is loaded, and from whose step the framework counts.
-
-        Everybody goes on from there, with the data and the random numbers of the first time.  ``whole``: the
-        optimizer's state was loaded too.
+        """Go on from a loaded checkpoint, whose step the framework counts from. All workers go on with the data and
+        random numbers of the first time. ``whole``: the optimizer's state was loaded too.
         """
         framework, step = self._framework, self._framework.optimizer.steps
         self.state.rewritten()
@@ -485,7 +468,7 @@ class Trainer:
         if self._loop is not None:
             self._parts.world.reach("load.end")
             self._made.worker.rewind(step)
-            if whole or self._settings.undo != "inverse":  # whose roundings stay where not all is loaded
+            if whole or self._settings.undo != "inverse":  # it rounds: what is not loaded may differ
                 self._parts.say_fingerprint(step)
             self._loop.loaded(step)
             self._checkpoints.loaded(step)
@@ -494,19 +477,18 @@ class Trainer:
 
     @property
     def behind(self) -> bool:
-        """Whether this worker has come into a job that trains, and its script is not at one with the others' yet."""
+        """Whether this worker has come into a job that trains, and its script has not caught up with the others'."""
         return self._entry is not None
 
     def join(self) -> None:
-        """Return when this newcomer, whose script begins where the others are, is a member with its stage's state."""
+        """Wait until this newcomer is a member with its stage's state. Its script begins at the others' step."""
         assert self._entry is not None, "only a newcomer comes to take part"
         with self.lifted():
             self._entry.join()
 
     def recorded_evaluation(self) -> float | None:
-        """The mean loss of an evaluation that was over before this worker came back; None where it takes part.
-
-        Called in the place of :meth:`evaluate`, before any data is read for that.
+        """Return the mean loss of an evaluation that was over before this worker came back; None if it takes part.
+        Called instead of :meth:`evaluate`, before any data is read for that.
         """
         return None if self._entry is None else self._entry.past_evaluation()
 
@@ -519,11 +501,11 @@ class Trainer:
 
     @property
     def _caught_up(self) -> bool:
-        """Whether the state is that of the script's step; a newcomer's is not before it has caught up."""
+        """Whether the state is that of the script's step; a newcomer's is not until it has caught up."""
         return self._entry is None or self._entry.caught_up
 
     def _show(self) -> None:
-        """Let the script touch parameters.  Raises RecycleError where they are not those of its step."""
+        """Let the script touch parameters. Raises RecycleError if they are not those of its step."""
         if self._entry is not None:
             self._entry.check_caught_up()
         self.settle()
@@ -533,7 +515,7 @@ class Trainer:
         return nullcontext() if self._session.hooks.startup is None else self._session.hooks.startup.apart()
 
     def on_join(self, callback: Callback, state: Give | None) -> None:
-        """Have ``callback(step, state)`` called in a newcomer before its first step, with what ``state()`` gives at a
+        """Have ``callback(step, state)`` called in a newcomer before its first step, with what ``state()`` returns at a
         live worker of its stage.
         """
         self._parts.on_join.add(callback, state)
