@@ -227,7 +227,6 @@ def sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders, and return whether that succeeded."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return (
         exchange is not None

@@ -1,4 +1,4 @@
-"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; it says which one breaks
+"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code, to find one that breaks
 it.
 """
 
@@ -14,7 +14,6 @@ DRAWN_TICKS = 120
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     parser = commands.add_parser(
         "campaign",
         help="look for a failure that recovery does not survive, in virtual time",
@@ -90,9 +89,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Run the campaign, or one job of it, and print what came out; returns the exit code.  Raises ValueError for bad
-    input.
-    """
+    """Run the campaign or one of its jobs, print the result, and return the exit code. Raises ValueError."""
     from recycle_plugin import planner
     from recycle_plugin.lab.simulator import campaign
 
@@ -155,7 +152,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def _kinds(found: argparse.Namespace) -> dict[Any, bool]:
-    """Which kinds of jobs were asked for in which workers are killed around each instruction."""
+    """Return {kind of jobs that kill workers around each instruction: whether it was asked for}."""
     from recycle_plugin.lab.simulator import campaign
 
     return {
@@ -168,7 +165,6 @@ def _kinds(found: argparse.Namespace) -> dict[Any, bool]:
 
 
 def _story(outcome) -> int:
-    """What happened in one job, and what was wrong with it."""
     print("\n".join(("faults: " + "; ".join(outcome.faults), *outcome.story)))
     print(_drawn(outcome))
     print("\n".join(f"VIOLATION: {text}" for text in outcome.violations) or "nothing was wrong")
@@ -176,7 +172,7 @@ def _story(outcome) -> int:
 
 
 def _table(hits: Mapping[tuple[str, Any], int]) -> str:
-    """How often which trouble has met a worker at which instruction."""
+    """Return a table: how often each kind of trouble struck a worker at each instruction."""
     from recycle_plugin.core.vocabulary.instruction import Op
 
     ops = [op for op in Op if any(of is op for _, of in hits)]

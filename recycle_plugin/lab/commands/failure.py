@@ -1,7 +1,4 @@
-"""``recycle simulate --fault``: a few steps with kills, played instruction by instruction.
-
-The steps are drawn, traced, and what they cost is printed.
-"""
+"""``recycle simulate --fault``: play a few steps with kills instruction by instruction, and print their costs."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ DRAWN_COLUMNS = 120
 
 
 def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
-    """Play the steps, write what is asked for, and print the rest; returns the exit code.  Raises ValueError for bad
+    """Play the steps, write what is asked for, print the rest, and return the exit code. Raises ValueError for bad
     input.
     """
     from recycle_plugin import planner
@@ -55,7 +52,7 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
 
 
 def record(ran: Any) -> dict:
-    """A simulated run's commits and losses as data, times in microseconds."""
+    """Return a simulated run's commits and losses as data, times in microseconds."""
     losses = [
         asdict(loss) | {"seats": list(map(str, loss.seats)), "redone_share": redone_share(ran, loss)}
         for loss in ran.losses
@@ -64,7 +61,7 @@ def record(ran: Any) -> dict:
 
 
 def redone_share(ran: Any, loss: Any) -> float:
-    """The share of the interrupted step's whole compute time that is run again after ``loss``."""
+    """Return the share of the interrupted step's compute time that is run again after ``loss``."""
     once = {
         span.instruction: span.end_us - span.start_us
         for span in ran.spans
@@ -74,7 +71,7 @@ def redone_share(ran: Any, loss: Any) -> float:
 
 
 def comparison(ran: Any, restarted: Any) -> str:
-    """A line that compares recovery by a recovery plan with a restart of the step."""
+    """Return a line that compares a recovery plan with a restart of the step."""
     shares = [f"{sum(redone_share(each, loss) for loss in each.losses):.1%}" for each in (ran, restarted)]
     ends = [f"{max(each.commits.values()) / 1000:g}" for each in (ran, restarted)]
     return (
@@ -84,7 +81,7 @@ def comparison(ran: Any, restarted: Any) -> str:
 
 
 def report(spans: list[Span], ran: Any) -> str:
-    """The drawn grid, up to 64 seats, and a line on commits and on each loss."""
+    """Return the drawn grid, for at most 64 seats, and lines on the commits and on each loss."""
     from recycle_plugin.render import grid
 
     tick = max(1, max(span.end_us for span in spans) // DRAWN_COLUMNS)

@@ -1,4 +1,4 @@
-"""Times and memory of a GPT's parts on one device, a CPU or an accelerator with the same code."""
+"""Measure times and memory of a GPT's parts on one device, with the same code for a CPU and an accelerator."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from recycle_plugin.runtime.devices.kinds import device_of, kinds
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
 
 WARM_UP = 3
-IN_A_ROW = 4  # micro-batches between two waits for an accelerator: else what is timed is the start of its kernels
+IN_A_ROW = 4  # micro-batches between two waits for an accelerator: with one, the start of its kernels would be timed
 PARTS = ("first", "layer", "last")  # of a GPT: embedding, one layer, head with loss
-INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
+INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; only placements on one host use it
 WAIT_S = 300.0
-SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces from which a link's latency and bandwidth follow
+SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces that give a link's latency and bandwidth
 
 
 class Case(NamedTuple):
-    """A part of the model as a stage runs it: ``forward(inputs)`` gives what its backward starts from."""
+    """A part of the model as a stage runs it; the backward starts from ``forward(inputs)``."""
 
     module: nn.Module
     inputs: Tensor
@@ -44,10 +44,10 @@ class Case(NamedTuple):
 
 
 class DeviceClock:
-    """Measures the seconds that work on a device takes by the device's clock, ``in_a_row`` times without a wait.
+    """Measures seconds of work by the device's clock, ``in_a_row`` executions without a wait between them.
 
-    An accelerator does it once more before that (``times`` in all), so that it has something to do when what is
-    measured is started, as it has in a job: the host is ahead of it.
+    An accelerator executes the work once more before these (``times`` in all). It is then busy when the measured work
+    is started, as in a job, where the host is ahead of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class DeviceClock:
         self.times = self._before + self.in_a_row
 
     def of(self, work: Callable[[], object]) -> float:
-        """Seconds of ``work``, the mean of several in a row."""
+        """Return the mean seconds of one execution of ``work``."""
         for _ in range(self._before):
             work()
         begun = self._port.event("what comes before")
@@ -69,7 +69,7 @@ class DeviceClock:
 
 
 def measure(found: argparse.Namespace) -> Profile | None:
-    """The profile of ``recycle profile``'s arguments; None on every rank but 0.  Raises ValueError."""
+    """Return the profile of ``recycle profile``'s arguments, None on every rank but 0. Raises ValueError."""
     if (kind := found.device or kinds()[-1]) not in kinds():
         raise ValueError(f"--device {kind}: torch finds only {' and '.join(kinds())} here")
     device = torch.device(kind)
@@ -121,7 +121,7 @@ def _profile(
 def layer(
     name: str, batch: int, device: torch.device, dtype: torch.dtype, checkpointing: bool, repeat: int
 ) -> LayerProfile:
-    """The costs of one transformer layer of the model ``name``, for one micro-batch of ``batch`` sequences."""
+    """Return the costs of a transformer layer of the model ``name``, for a micro-batch of ``batch`` sequences."""
     model = compose([f"model={name}"]).model
     assert isinstance(model, GPTModel), f"{name} is no GPT"
     with_group = _group(device)
@@ -142,7 +142,7 @@ def _cases(
     checkpointing: bool,
     wanted: Sequence[str] = PARTS,
 ) -> dict[str, Case]:
-    """Embedding, one layer, head with loss; those that are ``wanted``."""
+    """Return those of embedding, one layer and head with loss that are ``wanted``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
         from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers, gpt_loss
@@ -164,7 +164,7 @@ def _cases(
 
 
 def _part(case: Case, clock: DeviceClock, repeat: int) -> LayerProfile:
-    """Medians; fused and split runs take turns, so that a machine that changes its mind is fair to both."""
+    """Return medians. Fused and split runs alternate, so that a change of the machine's speed affects both."""
     fused, split = [], []
     for _ in range(WARM_UP + repeat):
         fused.append(_once(case, clock, None))
@@ -181,7 +181,7 @@ def _part(case: Case, clock: DeviceClock, repeat: int) -> LayerProfile:
 
 
 def _once(case: Case, clock: DeviceClock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
-    """Seconds of F, I and W of one micro-batch; of F, B and nothing where the backward is not split."""
+    """Return seconds of F, I and W of one micro-batch; of F, B and 0 if the backward is not split."""
     inputs, outputs, left = [_inputs(case) for _ in range(clock.times)], deque[Tensor](), deque[PendingWeights]()
 
     def forward() -> None:
@@ -200,9 +200,8 @@ def _once(case: Case, clock: DeviceClock, deferred: DeferredWeights | None) -> t
 
 
 def _memory(case: Case, device: torch.device) -> tuple[int, int]:
-    """Bytes that a micro-batch holds after F, and after I, with its backward split.
-
-    On an accelerator the first is what the allocator says, otherwise what autograd was given to keep.
+    """Return the bytes that a micro-batch holds after F, and after I, with a split backward. The first is from the
+    allocator on an accelerator, else from the tensors that autograd saves.
     """
     deferred, x = DeferredWeights(case.module), _inputs(case)
     before, held = _allocated(device), _Held(case.module)
@@ -224,7 +223,7 @@ def _inputs(case: Case) -> Tensor:
 
 
 class _Held(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what a forward saves for its backward, parameters apart, each storage once."""
+    """Counts what a forward saves for its backward, without parameters, each storage once."""
 
     def __init__(self, module: nn.Module) -> None:
         own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -247,7 +246,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def _step(module: nn.Module, clock: DeviceClock, repeat: int) -> float:
-    """Seconds of an AdamW step on fp32 copies, written back where the parameters are of another type."""
+    """Return seconds of an AdamW step on fp32 copies, copied back to parameters of another type."""
     own = list(module.parameters())
     masters = [parameter.detach().float().clone() for parameter in own]
     for master in masters:
@@ -267,7 +266,7 @@ def _step(module: nn.Module, clock: DeviceClock, repeat: int) -> float:
 
 
 def _group(device: torch.device) -> bool:
-    """A process group: torchrun's, or one of this process alone.  Whether it was made here."""
+    """Make a process group (torchrun's, or of this process alone) if there is none; return whether it was made."""
     if dist.is_initialized():
         return False
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -278,7 +277,7 @@ def _group(device: torch.device) -> bool:
 
 
 def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]:
-    """The link between hosts, and where its figures come from."""
+    """Return the link between hosts, and the source of its figures."""
     members = dist.get_world_size()
     if members == 1:
         return Wire(
@@ -291,7 +290,6 @@ def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]
 
 
 def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
-    """Microseconds of an all-reduce of so many bytes."""
     buffer = torch.ones(size // 4, device=device)
     return 1e6 * median(
         [DeviceClock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:]
@@ -299,7 +297,7 @@ def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
 
 
 def _memory_of(device: torch.device) -> tuple[int, str]:
-    """Bytes, and what they are: a device's own memory, or what its host has to spare."""
+    """Return bytes and their meaning: a device's own memory, or its host's available memory."""
     if device != HOST:
         return device_of(device).memory().total, "memory: all of the device's"
     return psutil.virtual_memory().available, "memory: what this host had available; workers of one host share it"

@@ -1,6 +1,4 @@
-"""``recycle profile``: measures what the parts of a GPT cost on the device at hand, for the planner and the
-simulator.
-"""
+"""``recycle profile``: measure the costs of a GPT's parts on this machine's device, for planner and simulator."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ measured instead.
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     made = command(commands, "profile", "measure a GPT's costs on the device at hand", DESCRIPTION, run)
     made.add_argument(
         "--model",
@@ -70,7 +67,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Measure, print and write the profile; returns the exit code.  Raises ValueError for bad input."""
+    """Measure, print and write the profile, and return the exit code. Raises ValueError for bad input."""
     if found.micro_batch < 1 or found.repeat < 1 or found.bandwidth <= 0 or found.latency < 0:
         raise ValueError(
             "--micro-batch and --repeat have to be at least 1, --bandwidth above 0, --latency not negative"
@@ -92,7 +89,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def report(taken: Profile) -> str:
-    """A table of the profile with a row for each part, in milliseconds and megabytes."""
+    """Return a table of the profile with a row for each part, in milliseconds and megabytes."""
     lines = [
         taken.title,
         f"{'':>9} {'F':>9} {'I':>9} {'W':>9} {'I + W':>9} {'fused B':>9} {'step':>9} {'held F-I':>9} {'held I-W':>9}  "

@@ -31,13 +31,12 @@ A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one 
 of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
 """
 PLACEMENTS = ("alone", "replica", "stage")
-RESTARTED = "1s"  # after which a supervisor starts the next process of a lost worker
+RESTARTED = "1s"  # until a supervisor starts the next process of a lost worker
 _SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     made = command(commands, "simulate", "simulate hours of training under failures", DESCRIPTION, run)
     add_job(made).add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see above")
     failures = made.add_mutually_exclusive_group(required=True)
@@ -81,7 +80,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Simulate and print what came out; returns the exit code.  Raises ValueError for bad input."""
+    """Simulate, print the result, and return the exit code. Raises ValueError for bad input."""
     from recycle_plugin import planner
     from recycle_plugin.core.vocabulary import machine_constants as machine
 
@@ -105,7 +104,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def given_job(found: argparse.Namespace) -> JobArguments:
-    """The job that the arguments describe, with the costs of its placement.  Raises ValueError for bad input."""
+    """Return the job that the arguments describe, with the costs of its placement. Raises ValueError for bad input."""
     from recycle_plugin.lab.planner import analytic
 
     given = job(found, milliseconds=True, taken=analytic.preset(found.preset) if found.preset else None)
@@ -118,7 +117,7 @@ def given_job(found: argparse.Namespace) -> JobArguments:
 
 
 def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
-    """The changes of the membership that the arguments ask for, and the length of the job in seconds."""
+    """Return the changes of the membership that the arguments ask for, and the length of the job in seconds."""
     from recycle_plugin.lab.simulator import traces
 
     if found.hours is not None and not 0 < found.hours < float("inf"):
@@ -137,7 +136,7 @@ def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
 
 
 def span(text: str, name: str) -> float:
-    """Seconds of a text such as ``30m``; ``name`` is the option's, for the ValueError of bad input."""
+    """Return the seconds of a text such as ``30m``. Raises ValueError; ``name``: of the option."""
     match = _SPAN.fullmatch(text.strip())
     if match is None or float(match["number"]) == 0:
         raise ValueError(f"{name} {text}: write a time such as 90s, 30m or 6h")
@@ -147,7 +146,7 @@ def span(text: str, name: str) -> float:
 def simulate(
     given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int, placement: str
 ) -> dict:
-    """Simulate a job's hours; everything that is printed, times in seconds, throughput in samples per second."""
+    """Simulate a job's hours and return everything to print: times in seconds, throughput in samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
     from recycle_plugin.lab.simulator.network import between
@@ -209,7 +208,7 @@ def simulate(
 
 
 def report(given: JobArguments, result: dict) -> str:
-    """A table with a line for each membership, averages, and what the changes cost."""
+    """Return a table with a line for each membership, averages, and the costs of the changes."""
     shape = given.view.topology
     lines = [
         f"costs: {result['costs']}",

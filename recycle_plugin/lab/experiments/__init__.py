@@ -1,1 +1,1 @@
-"""Jobs that are started to be measured, and what is computed from what they left behind."""
+"""Jobs that are started to be measured, and computations on what they leave behind."""

@@ -1,4 +1,4 @@
-"""What the benchmarks' scripts share: how they begin and end, and the runs from which several of them take figures."""
+"""Shared parts of the benchmarks' scripts: their start and end, and runs that several of them measure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ DEADLINE_S = 600.0  # of a run, and of each wait in it
 
 
 def script(main: Callable[[list[str]], int]) -> None:
-    """Run a script's ``main`` on its command line and exit: 130 when interrupted, with one line where a run failed.
-
+    """Run a script's ``main`` on its command line and exit: with 130 if interrupted, with one line if a run failed.
     SIGTERM counts as Ctrl-C.
     """
     try:
@@ -34,7 +33,7 @@ def script(main: Callable[[list[str]], int]) -> None:
 
 
 def run_part(parts: Mapping[str, Callable[[argparse.Namespace], dict]], found: argparse.Namespace) -> int:
-    """Run ``found.part`` and write its result to ``found.out``; 0 if the result says that its target is met."""
+    """Run ``found.part``, write its result to ``found.out``, and return 0 if the result says that its target is met."""
     found.out.mkdir(parents=True, exist_ok=True)
     result = parts[found.part](found)
     path = found.out / f"{found.part}.json"
@@ -44,7 +43,7 @@ def run_part(parts: Mapping[str, Callable[[argparse.Namespace], dict]], found: a
 
 
 def told(folder: Path, costs: CostModel) -> str:
-    """The override by which the planner of a job is told ``costs``, in a file that is made in ``folder``."""
+    """Write ``costs`` to a file in ``folder`` for a job's planner, and return the override that names it."""
     path = folder.resolve() / "costs.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({name: value for name, value in asdict(costs).items() if value}))
@@ -52,9 +51,7 @@ def told(folder: Path, costs: CostModel) -> str:
 
 
 def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us: int) -> Constants:
-    """Calibrate from the trace of a fault-free run whose F, I and W all take ``nominal_us`` microseconds.  Raises
-    RunFailed.
-    """
+    """Calibrate from the trace of a fault-free run whose F, I and W take ``nominal_us``. Raises RunFailed."""
     with TrainingRun(folder, workers, [*overrides, "recycle.enabled=true", "recycle.trace=true"]) as run:
         run.finish(DEADLINE_S)
     return calibrate(read_traces(folder / "trace"), nominal_us)
@@ -63,9 +60,8 @@ def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us
 def one_loss(
     folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Run a job in which ``lost`` is killed; seconds of ``steps`` steps before and after, and the digests of its plans.
-
-    Raises RunFailed.
+    """Run a job in which ``lost`` is killed; return seconds of ``steps`` steps before and after, and its plans'
+    digests. Raises RunFailed.
     """
     with TrainingRun(
         folder, workers, [*overrides, "recycle.enabled=true", "recycle.rejoin=never", "steps=100000"]

@@ -1,4 +1,4 @@
-"""What runs cost, computed from what they left behind: event logs, traces, step times.  No processes here."""
+"""Costs computed from what runs left behind: event logs, traces, step times. No processes here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, RECEIVES, Instru
 from recycle_plugin.core.vocabulary.span import Span, run_again
 
 REPLACED = 3  # steps after a kill over which its cost is taken
-WARM_UP = 2  # steps at the start of a run that no median counts
+WARM_UP = 2  # steps at the start of a run that medians leave out
 
 
 class TooShort(ValueError):
-    """A run has too few steps for what is to be computed from it."""
+    """A run has too few steps for the computation."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,20 @@ class Kill:
 
 @dataclass(frozen=True)
 class RecoveryCost:
-    """What one kill cost, in seconds.
+    """The cost of one kill, in seconds.
 
-    Had nothing been lost but the worker, and none of what it had done, the kill at fraction f of a step would have left
-    (1 - f) of that step and two more at the degraded speed; ``cost_s`` is what the third commit came later than that.
-    Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody goes on (``plan_s`` of it for
-    planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is negative where survivors had
-    work to go on with meanwhile.  ``redone_s`` is that of the survivor that had most of it: the step is longer by that
-    at least.  ``redone_share``: what was run a second time, by all of them, in the time that the whole step's compute
-    took; ``finished_share``: what the lost worker had run of what was not committed; ``restart_share``: what would have
-    been run again, had the step started anew.  ``stall_s`` is the cost without the redone part.
+    Suppose only the worker were lost, and none of its work. A kill at fraction f of a step would leave (1 - f) of that
+    step and two more at the degraded speed. ``cost_s`` is how much later the third commit came than that. Its parts:
+
+    * ``detection_s``: until the coordinator knows.
+    * ``regroup_s``: from then until all go on; ``plan_s`` of it is planning.
+    * ``redone_s``: compute that ran a second time, of the survivor that had most of it. The step is at least so much
+      longer.
+    * ``rest_s``: the rest; negative if survivors had work to go on with meanwhile.
+
+    Shares of the whole step's compute time: ``redone_share``, run a second time by all of them; ``finished_share``,
+    uncommitted work of the lost worker; ``restart_share``, to be run again if the step had started anew. ``stall_s`` is
+    the cost without the redone part.
     """
 
     seat: str
@@ -59,7 +63,7 @@ class RecoveryCost:
 
 
 def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequence[Span]) -> list[RecoveryCost]:
-    """The costs of each kill of one run, in their order; they have to be far enough apart.  Raises TooShort."""
+    """Return the costs of each kill of one run in their order; kills must be far enough apart. Raises TooShort."""
     resumed = [_resume_after(kill, events) for kill in kills]
     found = []
     for number, (kill, resume) in enumerate(zip(kills, resumed)):
@@ -71,11 +75,11 @@ def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequ
 
 @dataclass(frozen=True)
 class LeaveCost:
-    """What one planned leave cost the others, in seconds, from the step in which it was asked for to the third without
-    the worker.
+    """The cost of one planned leave to the others, in seconds.
 
-    ``before_s`` and ``after_s`` are the medians of the steps with and without it; ``extra_s`` is what those took longer
-    than these together, and ``worst_s`` what one of them did at most.
+    It counts from the step of the request to the third step without the worker. ``before_s`` and ``after_s``: medians
+    of the steps with and without the worker. ``extra_s``: how much longer the counted steps took than these medians;
+    ``worst_s``: the most of one step.
     """
 
     seat: str
@@ -86,8 +90,8 @@ class LeaveCost:
 
 
 def leave_costs(leaves: Sequence[tuple[Seat, float]], events: Sequence[Mapping]) -> list[LeaveCost]:
-    """The costs of each planned leave of one run, in their order: the seats, and when they were asked for in seconds
-    since the epoch.  They have to be far enough apart.  Raises TooShort.
+    """Return the costs of the planned leaves of one run, in their order. Raises TooShort. ``leaves``: seats, and when
+    they were asked for in seconds since the epoch, far enough apart.
     """
     commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
     resumed = [resume["committed"] for resume in events if resume["event"] == "resume"]
@@ -97,7 +101,7 @@ def leave_costs(leaves: Sequence[tuple[Seat, float]], events: Sequence[Mapping])
     for number, (seat, asked_at) in enumerate(leaves):
         began = resumed[number] + (REPLACED if number else WARM_UP)
         last, end = resumed[number + 1], [*resumed, max(commits)][number + 2]
-        asked = min(step for step, at in commits.items() if at > asked_at)  # the step in which it was
+        asked = min(step for step, at in commits.items() if at > asked_at)  # the step in which it was asked for
         before, after = _interval(commits, began, asked - 1), _interval(commits, last + REPLACED, end)
         extra = [
             commits[step] - commits[step - 1] - (before if step <= last else after)
@@ -136,9 +140,10 @@ def _cost(
 
 
 def _redone(spans: Sequence[Span], kill: Kill, step: int, resumed: float) -> tuple[float, ...]:
-    """Computations of the interrupted ``step`` and the next that had been run before ``kill`` and were run after it:
-    seconds of the survivor that had most of them, and of all of them as a share of the step's compute; and that share
-    of what the lost worker, and of what everybody had run when training was ``resumed``.
+    """Return what of the interrupted ``step`` and the next was run before ``kill`` and again after it.
+
+    These are: seconds of the survivor that had most of it; and as shares of the step's compute the repeated work of
+    all, the work of the lost worker, and all work done when training ``resumed``.
     """
     compute = [span for span in spans if span.instruction.op in COMPUTE and span.instruction.step in (step, step + 1)]
     by_seat: dict[Seat, int] = {}
@@ -174,7 +179,7 @@ def _interval(commits: Mapping[int, float], first: int, last: int) -> float:
 
 
 def intervals(commits: Mapping[int, float], first: int, last: int) -> list[float]:
-    """Seconds between the commits of the steps ``first`` to ``last``.  Raises TooShort where there are not two."""
+    """Return seconds between the commits of the steps ``first`` to ``last``. Raises TooShort if there are no two."""
     taken = [
         commits[step + 1] - commits[step] for step in range(first, last) if step in commits and step + 1 in commits
     ]
@@ -197,10 +202,10 @@ class Constants:
 
 
 def calibrate(spans: Sequence[Span], nominal_us: int) -> Constants:
-    """From the trace of a run whose F, I and W all take ``nominal_us``.
+    """Return the constants from the trace of a run whose F, I and W all take ``nominal_us``. Raises TooShort.
 
-    Every number is a median over places where a worker did not wait for anything else: what the
-    planner calls a cost is the time from one start to the next that it makes possible.
+    Each is a median over places where a worker waited for nothing else. A cost in the planner's sense is the time from
+    one start to the next start that it makes possible.
     """
     steps = [span.instruction.step for span in spans]
     kept = [span for span in spans if min(steps) + WARM_UP <= span.instruction.step < max(steps)]
@@ -215,7 +220,7 @@ def calibrate(spans: Sequence[Span], nominal_us: int) -> Constants:
 
 
 def _own_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
-    """From one computation's start to the next one's, where no tensor had to come in between."""
+    """Yield the time from a computation's start to the next one's, if no tensor had to arrive between them."""
     for spans in by_seat.values():
         since: Span | None = None
         for span in spans:
@@ -229,7 +234,7 @@ def _own_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
 
 
 def _travel_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
-    """From a computation's start to that of the one that waited for its result on another worker."""
+    """Yield the time from a computation's start to the start of one that waited for its result on another worker."""
     made = {
         (span.instruction.op, span.instruction.stage, span.instruction.micro_batch, span.instruction.step): span
         for spans in by_seat.values()
@@ -255,7 +260,7 @@ def _consumer(receive: Instruction) -> tuple:
 
 
 def _reductions(spans: Sequence[Span]) -> Iterator[int]:
-    """From the last worker's arrival at a stage's sum until all have it."""
+    """Yield the time from the last worker's arrival at a stage's sum until all have it."""
     joint: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         if span.instruction.op is Op.REDUCE:
@@ -265,7 +270,7 @@ def _reductions(spans: Sequence[Span]) -> Iterator[int]:
 
 
 def _closings(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
-    """From the end of a sum to the next step's first forward, on the first stage, which waits for no tensor."""
+    """Yield the time from the end of a sum to the next step's first forward on stage 0, which waits for no tensor."""
     for seat, spans in by_seat.items():
         ends = {
             span.instruction.step: span.end_us for span in spans if span.instruction.op is Op.REDUCE and seat.stage == 0

@@ -1,4 +1,4 @@
-"""Jobs that take turns with the machine, so that their step times can be compared whatever else it does meanwhile."""
+"""Jobs that use the machine in turns, so that their step times stay comparable whatever else it does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESAMPLES, CONFIDENCE = 4000, 0.95
 
 
 class Window(NamedTuple):
-    """When a run had the machine, in seconds since the epoch, and the processor seconds that it used meanwhile."""
+    """When a run had the machine, in seconds since the epoch, and the processor seconds that it used."""
 
     began: float
     ended: float
@@ -32,7 +32,7 @@ def pause(run: JobRun) -> None:
 
 
 def go_on(run: JobRun) -> None:
-    """Let all processes of the run go on after :func:`pause`."""
+    """Continue all processes of the run after :func:`pause`."""
     _signal(run, signal.SIGCONT)
 
 
@@ -43,7 +43,7 @@ def _signal(run: JobRun, number: int) -> None:
 
 
 def cpu_s(run: JobRun) -> float:
-    """Processor seconds that the run's processes have used."""
+    """Return the processor seconds that the run's processes have used."""
     used = 0.0
     for process in _processes(run):
         with suppress(psutil.NoSuchProcess):
@@ -53,7 +53,7 @@ def cpu_s(run: JobRun) -> float:
 
 
 def memory_bytes(run: JobRun) -> int:
-    """Bytes of memory of the run's processes; what several share is divided among them."""
+    """Return the bytes of memory of the run's processes; shared memory is divided among its users."""
     held = 0
     for process in _processes(run):
         with suppress(psutil.NoSuchProcess):
@@ -62,7 +62,7 @@ def memory_bytes(run: JobRun) -> int:
 
 
 def _processes(run: JobRun) -> Iterator[psutil.Process]:
-    """The run's processes; forked ones do not show their environment."""
+    """Yield the run's processes, including forked workers, whose environment is not visible."""
     workers = {event["pid"] for event in run.events() if event["event"] == "worker"}
     for pid in sorted(workers | {process.pid for process in processes_with(run.mark)}):
         with suppress(psutil.NoSuchProcess):
@@ -70,7 +70,7 @@ def _processes(run: JobRun) -> Iterator[psutil.Process]:
 
 
 def take_turns(jobs: Mapping[str, JobRun], pairs: int, window_s: float) -> dict[str, list[Window]]:
-    """Give each of the paused runs the machine in turn, ``pairs`` times, in the other order each time."""
+    """Give each of the paused runs the machine in turn, ``pairs`` times, in alternating order."""
     windows: dict[str, list[Window]] = {kind: [] for kind in jobs}
     for number in range(pairs):
         for kind in sorted(jobs, reverse=bool(number % 2)):
@@ -84,7 +84,7 @@ def take_turns(jobs: Mapping[str, JobRun], pairs: int, window_s: float) -> dict[
 
 
 def step_s(window: Window, commits: Sequence[float]) -> float:
-    """Mean seconds of the steps that lie within a window.  Raises TooShort where there are none."""
+    """Return the mean seconds of the steps within a window. Raises TooShort if there are none."""
     inside = [at for at in commits if window.began <= at <= window.ended]
     if len(inside) < 2:
         raise TooShort("a window has no whole step: make --window longer")
@@ -92,7 +92,7 @@ def step_s(window: Window, commits: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval of the median, by bootstrap; the same for the same values."""
+    """Return the bootstrap interval of the median, reproducibly."""
     draw = Random(0)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = round((1 - CONFIDENCE) / 2 * RESAMPLES)

@@ -1,1 +1,1 @@
-"""Whole replicas that are struck and come back, beside torchft's: the same model, on the same cores, in turns."""
+"""Whole replicas that are struck and come back, compared with torchft: same model, same cores, in turns."""

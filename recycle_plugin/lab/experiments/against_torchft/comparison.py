@@ -1,4 +1,4 @@
-"""All sides, all strikes, in turns: what was measured, as medians, and judged against what was promised."""
+"""Run all sides and strikes in turns, take medians of the measurements, and compare them with what was promised."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from recycle_plugin.runs import RunFailed, environment
 
 FAULT_FREE = "no fault"
 OURS, RELEASE, TUNED = "recycle", "torchft 0.2.0", "torchft 0.2.0, 1 s"
-SHORT = TrainedShape(2, 1, 0.03, 7)  # what shows the time around a step's compute: small and quick
-PAIRS, WINDOW_S = 8, 1.5  # turns of it and of its baseline, each some 40 steps
-REFERENCE, REFERENCE_S = 120, 300.0  # steps whose losses are known, and how long they may take to compute
-NOT_TUNED = {"stop", "coordinator", FAULT_FREE}  # where a shorter heartbeat timeout has no part
-Rounds = dict[str, dict[str, list[dict]]]  # by strike, by side
+SHORT = TrainedShape(2, 1, 0.03, 7)  # small and quick, so that the time around a step's compute shows
+PAIRS, WINDOW_S = 8, 1.5  # turns of it and of its baseline, each of some 40 steps
+REFERENCE, REFERENCE_S = 120, 300.0  # steps with known losses, and the most seconds to compute them
+NOT_TUNED = {"stop", "coordinator", FAULT_FREE}  # strikes to which a shorter heartbeat timeout does not matter
+Rounds = dict[str, dict[str, list[dict]]]  # {strike: {side: measurements}}
 
 
 def compare(
     sides: Sequence[Side], strikes: Sequence[str], shape: TrainedShape, rounds: int, seed: int, folder: Path
 ) -> Iterator[Rounds]:
-    """Measure everything ``rounds`` times, in turns; what there is after each round.  Raises RunFailed."""
+    """Measure everything ``rounds`` times, in turns, and yield the results after each round. Raises RunFailed."""
     dice, losses = Random(seed), {side.first_step: reference(shape, side.first_step, folder) for side in sides}
     found: Rounds = {
         how: {side.name: [] for side in sides if how not in NOT_TUNED or not side.name.endswith(", 1 s")}
@@ -51,9 +51,7 @@ def compare(
 
 
 def fault_free(side: Side, folder: Path) -> dict[str, float]:
-    """Seconds of a short step, and of one of the same model without fault tolerance, which trains beside it in turns;
-    and the processor seconds of all processes for each.
-    """
+    """Return seconds and processor seconds of a short step, with and without fault tolerance, trained in turns."""
     plain = [side.python, str(LOOPS / "start.py"), "plain.py"]
     jobs: dict[str, Job] = {"plain": (plain, None), "job": (side.command(SHORT.replicas), side.settings)}
     found = in_turns(jobs, SHORT, folder, PAIRS, WINDOW_S)
@@ -68,7 +66,7 @@ def fault_free(side: Side, folder: Path) -> dict[str, float]:
 
 
 def reference(shape: TrainedShape, first_step: int, folder: Path) -> list[list[float]]:
-    """The losses without a failure, by step and replica.  Raises RunFailed."""
+    """Return the losses without a failure, by step and replica. Raises RunFailed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f"losses{first_step}.json"
     command = [sys.executable, str(LOOPS / "reference.py"), str(REFERENCE), str(first_step), str(path)]
@@ -83,8 +81,8 @@ def reference(shape: TrainedShape, first_step: int, folder: Path) -> list[list[f
 
 
 def deadline_s(folder: Path) -> float | None:
-    """What a job of the plugin's has said at its start: after how long a worker whose process is stopped is given up;
-    None where none was.
+    """Return after how many seconds a stopped worker is given up, as one of the plugin's jobs said at its start, or
+    None.
     """
     for path in sorted(folder.glob("stop-recycle*/events.jsonl")):
         for event in read_events(path):
@@ -97,7 +95,7 @@ def deadline_s(folder: Path) -> float | None:
 
 
 def medians(rounds: Sequence[Mapping]) -> dict[str, float | str | None]:
-    """The median of each figure over the rounds that have it; of an outcome how often it was so."""
+    """Return the median of each figure over the rounds that have it, and the counts of each outcome."""
     found: dict[str, float | str | None] = {}
     for name in rounds[0]:
         values = [value for each in rounds if (value := each[name]) is not None]
@@ -109,7 +107,7 @@ def medians(rounds: Sequence[Mapping]) -> dict[str, float | str | None]:
 
 
 class Verdict(NamedTuple):
-    """A promise, what was measured, and whether that keeps it; None where it was not measured."""
+    """A promise, the measurement, and whether it keeps the promise; None if not measured."""
 
     what: str
     measured: float | None
@@ -121,7 +119,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(found: Rounds, stop_s: float | None) -> list[Verdict]:
-    """What was promised of the plugin beside torchft's release; ``stop_s``: the deadline that a job has printed."""
+    """Return the promises for the plugin beside torchft's release; ``stop_s``: the deadline that a job has printed."""
 
     def of(how: str, side: str, figure: str) -> float | None:
         rounds = found.get(how, {}).get(side)
@@ -149,7 +147,7 @@ def verdicts(found: Rounds, stop_s: float | None) -> list[Verdict]:
 
 
 def table(shape: TrainedShape, found: Rounds, stop_s: float | None) -> str:
-    """The medians of all sides, and of each figure the least and the most, in Markdown; and the verdicts."""
+    """Return all sides' medians, with the least and the most, in Markdown, and the verdicts."""
     rounds = max(len(each) for of_sides in found.values() for each in of_sides.values())
     lines = [
         f"measured: {shape.replicas} replicas of one stage, {shape.micro_batches} micro-batches each, "
@@ -174,7 +172,7 @@ def table(shape: TrainedShape, found: Rounds, stop_s: float | None) -> str:
 
 
 def cell(values: Sequence[float | str | None], figure: str) -> str:
-    """A figure of all rounds in a cell."""
+    """Return a cell with a figure of all rounds."""
     there: list = [value for value in values if value is not None]
     if not there:
         return ""

@@ -18,13 +18,13 @@ PANELS = (
     ("kill", "joining_worst", "longest healthy step in a join (usual: 1)"),
     (FAULT_FREE, "overhead_s", "added to each fault-free step, s"),
 )  # strike, figure, title
-COLOURS = {"recycle": ("#1f6fb5", "#5aa2da"), "torchft": ("#e07b39", "#f0b48c")}  # the plain ones, and with a change
+COLOURS = {"recycle": ("#1f6fb5", "#5aa2da"), "torchft": ("#e07b39", "#f0b48c")}  # plain, and with a change
 INK, GRID, POINT = "#22303c", "#d5dbe1", "#22303c"
 COLUMNS, TICKS = 3, 4
 
 
 def draw(found: Rounds, path: Path) -> None:
-    """Write the picture of what was measured to ``path``; panels of what was not are left out."""
+    """Write the picture of the measurements to ``path``, without panels that have none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -43,7 +43,6 @@ def draw(found: Rounds, path: Path) -> None:
 
 
 def _values(found: Rounds, how: str, name: str) -> dict[str, list[float]]:
-    """What each side has of a figure, in its rounds."""
     there: Mapping[str, list[dict]] = found.get(how, {})
     values = {side: [each[name] for each in rounds if each.get(name) is not None] for side, rounds in there.items()}
     return {side: each for side, each in values.items() if each}

@@ -1,11 +1,11 @@
-"""Who is compared: this plugin, and two versions of torchft with two heartbeat timeouts; how each one's job is started.
+"""The sides of the comparison and how their jobs start: this plugin, and two versions of torchft with two timeouts.
 
-The plugin's side is its replicas in plain torch, since torchft's are: the same script's loop around the same forward
-and backward, a worker for each replica, no framework on either side.  Sharded replicas under DeepSpeed's engine would
-bring DeepSpeed's own time into every figure.  It trains by both of its rules for the work of who is away: the others
-take it ("constant"), or nobody does ("shrink"), as with torchft.
+The plugin's side is its replicas in plain torch, like torchft's: the same loop around the same forward and backward,
+one worker for each replica, no framework on either side. Sharded replicas under DeepSpeed's engine would add
+DeepSpeed's own time to every figure. It trains by both of its rules for a lost replica's work: the others take it
+("constant"), or it is left out ("shrink"), as with torchft.
 
-Each version of torchft has an environment of its own, which takes everything but torchft from this one.
+Each version of torchft has its own environment, which takes everything but torchft from this one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from recycle_plugin.runs import JobRun, RunFailed, training_script
 
 LOOPS = training_script().with_name("against_torchft")
 RELEASE, NIGHTLY = "torchft==0.2.0", "torchft-nightly==2026.10.26"
-INSTALL_S = 600.0  # how long it may take to install torchft
+INSTALL_S = 600.0  # to install torchft
 VERSIONS = "from importlib.metadata import version; print(version({!r}), version('torch'))"
 SHRINK = {"unit": "replica", "batch": "shrink"}
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of those compared: the command that starts its job of so many replicas, with which ``settings`` of the
-    plugin's, and the interpreter of its baseline.
+    """A side: the command that starts its job for a number of replicas, and the interpreter of its baseline.
 
-    ``contributed``: from the run and what a newcomer's processes have logged to when its first contribution was
-    committed, None before that.  ``batch``: from the run and its log to the least share of the whole batch that was in
-    a step since a time.  ``coordinator``: the process that decides who is alive.
+    ``settings``: of the plugin. ``contributed``: from the run and the newcomer's log, returns when its first
+    contribution was committed, or None. ``batch``: from the run, its log and a time, returns the least share of the
+    whole batch in a step since then. ``coordinator``: returns the process that decides who is alive.
     """
 
     name: str
@@ -45,17 +44,17 @@ class Side:
     batch: Callable[[JobRun, Sequence[Mapping], float], float]
     coordinator: Callable[[JobRun, Sequence[Mapping]], int]
     settings: Mapping[str, object] | None = None
-    first_step: int = 0  # the number that its loop gives the first step's data
+    first_step: int = 0  # the number of the first step's data in its loop
 
 
 def own_sides() -> list[Side]:
-    """The plugin's."""
+    """Return the plugin's sides."""
     own = (_launched, sys.executable, _contributed_here, batch_here, lambda run, log: run.launcher.pid)
     return [Side("recycle", *own, {}, 1), Side("recycle, shrink", *own, SHRINK, 1)]
 
 
 def rivals() -> list[Side]:
-    """torchft's, with the environments that they need.  Raises RunFailed."""
+    """Return torchft's sides, after making their environments. Raises RunFailed."""
     sides = []
     for package, shown in ((RELEASE, "torchft 0.2.0"), (NIGHTLY, "torchft nightly")):
         python = rival_environment(LOOPS.parents[1] / f".venv-{package.replace('==', '-')}", package)
@@ -72,14 +71,13 @@ def _launched(replicas: int) -> list[str]:
 
 
 def _same(command: list[str], replicas: int) -> list[str]:
-    """What starts it reads the number from its environment."""
+    """Return ``command``: it reads the number of replicas from its environment."""
     return command
 
 
 def rival_environment(folder: Path, package: str) -> str:
-    """The interpreter of the environment in ``folder``, which has ``package``, a requirement as pip takes it.
-
-    It is made if there is none.  Raises RunFailed.
+    """Return the interpreter of the environment in ``folder`` with the pip requirement ``package``. The environment is
+    made if it is missing. Raises RunFailed.
     """
     python, (name, _, wanted) = folder / "bin" / "python", package.partition("==")
     if not (folder / "bin" / "torchft_lighthouse").exists():
@@ -107,7 +105,7 @@ def _run(command: Sequence[str], what: str) -> str:
 
 
 def _contributed_here(run: JobRun, came: Sequence[Mapping]) -> float | None:
-    """The commit of the step from which the newcomer has work."""
+    """Return when the first step in which the newcomer has work was committed."""
     events = run.events()
     steps = [event["step"] for event in events if event["event"] == "rejoined"]
     commits = [
@@ -117,18 +115,18 @@ def _contributed_here(run: JobRun, came: Sequence[Mapping]) -> float | None:
 
 
 def _contributed_there(run: JobRun, came: Sequence[Mapping]) -> float | None:
-    """The end of the newcomer's first step in which it has taken part with more than zeros."""
+    """Return the end of the newcomer's first step in which it contributed more than zeros."""
     return next((line["time"] for line in came if line["event"] == "step" and line["whole"]), None)
 
 
 def batch_here(run: JobRun, log: Sequence[Mapping], since: float) -> float:
-    """A step that lacks a replica's contributions says so where it is committed."""
+    """Return the least share of replicas that contributed to a step since ``since``, by the commits."""
     commits = [event for event in run.events() if event["event"] == "committed" and event["time"] > since]
     return min((len(each["contributed"]) / each["replicas"] for each in commits if "contributed" in each), default=1.0)
 
 
 def batch_there(run: JobRun, log: Sequence[Mapping], since: float) -> float:
-    """Each step divides by those who take part in it."""
+    """Return the least share of replicas in a step since ``since``; torchft divides a step by its members."""
     replicas = len({line["rank"] for line in log if line["event"] == "step"})
     steps = [line for line in log if line["event"] == "step" and line["time"] > since]
     return min((line["members"] / replicas for line in steps), default=1.0)

@@ -1,4 +1,4 @@
-"""One job of one side: a training of replicas whose last one, or whose coordinator, is struck."""
+"""One job of one side: training with replicas, the last of which, or the coordinator, is struck."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from recycle_plugin.observability.run_history import read_events
 from recycle_plugin.runs import JobRun, environment
 
 DEADLINE_S = 180.0  # of each wait in a run
-SAME_S = 0.05  # so far apart peers are at most at the end of a step
-LOOK_S = 0.1  # between two looks at the logs, which have their own times
-WARM_UP, SETTLED = 3, 10  # steps that no median counts, and steps that give one
+SAME_S = 0.05  # seconds between peers at the end of the same step, at most
+LOOK_S = 0.1  # interval of looks at the logs, which have their own times
+WARM_UP, SETTLED = 3, 10  # steps that no median counts, and steps that give a median
 AFTER = 6  # steps that show that a struck job goes on
-WATCHED_S = 150.0  # how long one is watched that does nothing
+WATCHED_S = 150.0  # how long a job is watched that does nothing
 STRIKES = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "coordinator": signal.SIGKILL}
 GOES_ON, ENDS, STANDS = "goes on", "ends", "stands still"
-Job = tuple[Sequence[str], Mapping | None]  # its command, and settings of the plugin's
-Times = list[tuple[float, float]]  # of steps: when they began and ended, in seconds since the epoch
+Job = tuple[Sequence[str], Mapping | None]  # its command, and settings of the plugin
+Times = list[tuple[float, float]]  # of steps: begin and end, in seconds since the epoch
 
 
 @dataclass(frozen=True)
 class TrainedShape:
-    """What all train: a step is ``step_s`` of emulated compute in ``micro_batches``, and the exchange of a third of
-    ``megabytes``, which are of weights and moments.
+    """The training of all sides: ``step_s`` of emulated compute in ``micro_batches``, and an exchange of gradients.
+    ``megabytes``: of weights and moments; a third of it is exchanged in each step.
     """
 
     replicas: int
@@ -50,18 +50,17 @@ class TrainedShape:
 
 @dataclass(frozen=True)
 class Struck:
-    """What a strike has done; None where there is nothing of the kind.
+    """Results of a strike, None if there is no such result.
 
-    ``outcome``: of the training among those who are left.  Seconds: ``ended_s`` from the strike to their end,
-    ``step_s`` of a step before, the median, and ``stall_s``, by which the longest step of a healthy peer that ended
-    afterwards was longer, the return left out.  ``batch``: the least share of the
-    whole batch that was in a step.  ``apart``: how far losses are at most from those of a run without a failure,
-    relatively.
+    ``outcome``: of the training among the survivors. Times are in seconds. ``ended_s``: from the strike to their end.
+    ``step_s``: median of a step before. ``stall_s``: how much longer a healthy peer's longest step since the strike
+    was, without the return. ``batch``: the least share of the whole batch in a step. ``apart``: the largest relative
+    difference of losses from a run without a failure.
 
-    ``start_s``: from the start of the newcomer's process until it is ready to train; ``from_kill_s``, ``from_start_s``,
-    ``join_s``: from the strike, from that start, and from where it is ready, until a step with its contribution is
-    committed.  ``joining``, ``joining_worst``: a healthy peer's steps meanwhile, in units of its steps while the other
-    is away and nobody waits, or where there are none, before: the median, and the longest.
+    ``start_s``: from the start of the newcomer's process until it is ready to train. ``from_kill_s``, ``from_start_s``,
+    ``join_s``: from the strike, that start, and readiness, until a step with its contribution is committed.
+    ``joining``, ``joining_worst``: median and longest of a healthy peer's steps meanwhile, in units of its steps while
+    the other is away and nobody waits, or else of its steps before.
     """
 
     outcome: str
@@ -81,8 +80,8 @@ class Struck:
 def strike(
     side: Side, how: str, shape: TrainedShape, folder: Path, dice: Random, reference: Sequence[Sequence[float]]
 ) -> Struck:
-    """One job in which the last replica is struck by ``how``, of STRIKES, or the coordinator; ``reference``: the losses
-    without a failure, by step and replica.  Raises RunFailed where it does not get as far as that.
+    """Run a job in which the last replica is struck by ``how``, of STRIKES, or the coordinator is. ``reference``:
+    losses without a failure, by step and replica. Raises RunFailed if the job does not get that far.
     """
     peers = range(shape.replicas - 1)
     with started(side.command(shape.replicas), shape, folder, side.settings) as run:
@@ -104,7 +103,7 @@ def strike(
 
 
 def await_outcome(run: JobRun, pids: Sequence[int], peers: Sequence[int], at: float) -> str:
-    """What becomes of the healthy replicas' processes ``pids`` after a strike."""
+    """Return how the training of the healthy replicas' processes ``pids`` goes on after a strike."""
     deadline = time.monotonic() + WATCHED_S
     while time.monotonic() < deadline:
         steps = [line for line in log_of(run) if line["event"] == "step" and line["time"] > at]
@@ -134,7 +133,7 @@ class Back:
 
 
 def returned(run: JobRun, side: Side, shape: TrainedShape, pids: Mapping[int, int]) -> Back:
-    """Wait for the return of the last replica.  Raises RunFailed."""
+    """Wait for the return of the last replica. Raises RunFailed."""
     lost = shape.replicas - 1
 
     def came() -> list[dict]:
@@ -149,7 +148,7 @@ def returned(run: JobRun, side: Side, shape: TrainedShape, pids: Mapping[int, in
 
 
 def after(steps: Times, usual: float, at: float, back: Back | None) -> Struck:
-    """The figures of a job that goes on, from the times of all healthy peers' steps.  Raises TooShort."""
+    """Return the figures of a job that goes on, from the times of all healthy peers' steps. Raises TooShort."""
     ready_at, back_at = (back.ready_at, back.back_at) if back else (float("inf"), float("inf"))
     stalled = [(ended - began, ended) for began, ended in steps if ended >= at and began < ready_at]
     if not stalled:
@@ -178,9 +177,9 @@ def after(steps: Times, usual: float, at: float, back: Back | None) -> Struck:
 def apart(
     log: Sequence[Mapping], peers: Sequence[int], at: float, first_step: int, reference: Sequence[Sequence[float]]
 ) -> float | None:
-    """How far the losses that healthy peers have logged since a strike are at most from ``reference``, relatively.
+    """Return the largest relative difference from ``reference`` of the losses that healthy peers logged since a strike.
 
-    A loop that counts its data from 0 logs its own replica's loss of the step before the one that it names; one that
+    A loop that counts its data from 0 logs its own replica's loss of the step before the one that it names. A loop that
     counts from 1 logs the mean over all replicas.
     """
     found = []
@@ -195,7 +194,7 @@ def apart(
 
 
 class ShortStep(NamedTuple):
-    """A step that nobody disturbs: its seconds, and the processor seconds that all processes of the job take for it."""
+    """An undisturbed step: its seconds, and the processor seconds of all processes of the job."""
 
     step_s: float
     cpu_s: float
@@ -204,7 +203,7 @@ class ShortStep(NamedTuple):
 def in_turns(
     jobs: Mapping[str, Job], shape: TrainedShape, folder: Path, pairs: int, window_s: float
 ) -> dict[str, ShortStep]:
-    """A step of each of these jobs, which have the machine in turns, ``pairs`` windows each: medians over windows."""
+    """Return a step of each of these jobs, which have the machine in turns, as medians over ``pairs`` windows each."""
     with ExitStack() as stack:
         runs = {}
         for name, (command, settings) in jobs.items():
@@ -216,7 +215,7 @@ def in_turns(
 
 
 def short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: TrainedShape) -> ShortStep:
-    """Medians over windows, from those of the steps within each.  Raises TooShort where one has none."""
+    """Return medians over windows of the medians within each. Raises TooShort if a window has no step."""
     found = []
     for window in windows:
         inside = [line for line in log if line["event"] == "step" and window.began <= line["time"] <= window.ended]
@@ -232,7 +231,7 @@ def short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Trained
 
 
 def started(command: Sequence[str], shape: TrainedShape, folder: Path, settings: Mapping | None = None) -> JobRun:
-    """A job of ``command`` with ``folder`` as its run folder."""
+    """Start a job of ``command`` with ``folder`` as its run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in [*folder.glob("log/*"), *folder.glob("store")]:
         stale.unlink()
@@ -240,17 +239,17 @@ def started(command: Sequence[str], shape: TrainedShape, folder: Path, settings:
 
 
 def given(shape: TrainedShape, folder: Path, settings: Mapping | None = None) -> str:
-    """What the loops are told."""
+    """Return the arguments of the loops as JSON."""
     return json.dumps({"folder": str(folder.resolve()), **asdict(shape), "settings": dict(settings or {})})
 
 
 def log_of(run: JobRun) -> list[dict]:
-    """What all processes have logged, each in its order."""
+    """Return what all processes have logged, each in its order."""
     return [line for path in sorted(run.folder.glob("log/*.jsonl")) for line in read_events(path)]
 
 
 def await_steps(run: JobRun, ranks: Sequence[int], since: float, count: int, what: str) -> None:
-    """Return when each of ``ranks`` has done ``count`` steps since then.  Raises RunFailed."""
+    """Return when each of ``ranks`` has done ``count`` steps since ``since``. Raises RunFailed."""
 
     def enough() -> bool:
         log = [line for line in log_of(run) if line["event"] == "step" and line["time"] > since]
@@ -260,6 +259,6 @@ def await_steps(run: JobRun, ranks: Sequence[int], since: float, count: int, wha
 
 
 def steps_of(log: Sequence[Mapping], ranks: Sequence[int]) -> Times:
-    """When the steps of these ranks began and ended, without the first ones."""
+    """Return when the steps of these ranks began and ended, without the first ones."""
     times = [[line["time"] for line in log if line["event"] == "step" and line["rank"] == rank] for rank in ranks]
     return [pair for one in times for pair in pairwise(one[WARM_UP - 1 :])]
