@@ -1,4 +1,4 @@
-"""The hash of a stage's state, computed by a thread while training goes on, until something is to change the state."""
+"""The hash of a stage's state, computed by a thread while training goes on, until the state is about to change."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Callable
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.state.stage_state import StageState
 
-HASH_S = 300.0  # how long a hash may take that somebody waits for
+HASH_S = 300.0  # longest wait for a hash
 
 
 class BackgroundHash:
-    """Hashes ``state``; ``tell(step, digest)`` is called in the thread when a hash is there and nobody has to wait any
-    more.
-
-    Whoever is to change the state, by a step, an undo, a checkpoint, calls :meth:`wait` before.
+    """Hashes ``state`` in a thread, which calls ``tell(step, digest)`` at the end, when nobody has to wait any more.
+    Before the state changes, by a step, an undo or a checkpoint, call :meth:`finish`.
     """
 
     def __init__(self, state: StageState, tell: Callable[[int, str], None]) -> None:
@@ -26,7 +24,7 @@ class BackgroundHash:
         self._error: Exception | None = None
 
     def hash_state(self, step: int) -> None:
-        """Begin to hash the present state, that after ``step``."""
+        """Begin to hash the present state, that after ``step``; waits for the last hash."""
         self.finish()
         assert self._state.step == step, f"the state is that after step {self._state.step}, not {step}"
         compute = self._state.digesting()
@@ -35,11 +33,11 @@ class BackgroundHash:
         threading.Thread(target=self._work, args=(compute,), name="recycle: hash", daemon=True).start()
 
     def hash_done(self) -> bool:
-        """Whether no hash is being computed."""
+        """Return whether no hash is being computed."""
         return self._over.is_set()
 
     def finish(self, timeout_s: float = HASH_S) -> None:
-        """Return once no hash is being computed.  Raises what that has failed with, or WaitTimeout."""
+        """Return once no hash is being computed. Raises the error that it has failed with, or WaitTimeout."""
         if not self._over.wait(timeout_s):
             raise WaitTimeout(f"waited {timeout_s:g} s for the hash of the state after step {self._step}")
         error, self._error = self._error, None
@@ -49,7 +47,7 @@ class BackgroundHash:
     def _work(self, compute: Callable[[], str]) -> None:
         try:
             found = compute()
-        except Exception as error:  # a device's, for the thread that trains
+        except Exception as error:  # of the device; raised in the thread that trains
             self._error = error
             self._over.set()
             return

@@ -1,9 +1,8 @@
-"""What an object holds, told as numbers, words, lists and dicts, so that another process can have it to the bit: of an
-optimizer, of what it wraps, of a scheduler, whatever classes they are made of.
+"""The content of optimizers, schedulers and the like, of any class, *told* as numbers, words, lists and dicts.
 
-What is *told* of a value that is no number or word is a tuple: its kind, and what it consists of.  Reading it runs no
-code of a script's: classes are looked up among those that are imported already, and their objects get attributes only.
-Tensors are told by their form, and go by name, or by value where no names are wanted.
+So another process can have it bit for bit. A told value that is no number or word is a tuple of its kind and its parts.
+Reading it runs no code of a script: classes are looked up among the imported ones, and their objects only get
+attributes. Tensors are told by their form and go by name, or by value if no names are wanted.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ import torch.distributed as dist
 from recycle_plugin.runtime.devices.host import on_host
 
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype))
-STAYS = ("stays",)  # as it is where this is put back: code, what others are at work with, what is told elsewhere
-MADE = ("made",)  # as it was when training was set up: each worker's own, such as its rank
+STAYS = ("stays",)  # keeps its present value where it is put: code, live resources, and values told elsewhere
+MADE = ("made",)  # as when training was set up: each worker's own, such as its rank
 REFUSED = "refused"
-CLOCKED = 1 << 31  # from here on a number may be a time or an address
+CLOCKED = 1 << 31  # larger numbers may be times or addresses
 LEFT = (
     types.FunctionType,
     types.MethodType,
@@ -70,7 +69,7 @@ POSITIONS = (itertools.count, itertools.cycle, types.GeneratorType)
 
 
 class TensorForm(NamedTuple):
-    """A tensor's dtype and shape.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
+    """A tensor's dtype and shape. ``on_host``: in host memory, wherever its parameter is."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -82,15 +81,13 @@ class TensorForm(NamedTuple):
 
 
 def form_of(tensor: torch.Tensor) -> TensorForm:
-    """The form of a tensor."""
+    """Return a tensor's dtype, shape and kind of memory."""
     return TensorForm(tensor.dtype, tuple(tensor.shape), on_host(tensor))
 
 
 class Surrounding(NamedTuple):
-    """What is around an object and no part of it.
-
-    ``called``: the names of parameters; ``others()``: tensors that are told elsewhere, by name; ``stays``: objects that
-    are.
+    """What is around an object but no part of it. ``called``: parameters' names; ``others()``: tensors told elsewhere,
+    by name; ``stays()``: objects told elsewhere.
     """
 
     called: Mapping[Any, str] = {}
@@ -99,17 +96,14 @@ class Surrounding(NamedTuple):
 
 
 class Telling:
-    """One telling of what objects hold, each thing once.
-
-    ``tensors``: where tensors are put, by name; None: they are told by value.
-    """
+    """Tells objects' content, each object once. ``tensors``: gets the tensors by name; None: they are told by value."""
 
     def __init__(self, around: Surrounding | None = None, tensors: dict[str, torch.Tensor] | None = None) -> None:
         self._around, self._tensors = around or Surrounding(), tensors
         self._seen = set(map(id, self._around.stays()))
 
     def of(self, value: Any, where: str) -> Any:
-        """What is told of ``value``, which is at ``where``."""
+        """Tell ``value``, which is at ``where``."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -134,7 +128,7 @@ class Telling:
         return self._object(value, kind, where)
 
     def attributes(self, value: Any, where: str, without: Iterable[str] = ()) -> dict[str, Any]:
-        """What is told of an object's attributes, by name."""
+        """Tell an object's attributes, by name."""
         self._seen.add(id(value))
         found = attributes_of(value)
         kept = sorted(found.keys() - set(without))
@@ -143,7 +137,7 @@ class Telling:
         return {name: self.of(found[name], f"{where}/{name}" if where else name) for name in kept}
 
     def kept(self, value: Any, where: str) -> Any:
-        """What is told of something that an optimizer keeps for a parameter: its tensors are no others."""
+        """Tell what an optimizer keeps for a parameter; its tensors are never shared with others."""
         if self._tensors is None or not isinstance(value, torch.Tensor):
             return self.of(value, where)
         if value.layout != torch.strided:
@@ -162,12 +156,12 @@ class Telling:
 
     @cached_property
     def _ids(self) -> dict[int, str]:
-        """Of parameters, which scripts take for keys."""
+        """Names by id, since scripts use parameters' ids as keys."""
         return {id(parameter): name for parameter, name in self._around.called.items()}
 
     @cached_property
     def _known(self) -> dict[tuple[Any, ...], Any]:
-        """What is told of tensors that are told elsewhere, by what they show; of gradients nothing."""
+        """{view: told form} of tensors told elsewhere; their gradients stay."""
         others = {**{name: each for each, name in self._around.called.items()}, **self._around.others()}
         gradients = (each.grad for each in others.values() if each.is_leaf and each.grad is not None)
         return dict.fromkeys(map(view_of, gradients), STAYS) | {
@@ -202,7 +196,7 @@ class Telling:
         if isinstance(value, torch.nn.Module) and any(each in self._around.called for each in value.parameters()):
             return STAYS  # the model
         if self._tensors is None and hasattr(value, "param_groups"):
-            return STAYS  # what a scheduler is of, or what stands in front of that
+            return STAYS  # a scheduler's optimizer, or a wrapper of it
         found = attributes_of(value)
         if callable(value) and not found:
             return STAYS
@@ -212,14 +206,14 @@ class Telling:
 
 
 def _simple(value: Any, kind: type) -> Any:
-    """What is told of a value that holds no others; None where it may."""
+    """Tell a value that cannot contain others; None if it can."""
     if isinstance(value, np.generic):
         return ("number", value.dtype.str, value.tobytes().hex())
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return ("array", value.dtype.str, list(value.shape), value.tobytes().hex())
     if isinstance(value, enum.Enum):
         return ("enum", *_named(kind), Telling().of(value.value, ""))
-    if isinstance(value, (int, float, str)):  # of a class that is made from these
+    if isinstance(value, (int, float, str)):  # also of subclasses
         return next(base(value) for base in (int, float, str) if isinstance(value, base))
     if isinstance(value, RANDOM):
         return ("random", Telling().of(_random_state(value), ""))
@@ -240,16 +234,16 @@ TORCHS = frozenset(
         "step",
     )
 )
-"""Attributes of any optimizer that torch has for itself."""
+"""Attributes of any optimizer that are torch's own."""
 
 
 def own_to_torch(name: str) -> bool:
-    """Whether any optimizer has an attribute of this name, for torch."""
+    """Return whether any optimizer of torch has an attribute of this name."""
     return name in TORCHS or name in ("state", "param_groups") or name.startswith("_optimizer_")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """An object's attributes, by name, wherever it has them."""
+    """Return an object's attributes, by name, slots included."""
     slots = (name for base in type(value).__mro__ for name in _slots(base))
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
@@ -262,7 +256,7 @@ def _slots(base: type) -> Iterator[str]:
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are the same numbers in memory."""
+    """Return a key that is equal for tensors that show the same numbers in memory."""
     place = tensor.data_ptr() if tensor.layout == torch.strided else 0
     return (place, tensor.shape, tensor.stride(), tensor.dtype) if place else (id(tensor),)
 
@@ -287,7 +281,7 @@ def _random_state(value: Any) -> Any:
 
 
 def refusals(told: Any) -> Iterator[str]:
-    """What of it could not be told, and why."""
+    """Yield what could not be told, and why."""
     if isinstance(told, tuple) and len(told) == 2 and told[0] == REFUSED:
         yield told[1]
     elif isinstance(told, (tuple, list, dict)):
@@ -296,20 +290,20 @@ def refusals(told: Any) -> Iterator[str]:
 
 
 def since(made: Any, told: Any) -> Any:
-    """What is ``told``, with ``MADE`` for what was ``made`` so."""
+    """Return ``told`` with ``MADE`` in place of everything that equals ``made``."""
     if type(told) is type(made) and told == made:
         return MADE
     if isinstance(told, dict) and isinstance(made, dict):
         return {name: since(made[name], each) if name in made else each for name, each in told.items()}
     if isinstance(told, (list, tuple)) and type(told) is type(made) and len(told) == len(made):
-        head = 0 if isinstance(told, list) else len(told) - 1  # of a tuple only what it consists of
+        head = 0 if isinstance(told, list) else len(told) - 1  # only a tuple's last item is its content
         if told[:head] == made[:head]:
             return type(told)([*told[:head], *map(since, made[head:], told[head:])])
     return told
 
 
 def whole(made: Any, told: Any) -> Any:
-    """What :func:`since` was given."""
+    """Invert :func:`since`."""
     if told == MADE:
         return made
     if isinstance(told, dict) and isinstance(made, dict):
@@ -320,7 +314,7 @@ def whole(made: Any, told: Any) -> Any:
 
 
 def compared(told: Any) -> Any:
-    """What is told, without numbers that may be a clock's or an address."""
+    """Return ``told`` without numbers that may be times or addresses."""
     if isinstance(told, (float, complex)) or (type(told) is int and abs(told) >= CLOCKED):
         return None
     if isinstance(told, tuple) and told[:1] == ("number",):

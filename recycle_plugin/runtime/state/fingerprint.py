@@ -1,6 +1,6 @@
-"""A hash of one tensor, to be compared with those of its other copies (core/coordinator/facts/replica_check.py).
+"""A hash of one tensor, to compare its copies (core/coordinator/facts/replica_check.py).
 
-A stage's whole state: runtime/state/stage_state.py.
+For a stage's whole state see runtime/state/stage_state.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from recycle_plugin.runtime.state.stage_state import raw
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """SHA-256 over a tensor's type, shape and bytes, in hex."""
+    """Return the SHA-256 of a tensor's type, shape and bytes, in hex."""
     found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     found.update(raw(tensor))
     return found.hexdigest()

@@ -1,8 +1,8 @@
-"""Values as bytes, for other workers of the job.  They travel over sealed connections only.
+"""Values as bytes, for other workers of the job, over sealed connections only.
 
-Whoever reads bytes of a script's own classes runs code of theirs, as torch does in its object collectives.  So there
-are two ways: what is made of tensors and plain values is read without a class being looked up; objects of a script's
-are read only where the script has handed them over itself, or has them from a checkpoint.
+Unpickling a script's own classes runs their code, as in torch's object collectives. So there are two ways. Tensors and
+plain values are read without looking up any class. A script's objects are read only if the script itself handed them
+over, or from a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from recycle_plugin.runtime.devices.host import HOST
 
 
 def packed(value: Any) -> bytes:
-    """The bytes of a value.  Raises whatever the classes in it do where they can't be pickled."""
+    """Return a value's bytes. Raises the errors of classes in it that cannot be pickled."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def unpacked(text: bytes) -> Any:
-    """The value of which :func:`packed` has made ``text``, tensors in host memory.  Raises UnpicklingError where there
-    is anything but tensors and plain values in it.
-    """
+    """Invert :func:`packed`, with tensors in host memory; UnpicklingError if it has more than tensors and plain values."""
     return torch.load(io.BytesIO(text), map_location=HOST, weights_only=True)
 
 
 def unpacked_objects(text: bytes) -> Any:
-    """The same, with objects of any class: of a worker of this job, over a sealed connection, and of nobody else."""
+    """Invert :func:`packed` for objects of any class: only for bytes of this job's workers, over sealed connections."""
     return torch.load(io.BytesIO(text), weights_only=False)

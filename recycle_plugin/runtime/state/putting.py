@@ -1,4 +1,4 @@
-"""What was told of an object's content (runtime/state/contents.py), put back: in place where something like it is."""
+"""Puts told content back (runtime/state/contents.py), in place if a similar object is there."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from recycle_plugin.runtime.state.contents import (
     view_of,
 )
 
-BUILT_IN = {each.__name__: each for each in (list, dict, set, int, float)}  # what a defaultdict may make
+BUILT_IN = {each.__name__: each for each in (list, dict, set, int, float)}  # factories of a defaultdict
 MISSING = object()
 
 
 class Putting:
-    """Puts back what was told: in place where something like it is there.
-
-    ``like``: a tensor beside which others are made; ``called``: parameters, and other tensors that were told elsewhere,
-    by name.
+    """Puts told content back, in place if a similar object is there. ``like``: new tensors are made on its device;
+    ``called``: parameters, and other tensors told elsewhere, by name.
     """
 
     def __init__(self, like: torch.Tensor | None = None, called: Mapping[str, Any] | None = None) -> None:
         self._like, self._called = like, called or {}
 
     def back(self, told: Any, present: Any = MISSING) -> Any:
-        """What was told, as a value: ``present`` itself where that can have it; MISSING where nobody knows."""
+        """Return the value that was told: ``present`` itself if it can hold that; MISSING if nobody knows."""
         if isinstance(told, torch.Tensor):
             if isinstance(present, torch.Tensor) and form_of(present)[:2] == form_of(told)[:2]:
                 return present.detach().copy_(told) if present.requires_grad else present.copy_(told)
@@ -61,7 +59,7 @@ class Putting:
     def attributes(
         self, told: Mapping[str, Any], present: Any, keeps: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Give ``present`` the attributes that were told; others go, but for those that it ``keeps``."""
+        """Set the attributes of ``present`` to those told. Others are deleted, except those that it ``keeps``."""
         here = attributes_of(present)
         for name in here.keys() - told.keys():
             if not keeps(name):
@@ -74,7 +72,7 @@ class Putting:
     def _list(self, told: list[Any], present: Any) -> Any:
         if not isinstance(present, list):
             if present is not MISSING and Telling().of(present, "") == told:
-                return present  # of another class, such as OmegaConf's
+                return present  # of another list class, such as OmegaConf's
             present = []
         present[:] = self._each(told, present)
         return present
@@ -85,7 +83,7 @@ class Putting:
         return [None if each is MISSING else each for each in found]
 
     def into(self, present: Any, told: Iterable[tuple[Any, Any]]) -> Any:
-        """Give ``present``, a dict, the items that were told; others go."""
+        """Set the items of the dict ``present`` to those told; others are deleted."""
         made = {key: self.back(each, present.get(key, MISSING)) for key, each in told}
         for key in [key for key in present if key not in made]:
             del present[key]
@@ -197,7 +195,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def room(form: TensorForm, like: torch.Tensor | None) -> torch.Tensor:
-    """A tensor of this form, beside ``like``; laid out as that where the shapes are alike."""
+    """Return an empty tensor of this form, on the device of ``like``, and in its layout if the shapes are equal."""
     where = HOST if form.on_host or like is None else like.device
     if like is not None and like.shape == form.shape:
         return torch.empty_like(like, dtype=form.dtype, device=where, requires_grad=False)
@@ -205,7 +203,7 @@ def room(form: TensorForm, like: torch.Tensor | None) -> torch.Tensor:
 
 
 def _class(module: str, name: str, base: type) -> Any:
-    """A class that this process has imported.  Raises RecycleError where there is none of this name."""
+    """Return a class that this process has imported; raises RecycleError if there is none of this name."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,17 +1,17 @@
-"""All that a step changes on a worker, as one object, whatever framework the pieces belong to.
+"""All that a step changes on a worker, as one object, whatever framework its pieces belong to.
 
-What belongs to it is stated once, as a list of parts.  Taking a step back (runtime/undo) is putting them back as they
-were before the step, the hash by which replicas are compared is over all of them, a checkpoint has to have each, and a
-worker that lacks a stage's state is filled from other ones', unit by unit (runtime/state/units.py).
+One list of parts says what belongs to it. Undo (runtime/state/undo) puts the parts back as they were before the step.
+The hash that compares replicas covers all of them, a checkpoint has each, and a worker that lacks a stage's state is
+filled from others, unit by unit (runtime/state/units.py).
 
-The state *after* a step is what the next STEP finds: what the script changes between the two (learning rates, clamped
-weights, a reset moment) belongs to it, on all workers alike.  While somebody is given the state, changes are watched:
-what a script touches first is noted before (runtime/state/touch.py), and compared when the next step is applied.
+The state *after* a step is what the next STEP finds: changes that scripts make in between (learning rates, clamped
+weights, a reset moment) belong to it, alike on all workers. While a newcomer is sent the state, changes are watched:
+the state is recorded before the script's first touch (runtime/state/touch.py), and compared at the next step.
 
-Small parts go by value, tensors by name.  All of this is to be called where the training is: between two instructions,
-and not in another thread, since an optimizer at work leaves tensors of two steps.
+Small parts go by value, tensors by name. Call all of this from the training thread, between two instructions: an
+optimizer at work leaves tensors of two steps.
 
-Not part of it: what no step changes (frozen weights, buffers), and random numbers, which are keyed by the step
+Not part of it: frozen weights and buffers, which no step changes, and random numbers, which are keyed by the step
 (runtime/stage/randomness.py).
 """
 
@@ -45,7 +45,7 @@ from recycle_plugin.runtime.state.contents import (
 from recycle_plugin.runtime.state.putting import MISSING, Putting
 from recycle_plugin.runtime.state.surroundings import is_plain
 
-PIECE = 1 << 20  # bytes that are copied to the host, or hashed, at once
+PIECE = 1 << 20  # bytes copied to the host, or hashed, at once
 ROW = 1024  # numbers
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes
 WRITTEN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
@@ -55,13 +55,12 @@ WRITTEN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 class StatePart:
     """One part of what a step changes.
 
-    ``tensors()`` are those of the part as they are now, to be written in place, by names that begin with the part's and
-    a slash.  ``get()`` is a copy of what goes by value, which ``torch.load(weights_only=True)`` can read; ``set`` takes
-    one over, and makes room for the tensors that it tells of and that are missing.
+    ``tensors()``: its present tensors, to be written in place, named "part/…". ``get()``: a copy of its values, which
+    ``torch.load(weights_only=True)`` can read. ``set``: takes such values over, and makes room for tensors that they
+    name.
 
-    ``follow`` makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the
-    worker and not to its stage, so that replicas differ in it; and what a step has changed of it stays changed where
-    the step is taken back.
+    ``follow``: rewrites the tensors as copies of other parts'. ``own``: the part is the worker's, not its stage's, so
+    replicas differ in it; undo leaves its changes.
     """
 
     name: str
@@ -73,34 +72,29 @@ class StatePart:
 
 
 class StageState:
-    """All that a step changes on a worker: the optimizer's state, and all other ``parts``, in the order of setting
-    them.
-
-    ``applied()`` is the last step that is applied.
+    """All that a step changes on a worker: the optimizer's state and all other ``parts``, in setting order.
+    ``applied()``: the last applied step.
     """
 
     def __init__(self, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[StatePart]) -> None:
         self._applied, self.optimizer = applied, optimizer
         self._watched = -1  # the step since which changes are watched
         self._noted: dict[str, Any] | None = None  # once the script may have begun to change something
-        self.parts = {part.name: part for part in (optimizer.part, optimizer.attributes, *parts)}  # as they are set
+        self.parts = {part.name: part for part in (optimizer.part, optimizer.attributes, *parts)}  # in setting order
 
     @property
     def step(self) -> int:
-        """The last step that is applied."""
         return self._applied()
 
     # --- by value ----------------------------------------------------------------------------------
 
     def small(self, own: bool = False) -> dict[str, Any]:
-        """Copies of what goes by value, by part; ``own``: of what is the worker's instead of what is the stage's."""
+        """Copy the non-tensor state as {part: value}; ``own``: the worker's own parts instead of the stage's."""
         return {part.name: part.get() for part in self.parts.values() if part.get is not None and part.own is own}
 
     def put(self, small: Mapping[str, Any]) -> None:
-        """Set these parts, each to what is handed over here; tensors of the optimizer that were not there then are
-        dropped.
-
-        Raises RecycleError for a part that this worker does not have.
+        """Set these parts; the optimizer's tensors that they do not name are dropped. Raises RecycleError for a part
+        that this worker does not have.
         """
         foreign = small.keys() - {part.name for part in self.parts.values() if part.set is not None}
         if foreign:
@@ -116,7 +110,7 @@ class StageState:
     # --- tensors -----------------------------------------------------------------------------------
 
     def tensors(self, following: bool = True) -> dict[str, torch.Tensor]:
-        """All tensors by name; not ``following``: without those that are copies of others."""
+        """Return all tensors by name; not ``following``: without those that are copies of others."""
         found: dict[str, torch.Tensor] = {}
         for part in self.parts.values():
             if following or part.follow is None:
@@ -125,10 +119,7 @@ class StageState:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write each tensor in place, once :meth:`put` has made room for it.
-
-        Raises RecycleError for one that does not belong here.
-        """
+        """Write each tensor in place, after :meth:`put` has made room. Raises RecycleError for a foreign tensor."""
         present = self.tensors()
         for name, value in tensors.items():
             if name not in present or present[name].shape != value.shape:
@@ -139,15 +130,13 @@ class StageState:
             present[name].copy_(value)
 
     def rewritten(self) -> None:
-        """Let copies follow, since tensors were written otherwise than by a step."""
+        """Rewrite the copies, since tensors were written other than by a step."""
         for part in self.parts.values():
             if part.follow is not None:
                 part.follow()
 
     def check(self) -> None:
-        """Raise RecycleError where something of it can't be told, and so could not be given to a worker that comes
-        back.
-        """
+        """Raise RecycleError if some of it cannot be told, and so could not be sent to a newcomer."""
         for name, told in (self.small() | {"attributes": self.optimizer.told()}).items():
             if (refused := next(refusals(told), None)) is not None:
                 of = type(self.optimizer.optimizer).__name__ if name in ("optimizer", "attributes") else name
@@ -159,22 +148,22 @@ class StageState:
     # --- what a script changes between two steps ---------------------------------------------------
 
     def watch(self) -> None:
-        """Watch from now on, until the next step, what the script changes."""
+        """Watch what the script changes from now on, until the next step."""
         self._watched, self._noted = self.step, None
 
     @property
     def watches(self) -> bool:
-        """Whether the script's next touch is to be told of, by :meth:`touched`."""
+        """Whether :meth:`touched` must be called at the script's next touch."""
         return self._watched == self.step and self._noted is None
 
     def touched(self) -> None:
-        """Note the state before the script touches it."""
+        """Record the state before the script touches it."""
         if self.watches:
             self._noted = self._marks()
 
     def changed(self) -> set[str] | None:
-        """The names of the tensors that the script has changed since :meth:`watch`, and of parameters whose values in
-        the optimizer it has; None where nobody has watched since the last step.
+        """Return the names of tensors, and of parameters' values in the optimizer, that the script has changed since
+        :meth:`watch`; None if nobody has watched since the last step.
         """
         if self._watched != self.step:
             return None
@@ -186,7 +175,7 @@ class StageState:
         )
 
     def _marks(self) -> dict[str, Any]:
-        """Something that differs for each tensor, and each parameter's values, once they change."""
+        """Return a mark for each tensor and each parameter's values that changes with them."""
         tensors = self.tensors()
         values = {f"optimizer/{name}": as_text(value) for name, value in self.optimizer.values({}).items()}
         return values | {name: (form_of(tensors[name]), mark) for name, mark in marks(tensors).items()}
@@ -194,15 +183,15 @@ class StageState:
     # --- to be compared ----------------------------------------------------------------------------
 
     def digest(self) -> str:
-        """SHA-256 of all of it: the same on workers that hold the same bits after the same step.
+        """Return the SHA-256 of the state: equal on workers with the same bits after the same step.
 
-        Reads everything once: a CPU core hashes about 1 GB/s (0.8 measured), and a parameter with Adam has 12 bytes in
-        fp32; tensors of an accelerator are copied to the host piece by piece.
+        Reads everything once. A CPU core hashes about 1 GB/s (0.8 measured); a parameter with Adam has 12 bytes in
+        fp32. Tensors of an accelerator are copied to the host piece by piece.
         """
         return self.digesting()()
 
     def digesting(self) -> Callable[[], str]:
-        """What computes :meth:`digest` of the present state, in any thread, as long as no tensor changes."""
+        """Return what computes :meth:`digest` of the present state, in any thread, while no tensor changes."""
         tensors = self.tensors()
         layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
         small = self.small() | self.optimizer.compared()
@@ -219,12 +208,11 @@ class StageState:
 
 
 class OptimizerState:
-    """An optimizer's state in two parts: what it keeps for each parameter, and its groups; and what else it holds, as
-    attributes, those of optimizers that it wraps included (runtime/state/contents.py).
+    """An optimizer's state in two parts. The first is what it keeps for each parameter, and its groups. The second is
+    its other attributes, including wrapped optimizers' (runtime/state/contents.py).
 
-    ``called``: the names of the model's parameters, or of their masters.  Parameters that are not among them are called
-    by their place in the groups, and belong to the state.  ``others``: more tensors that are no
-    part of it.
+    ``called``: names of the model's parameters, or of their masters. Other parameters are named by their place in the
+    groups, and belong to the state. ``others()``: more tensors that are no part of it.
     """
 
     def __init__(
@@ -240,11 +228,11 @@ class OptimizerState:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """What it keeps for each parameter, by parameter; one that only wraps another may have none."""
+        """{parameter: what the optimizer keeps for it}; empty for a pure wrapper."""
         return getattr(self.optimizer, "state", {})
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The optimizer's parameters by name, in the order of the groups."""
+        """Return the optimizer's parameters by name, in group order."""
         return {
             self._called.get(parameter) or f"{number}.{place}": parameter
             for number, group in enumerate(self.optimizer.param_groups)
@@ -252,12 +240,12 @@ class OptimizerState:
         }
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """The optimizer's parameters that are not the model's, by name, without frozen ones, which no step changes."""
+        """Return the optimizer's parameters that are not the model's, by name, without frozen ones."""
         others = ((name, one) for name, one in self.parameters().items() if one not in self._called)
         return {name: one for name, one in others if one.requires_grad or not isinstance(one, torch.nn.Parameter)}
 
     def kept(self) -> dict[tuple[str, str], torch.Tensor]:
-        """The tensors of the optimizer's state, by the names of the parameter and of the tensor."""
+        """Return the tensors of the optimizer's state, by (parameter's name, tensor's name)."""
         return {
             (name, kind): value
             for name, state in self._states()
@@ -273,7 +261,7 @@ class OptimizerState:
         found = {f"optimizer/{name}": parameter for name, parameter in self.beside().items()}
         telling = Telling(Surrounding(self._called), found)
         for name, state in self._states():
-            for kind, value in state.items():  # as values(), without what is not asked for
+            for kind, value in state.items():  # as in values(), without telling more than needed
                 if isinstance(value, torch.Tensor):
                     found[f"optimizer/{name}/{kind}"] = value
                 elif type(value) not in PLAIN:
@@ -283,9 +271,7 @@ class OptimizerState:
     def values(
         self, tensors: dict[str, torch.Tensor], of: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """What is told of each parameter's state, by name, of all or ``of`` these; its tensors are put into
-        ``tensors``.
-        """
+        """Tell each parameter's state, by name, of all parameters or those in ``of``; its tensors go to ``tensors``."""
         telling, state = Telling(Surrounding(self._called), tensors), self.state
         return {
             name: {kind: telling.kept(value, f"optimizer/{name}/{kind}") for kind, value in state[parameter].items()}
@@ -294,9 +280,7 @@ class OptimizerState:
         }
 
     def shared(self) -> dict[str, Any]:
-        """What is told of what belongs to no single parameter: the groups' hyper-parameters, and what it keeps under
-        other keys.
-        """
+        """Tell the state of no single parameter: the groups' hyper-parameters, and what is kept under other keys."""
         telling = Telling(Surrounding(self._called))
         groups = [
             {name: telling.of(value, f"group {number}/{name}") for name, value in group.items() if name != "params"}
@@ -305,8 +289,8 @@ class OptimizerState:
         return {"groups": groups, "of_no_parameter": telling.of(self._of_no_parameter(), "state")}
 
     def settings(self) -> list[dict[str, Any]]:
-        """What is told of the numbers and words among the groups' hyper-parameters, group by group, as JSON has it; of
-        numbers in tensors too, but not from an accelerator, which would have to come to a halt.
+        """Tell the numbers and words among the hyper-parameters, group by group, in JSON's types. One-number tensors in
+        host memory count too; reading one from an accelerator would stall it.
         """
         telling = Telling()
         return [
@@ -319,11 +303,11 @@ class OptimizerState:
         ]
 
     def compared(self) -> dict[str, Any]:
-        """What is told, by part, of what may differ on workers that hold the same state, without that."""
+        """Tell, by part, what may differ between workers with the same state, without the differing values."""
         return {"attributes": compared(self._get_attributes())}
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Set what :meth:`settings` has given.  Raises RecycleError where it is of another number of groups."""
+        """Set the result of another worker's :meth:`settings`. Raises RecycleError if the number of groups differs."""
         if len(settings) != len(self.optimizer.param_groups):
             raise RecycleError(
                 f"the optimizer has {len(self.optimizer.param_groups)} groups here, and {len(settings)} at the worker "
@@ -335,7 +319,7 @@ class OptimizerState:
                 group[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
     def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
-        """Take what was told of the state of ``parameter``; what is not there goes, with None all."""
+        """Set the told state of ``parameter``; anything else is dropped, with None all."""
         state = self.state
         if values is None:
             state.pop(parameter, None)
@@ -346,7 +330,7 @@ class OptimizerState:
         Putting(parameter, named).into(state[parameter], values.items())
 
     def set_shared(self, shared: Mapping[str, Any]) -> None:
-        """Take what :meth:`shared` has given.  Raises RecycleError where it is of another number of groups."""
+        """Set the result of another :meth:`shared`. Raises RecycleError if the number of groups differs."""
         if len(shared["groups"]) != (here := len(self.optimizer.param_groups)):
             raise RecycleError(
                 f"the optimizer has {here} parameter group{'s' * (here > 1)} here, and {len(shared['groups'])} in the "
@@ -363,11 +347,11 @@ class OptimizerState:
         return {"state": self.values({}), **self.shared()}
 
     def _of_no_parameter(self) -> dict[Any, Any]:
-        """What it keeps under other keys, as torch's optimizers may."""
+        """Return what the optimizer keeps under other keys, as torch's may."""
         return {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
 
     def _set(self, value: Mapping[str, Any]) -> None:
-        """What was not there goes."""
+        """Set the told values; what they lack is dropped."""
         for name, parameter in self.parameters().items():
             self.set_values(parameter, value["state"].get(name))
         self.set_shared(value)
@@ -379,7 +363,7 @@ class OptimizerState:
     # --- what else it holds ------------------------------------------------------------------------
 
     def told(self) -> dict[str, Any]:
-        """What is told of all that it holds."""
+        """Tell everything else that it holds."""
         return self._tell({})
 
     def _tell(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -393,7 +377,7 @@ class OptimizerState:
         return self.parameters() | kept | others
 
     def _told(self) -> Iterator[object]:
-        """What is told as state and groups."""
+        """Yield the objects that are told as state and groups."""
         state = self.state
         yield from (state, *state.values())
         yield self.optimizer.param_groups
@@ -406,7 +390,7 @@ class OptimizerState:
         return found
 
     def _get_attributes(self) -> Any:
-        """What was not made so; None where all was, as of most optimizers."""
+        """Tell what has changed since it was made; None if nothing has, as in most optimizers."""
         told = since(self._made, self.told())
         return None if told == MADE else told
 
@@ -417,20 +401,20 @@ class OptimizerState:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a tensor of one number in host memory, such as a learning rate."""
+    """Return whether it is a one-number tensor in host memory, such as a learning rate."""
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and value.dtype != torch.bfloat16
 
 
 def of_parameters(
     name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None
 ) -> StatePart:
-    """A part that has these parameters as its tensors, and nothing that goes by value."""
+    """Make a part that has these parameters as its tensors, and no values."""
     named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
     return StatePart(name, lambda: named, follow=follow)
 
 
 def add_parameters(part: StatePart, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Have ``part``, which :func:`of_parameters` has made, hold these too."""
+    """Add parameters to ``part``, which :func:`of_parameters` has made."""
     named = part.tensors()
     assert isinstance(named, dict), "it is of parameters"
     named.update((f"{part.name}/{called}", parameter) for called, parameter in parameters.items())
@@ -440,16 +424,15 @@ def add_parameters(part: StatePart, parameters: Mapping[str, torch.nn.Parameter]
 
 
 def pieces(tensor: torch.Tensor, nbytes: int = PIECE) -> tuple[torch.Tensor, ...]:
-    """The flat tensor's parts of up to ``nbytes`` bytes each, in the order of its elements; none of an empty one.
-
-    They share its memory where it lies so.
+    """Split the flattened tensor into parts of up to ``nbytes`` bytes, in element order; views if it is contiguous. An
+    empty tensor has none.
     """
     flat = tensor.detach().reshape(-1)
     return flat.split(max(1, nbytes // flat.element_size())) if flat.numel() else ()
 
 
 def marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A number for each tensor that changes with its bytes, made where the tensor is; reads everything once."""
+    """Return a number per tensor that changes with its bytes, computed on its device; reads everything once."""
     found = {
         name: _mark(tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]))
         for name, tensor in tensors.items()
@@ -467,7 +450,7 @@ def marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _mark(numbers: torch.Tensor) -> torch.Tensor:
-    """A sum of all numbers, each by a factor of its row's and its column's."""
+    """Return a weighted sum of all numbers, with a factor for each row and column."""
     whole = len(numbers) // ROW * ROW
     table, rest = numbers[:whole].view(-1, ROW), numbers[whole:]
     sums = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest.long()
@@ -476,22 +459,18 @@ def _mark(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> Any:
-    """A tensor's bytes, in the order of its elements, as a numpy array of uint8.
-
-    Of a tensor that lies so in host memory, no copy.
-    """
+    """Return a tensor's bytes, in element order, as a numpy array of uint8: a view of contiguous host memory."""
     return fetch(tensor.detach().reshape(-1), "the bytes of a tensor").view(torch.uint8).numpy()
 
 
 def written(form: TensorForm) -> str:
-    """The form as a text, for errors and hashes: "float32[2, 3]"."""
+    """Return the form as text for errors and hashes, such as "float32[2, 3]"."""
     return f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}"
 
 
 def as_text(value: Any) -> str:
-    """A text that is the same for equal values, in whatever order dictionaries were filled.
-
-    Of what is not written alike in all processes counts the class alone.
+    """Return a text that is equal for equal values, whatever the order of dict items. Values that are not written alike
+    in all processes count by their class alone.
     """
     if isinstance(value, WRITTEN):
         return repr(value)

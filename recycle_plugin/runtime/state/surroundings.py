@@ -1,10 +1,9 @@
 """The state of a training script that a step's numbers depend on, as it was when the step began.
 
-What is left of a step after a loss may be run in the middle of something else: of an evaluation by hand, with the model
-in evaluation mode, without gradients, in another precision; or after the script has changed a learning rate, a
-temperature, the weight of a loss for the next step.  Such things are seen here where the script keeps them on the
-model's layers or in the optimizer's groups, as numbers and words.  What it keeps elsewhere is not: ``settle()`` has to
-come before such a change.
+After a loss the rest of a step may run in the middle of something else: of a manual evaluation, with the model in
+evaluation mode, without gradients, in another precision; or after the script has changed a learning rate, a temperature
+or a loss weight for the next step. Such values are seen here if they are numbers and words on the model's layers or in
+the optimizer's groups. For others the script must call ``settle()`` before it changes them.
 """
 
 from __future__ import annotations
@@ -20,41 +19,37 @@ import torch
 
 from recycle_plugin.errors import RecycleError
 
-Place = tuple[int, str]  # which owner, by number, and the name there
-ScriptsValues = tuple[dict[Place, Any], dict[str, torch.Tensor]]  # plain ones, and buffers
+Place = tuple[int, str]  # (number of the owner, name there)
+ScriptsValues = tuple[dict[Place, Any], dict[str, torch.Tensor]]  # plain values, and buffers
 MOST_BYTES = 1 << 26  # of buffers that a script has changed for its steps
 PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Surroundings:
-    """Remembers modes and plain attributes of ``module`` and of the optimizer's ``groups()``, on devices of
-    ``kind``.
-    """
+    """Remembers modes and plain attributes of ``module`` and of the optimizer's ``groups()``; ``kind``: of device."""
 
     def __init__(self, module: torch.nn.Module, kind: str, groups: Callable[[], list[dict[Any, Any]]] = list) -> None:
         self._module, self._kind, self._groups = module, kind, groups
         self._owners: list[MutableMapping[str, Any]] = []
         self._places: list[Place] = []
-        self._left: list[Any] = []  # what was there
+        self._left: list[Any] = []  # the values at the places
         self.remember()
 
     def remember(self) -> None:
-        """Remember autocast, the layers' modes and what is trained, as a step begins."""
+        """Remember autocast, the layers' modes and the trained parameters, as a step begins."""
         self._autocast = torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
         self._modes = [(part, part.training) for part in self._module.modules()]
         self.remember_trained()
 
     def remember_trained(self) -> None:
-        """Remember which parameters require a gradient, and how many groups the optimizer has."""
+        """Remember which parameters require a gradient, and the optimizer's number of groups."""
         self._trained = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
         self._group_count = len(self._groups())
 
     @property
     def retrained(self) -> str:
-        """What the script has frozen, thawed or added to the optimizer since that was remembered, in words; else
-        empty.
-        """
+        """What the script has frozen, thawed or added to the optimizer since that was remembered, in words, or ""."""
         if len(self._groups()) != self._group_count:
             return "groups of the optimizer were added or removed"
         changed = next((one for one, trained in self._trained if one.requires_grad != trained), None)
@@ -64,10 +59,10 @@ class Surroundings:
         return f"{name} was {'thawed' if changed.requires_grad else 'frozen'}"
 
     def leave(self) -> None:
-        """Remember numbers and words as they are now, before the script may change them for the next step."""
-        # groups come last, where scripts add some: places of layers stay as they are
+        """Remember the present numbers and words, before the script may change them for the next step."""
+        # groups come last, since scripts add some: layers' places stay the same
         owners: list[MutableMapping[str, Any]] = [*map(vars, self._module.modules()), *self._groups()]
-        # to look for them takes longer than to look at them
+        # finding them takes longer than reading them
         if [len(owner) for owner in owners] != [len(owner) for owner in self._owners]:
             self._places = [
                 (number, name)
@@ -79,36 +74,36 @@ class Surroundings:
         self._left = [owners[number].get(name) for number, name in self._places]
 
     def changed(self) -> dict[Place, tuple[Any, Any]]:
-        """What the script has changed since :meth:`leave`, as it was then and as it is now."""
+        """Return what the script has changed since :meth:`leave`, as {place: (value then, value now)}."""
         found = {}
         for (number, name), left in zip(self._places, self._left):
             now = self._owners[number].get(name, left)
-            # what a forward leaves there, a tensor, has no truth to compare by
+            # a tensor left there by a forward has no truth value
             if now is not left and is_plain(name, now) and not (is_plain(name, left) and now == left):
                 found[number, name] = left, now
         return found
 
     def now(self, places: Iterable[Place]) -> dict[Place, Any]:
-        """What is at these places."""
+        """Return the values at these places."""
         return {(number, name): self._owners[number].get(name) for number, name in places}
 
     def set(self, values: Mapping[Place, Any]) -> None:
-        """Set what a script has set once."""
+        """Set the values at these places."""
         for (number, name), value in values.items():
             self._owners[number][name] = value
 
     def is_layers(self, place: Place) -> bool:
-        """Whether it is a layer that has this place, and not the optimizer."""
+        """Return whether the place is on a layer, not in the optimizer."""
         return place[0] < sum(1 for _ in self._module.modules())
 
     @property
     def other_modes(self) -> bool:
-        """Whether some layer is in another mode, training or evaluation, than when the step began."""
+        """Whether some layer has another mode (training, evaluation) than when the step began."""
         return any(part.training != training for part, training in self._modes)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside of this context all is as it was when the step began; afterwards as before."""
+        """Return a context in which all is as it was when the step began."""
         changed = self.changed()
         self.set({place: left for place, (left, _) in changed.items()})
         try:
@@ -137,21 +132,21 @@ class Surroundings:
 
 class SetByScript:
     """What a script sets for each of its steps, on layers and in the optimizer's groups, so that a replay of these
-    steps computes with it: a newcomer's on its way to the present, or that of a worker which may have to replay its
-    stage for others.
+    steps computes with it: in a newcomer on its way to the present, or in a worker that may have to replay its stage
+    for others.
 
-    Has an entry for each step before which the script has changed something: some 300 bytes for one number, and a copy
-    of each buffer, of which the oldest go where there are more than MOST_BYTES.
+    One entry per step with changes: some 300 bytes per number, and copies of changed buffers. Beyond MOST_BYTES of
+    buffers the oldest go.
     """
 
     def __init__(self, surroundings: Surroundings, module: torch.nn.Module) -> None:
         self._surroundings, self._buffers = surroundings, _Buffers(module)
         self._by_step: dict[int, dict[Place, Any]] = {}
-        self._built: dict[Place, Any] = {}  # what the script has changed later, as it was before
+        self._built: dict[Place, Any] = {}  # what the script changed later, as it was before
         surroundings.leave()
 
     def begin(self, step: int) -> None:
-        """Note what the script has set since :meth:`end`, for ``step``."""
+        """Record for ``step`` what the script has set since :meth:`end`."""
         self._buffers.begin(step)
         for later in [number for number in self._by_step if number >= step]:  # of steps before a checkpoint was loaded
             del self._by_step[later]
@@ -160,37 +155,35 @@ class SetByScript:
             self._by_step[step] = {place: now for place, (_, now) in changed.items()}
 
     def end(self) -> None:
-        """Go on behind a step: what was changed up to now was not the script."""
+        """Start again after a step: changes up to now were not the script's."""
         self._surroundings.leave()
         self._buffers.leave()
 
     def apply(self, step: int) -> None:
-        """Set what the script has set for ``step`` once more."""
+        """Set again what the script set for ``step``."""
         self._surroundings.set(self._by_step.get(step, {}))
         self._buffers.apply(step)
 
     def forget(self, step: int) -> None:
-        """Forget for which of the steps up to ``step`` something was set: no replay begins before that is over.  Costs
-        a look at each later one.
-        """
+        """Forget the values by step up to ``step``: no replay begins before its end. Costs a look at all entries."""
         for each in [number for number in self._by_step if number <= step]:
             self._built |= self._by_step.pop(each)
         self._buffers.forget(step)
 
     def now(self) -> ScriptsValues:
-        """What is there now of all that a replay sets, and all buffers, which a checkpoint has too."""
+        """Return the present values of all that a replay sets, and all buffers, also those in checkpoints."""
         places = {place for found in (self._built, *self._by_step.values()) for place in found}
         return self._surroundings.now(places), self._buffers.now()
 
     def put_back(self, values: ScriptsValues) -> None:
-        """Set what :meth:`now` has given."""
+        """Set the result of :meth:`now`."""
         plain, buffers = values
         self._surroundings.set(plain)
         self._buffers.put_back(buffers)
 
     def rewind(self, step: int) -> None:
-        """Have the layers as the script had them in ``step``; the optimizer's groups belong to the state.  Costs time
-        in proportion to the steps.
+        """Set the layers as the script had them in ``step``; the optimizer's groups belong to the state. Costs time
+        proportional to the steps.
         """
         found = dict(self._built)
         for each in sorted(number for number in self._by_step if number <= step):
@@ -200,8 +193,8 @@ class SetByScript:
 
 
 def layers_digest(module: torch.nn.Module) -> str:
-    """A digest of what the layers inside of ``module`` are and are set to: classes, modes, plain attributes, and how
-    many hooks of a forward or a backward; not of their weights.  Equal where they compute the same of equal weights.
+    """Return a digest of the layers' classes, modes, plain attributes and numbers of hooks, without weights. Equal if
+    they compute the same from equal weights.
     """
     found = [
         (
@@ -218,9 +211,8 @@ def layers_digest(module: torch.nn.Module) -> str:
 
 
 class _Buffers:
-    """What a script writes to the buffers of ``module``, or puts in their place, before each of its steps.
-
-    Seen by their versions, which does not see what goes past these, as ``.data`` does.
+    """What a script writes to the buffers of ``module``, or replaces there, before each of its steps. Seen by their
+    versions, so changes past these, such as by ``.data``, are missed.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -231,7 +223,7 @@ class _Buffers:
         self.leave()
 
     def leave(self) -> None:
-        """What is changed from now on is changed for the next step."""
+        """Count changes from now on as made for the next step."""
         self._left = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
 
     def begin(self, step: int) -> None:
@@ -279,22 +271,22 @@ class _Buffers:
             if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
                 buffers[own] = value.clone()
             else:
-                now.copy_(value)  # the script may hold this very tensor
+                now.copy_(value)  # in place: the script may hold this tensor
 
 
 class AsStarted:
-    """Which parameters of a ``module`` are trained: what the sum of gradients was made for."""
+    """Which parameters of ``module`` are trained, as when the sum of gradients was set up."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
 
     @property
     def changed(self) -> str | None:
-        """The name of a parameter that a script has frozen or thawed since, None where there is none."""
+        """The name of a parameter that a script has frozen or thawed since, or None."""
         return next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
 
     def check(self, where: str = "in such a job") -> None:
-        """Raise RecycleError where a script has frozen or thawed a parameter since; ``where`` that can't be."""
+        """Raise RecycleError if a script has frozen or thawed a parameter since; ``where``: words for the message."""
         if self.changed is not None:
             raise RecycleError(
                 f"requires_grad of {self.changed} has changed since training was set up, and that is not followed "
@@ -304,7 +296,7 @@ class AsStarted:
 
 
 def is_plain(name: str, value: Any) -> bool:
-    """Whether ``value``, which something has under ``name``, is a number, a word or the like that scripts change."""
+    """Return whether ``value``, an attribute ``name``, is a number, a word or the like that scripts change."""
     return (
         (type(value) in PLAIN or isinstance(value, (np.generic, Enum)))
         and name != "training"

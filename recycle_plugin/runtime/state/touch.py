@@ -1,28 +1,26 @@
-"""What a training script does with parameters between two steps, it does with committed ones.
+"""Has a script's touch of parameters between two steps wait for the step's commit.
 
-``train_batch`` returns before its step is committed, and until then the step can be taken back: with ``clip: validate``
-in the ordinary course of things, otherwise after a loss.  A script must not see parameters that are about to change
-under it, nor write to such, since what it has written would be taken back too.  So as long as a step is not committed,
-a mode of torch's looks at each call, and the first one that gets something a step changes (a parameter, a master, the
-optimizer's state, or a view that shares memory with one) waits for the commit.  This is so with any clipping and
-without: whether a step is taken back does not depend on clipping alone.
+``train_batch`` returns before its step is committed. Until then the step can be taken back: with ``clip: validate``
+regularly, otherwise after a loss. A script must not see parameters that may still change, nor write to them, since its
+writes would be taken back too. So until the commit, a torch function mode looks at each call. The first call that gets
+something a step changes (a parameter, a master, the optimizer's state, or a view of these) waits for the commit. This
+holds with any clipping, and without.
 
-What torch's own functions and methods get is seen, whoever calls them: saving, copying, pickling, ``numpy()``,
-``item()``, ``foreach``, a forward of a part of the model; of the collectives those over the plugin's groups.  Not seen,
-so that ``settle()`` has to come first, are
+The mode sees what torch's own functions and methods get, whoever calls them: saving, copying, pickling, ``numpy()``,
+``item()``, ``foreach``, a forward of part of the model; of collectives, those over the plugin's groups. It does not see
+the following, before which the script must call ``settle()``:
 
-* what reads memory without a call of torch's: numpy arrays, storages and DLPack capsules kept from before,
+* reads of memory without a call of torch: numpy arrays, storages and DLPack capsules kept from before,
   ``torch.utils.dlpack.to_dlpack``;
-* C++ that is given no tensor, or not through torch's dispatch: calls of TorchScript modules, extensions bound by
-  pybind;
-* other threads: modes are a thread's own.  (A process that is forked is seen, before the fork.)
+* C++ that gets no tensor, or gets it past torch's dispatch: TorchScript modules, extensions bound by pybind;
+* other threads: modes are per thread. (A fork is seen, before it happens.)
 
-A call costs 2 µs more until the touch, and 1 µs from there to the next call into the engine, since a mode can't leave
-its own call; meanwhile torch does without its fused kernels for whole transformer layers, which round differently.
-After ``settle()`` there is no mode.
+A call costs 2 µs more until the touch, and then 1 µs until the next call into the engine, since a mode cannot leave
+during its own call. Meanwhile torch does not use its fused kernels for whole transformer layers, which round
+differently. After ``settle()`` there is no mode.
 
-A newcomer's script goes through steps that are over, and its parameters are filled meanwhile, as they come.  What it
-writes to them is dropped: they come with what the others' scripts have written.
+A newcomer's script goes through past steps, while its parameters are filled as they arrive. Its writes to them are
+dropped: they arrive with what the others' scripts have written.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ PROPERTIES = (
 )
 KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad_"})
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
-GRADIENT: Any = torch.Tensor.grad  # descriptors, which types know as tensors
+GRADIENT: Any = torch.Tensor.grad  # descriptors, which torch's stubs declare as tensors
 DATA: Any = torch.Tensor.data
 REQUIRES: Any = torch.Tensor.requires_grad
 DESCRIBING = frozenset(
@@ -64,17 +62,17 @@ DESCRIBING = frozenset(
         *(GRADIENT.__get__, GRADIENT.__set__, GRADIENT.__delete__),
         *(REQUIRES.__set__, torch.Tensor.requires_grad_),
     ]
-)  # no value is read: between two steps there are no gradients, whatever zero_grad() drops; what is trained counts for
-# the next step (runtime/state/surroundings.py)
+)  # these read no value. Between two steps there are no gradients, whatever zero_grad() drops.
+# What is trained counts for the next step (runtime/state/surroundings.py).
 
 
 class FirstTouch(TorchFunctionMode):
-    """A torch function mode that calls ``settle()`` at a script's first touch of one of ``tensors()``; while the worker
-    is a newcomer (``follows()``), each time that the script reads one.
+    """A torch function mode that calls ``settle()`` at a script's first touch of one of ``tensors()``; in a newcomer
+    (``follows()``) at each read.
 
-    It looks from the end of :meth:`lifted` on, unless all is ``settled()`` then.  On the thread's stack of modes it
-    stands below the script's own, whose order of coming and going is theirs: what is on top of the stack belongs to
-    whoever has pushed it, also where ``train_batch`` is called under a mode that is left before the next call.
+    It watches from the end of :meth:`lifted` on, unless all is ``settled()``. On the thread's stack of modes it is
+    below the script's own. The top belongs to whoever pushed it, even if ``train_batch`` is called under a mode that is
+    left before the next call.
     """
 
     def __init__(
@@ -86,14 +84,13 @@ class FirstTouch(TorchFunctionMode):
     ) -> None:
         self._tensors, self._settled, self._settle, self._follows = tensors, settled, settle, follows
         self._guards = False
-        self._guarded: frozenset[int | None] = frozenset()  # storages; looked up when first needed
+        self._guarded: frozenset[int | None] = frozenset()  # storages, looked up at the first use
         self._depth, self._thread = 0, 0
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """A context in which the engine is at work, which touches parameters itself.
-
-        Raises RecycleError where it already is, in another thread.
+        """Return a context for the engine's own work, which touches parameters. Raises RecycleError if the engine
+        already works in another thread.
         """
         thread = threading.get_ident()
         if self._depth and self._thread != thread:
@@ -112,7 +109,7 @@ class FirstTouch(TorchFunctionMode):
                 _put_below(self)
 
     def now(self) -> None:
-        """Settle now, since something is about to touch parameters that no mode will see."""
+        """Settle now, before a touch of parameters that no mode sees."""
         if self._guards and self._thread == threading.get_ident():
             self._wait_for()
 
@@ -128,18 +125,18 @@ class FirstTouch(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _beside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-        """Call ``function`` as a newcomer's script does, which writes nothing, and sees values only of its own step."""
+        """Call ``function`` for a newcomer's script, which writes nothing, and reads values only of its own step."""
         written = _written(function, args, kwargs)
         if written is not None and self._guarded & storages(written):
             return written if isinstance(written, torch.Tensor) else None
         found = function(*args, **kwargs)
         parts = found if isinstance(found, (list, tuple)) else [found]
         if not all(isinstance(part, torch.Tensor) for part in parts) or not storages(parts) <= self._guarded - {None}:
-            self._wait_for(args, kwargs)  # it is no view
+            self._wait_for(args, kwargs)  # not a view: it reads values
         return found
 
     def _look_up(self) -> frozenset[int | None]:
-        # None: what does not say what it shares memory with
+        # None: tensors whose memory is unknown
         return frozenset([None, *(tensor.untyped_storage()._cdata for tensor in self._tensors())])
 
     def _wait_for(self, *touched: Any) -> None:
@@ -154,7 +151,7 @@ class FirstTouch(TorchFunctionMode):
 
 
 def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """What ``function`` writes to; None where it does not."""
+    """Return what ``function`` writes to, or None."""
     name = getattr(function, "__name__", "")
     if "out" in kwargs:
         return kwargs["out"]
@@ -165,19 +162,19 @@ def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[A
 
 
 def touch(*given: Any) -> None:
-    """Show tensors to the thread's modes; call it where they go past torch's dispatch, as to a collective."""
+    """Show tensors to the thread's modes, for calls that pass torch's dispatch, such as collectives."""
     for tensor in tensors_in(given):
         tensor.detach()
 
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """All tensors in what a call of torch's gets, and those that a tensor is made of, as a DTensor of its shard."""
+    """Yield all tensors in a call's arguments, and the inner ones of wrapper tensors such as DTensor."""
     rest = [given]
     while rest:
         one = rest.pop()
         if isinstance(one, torch.Tensor):
             yield one
-            flatten = getattr(type(one), "__tensor_flatten__", None)  # of tensors that hold others
+            flatten = getattr(type(one), "__tensor_flatten__", None)  # of wrapper tensors
             rest.extend(() if flatten is None else [getattr(one, name) for name in flatten(one)[0]])
         elif isinstance(one, (list, tuple)):
             rest.extend(one)
@@ -186,10 +183,7 @@ def tensors_in(given: Any) -> Iterator[torch.Tensor]:
 
 
 def storages(*given: Any) -> set[int | None]:
-    """The storages, by address, of all tensors in what is given.
-
-    None stands for tensors without one of their own (sparse ones, and inside of torch.func).
-    """
+    """Return the addresses of all tensors' storages; None for a tensor without one (sparse, or inside torch.func)."""
     found: set[int | None] = set()
     for tensor in tensors_in(given):
         try:
@@ -203,7 +197,7 @@ def storages(*given: Any) -> set[int | None]:
 
 
 def _take_all() -> list[TorchFunctionMode]:
-    """Off the stack; the topmost one first."""
+    """Pop all modes, the topmost first."""
     return [_pop_mode() for _ in _get_current_function_mode_stack()]
 
 
@@ -218,7 +212,7 @@ def _take_out(mode: TorchFunctionMode) -> None:
 
 
 def _put_below(mode: TorchFunctionMode) -> None:
-    """Below all others but the one of ``torch.set_default_device``, which finds itself at the bottom again."""
+    """Put the mode below all others, except that of ``torch.set_default_device``, which expects the bottom."""
     above = _take_all()
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     last = len(above) - bool(above and above[-1] is default)
@@ -227,10 +221,8 @@ def _put_below(mode: TorchFunctionMode) -> None:
 
 @contextmanager
 def _no_modes() -> Iterator[None]:
-    """The engine computes as in ``train_batch``, whatever modes of either kind the script has, or is tracing;
-    afterwards all is as it was.
-    """
-    bindings: Any = torch._C  # whose stubs lack the second
+    """Return a context as in ``train_batch``: without the script's modes of either kind, and without its tracing."""
+    bindings: Any = torch._C  # torch's stubs lack the second function
     modes, tracing = _take_all(), bindings._get_tracing_state()
     bindings._set_tracing_state(None)
     try:

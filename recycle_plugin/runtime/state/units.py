@@ -1,13 +1,12 @@
-"""A stage's state in units, each of which can be handed to another worker, and stepped there, by itself
+"""A stage's state in units, each of which can be sent to another worker and stepped there by itself
 (core/vocabulary/state_stream.py).
 
-A unit is a parameter with its master and all that the optimizer keeps for it.  That an optimizer steps each parameter
-by itself is known of some (``BY_ITSELF``); of the others, all that they step is one unit.  What belongs to no parameter
-makes units too, which nothing is sent of in a step, so that they are read again after each.
+A unit is a parameter with its master and all that the optimizer keeps for it. Optimizers in ``BY_ITSELF`` are known to
+step each parameter by itself; for others, all that they step is one unit. State of no parameter makes units too. Steps
+send no sums for these, so they are read again after each step.
 
-What goes by value is packed, and read without looking classes up (runtime/state/packing.py): no class of a script's is
-made anew from what another process has said.  Nothing of this changes the state but :meth:`Units.fill` and
-:meth:`Units.write`.
+Values are packed, and read without looking up classes (runtime/state/packing.py), so another process's words create no
+object of a script's class. Only :meth:`StageUnits.fill` and :meth:`StageUnits.write` change the state.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from recycle_plugin.runtime.state.stage_state import (
     written,
 )
 
-SLICE_S = 0.0004  # after so long a call of read() begins no other piece
+SLICE_S = 0.0004  # after this a call of read() begins no further piece
 BY_ITSELF = frozenset(
     f"torch.optim.{name.lower()}.{name}"
     for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -46,19 +45,20 @@ BY_GROUP = frozenset({"deepspeed.ops.adam.fused_adam.FusedAdam"})  # the last pa
 
 
 class StepSums(Protocol):
-    """The part of runtime/stage/gradients.py that other workers' units need."""
+    """What other workers' units need of runtime/stage/gradients.py."""
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """What ``step`` applies to each parameter."""
+        """Return what ``step`` applies to each parameter."""
 
     def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
-        """What REDUCE and TIE leave at a worker that knows these sums, by datum."""
+        """Return what REDUCE and TIE leave, by datum, at a worker that knows only these sums."""
 
 
 class UnitValue(NamedTuple):
-    """A copy of a unit in host memory: ``tensors``, contiguous, by their names in the stage's state, and ``plain``,
-    what goes by value.  ``on_host``: tensors that are in host memory wherever the parameter is.  ``release()``: nobody
-    reads the tensors any more.
+    """A copy of a unit in host memory: contiguous ``tensors`` by their names in the stage's state, and packed values.
+
+    ``on_host``: tensors that are in host memory wherever the parameter is. ``release()``: call it when nobody reads the
+    tensors any more.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -69,8 +69,8 @@ class UnitValue(NamedTuple):
 
 @dataclass(frozen=True)
 class _Content:
-    """What is in a unit: of the parameters ``called`` all; of the ``part`` of that name all that is of no parameter;
-    with ``shared`` what the optimizer has for all parameters together.
+    """What a unit contains: all of the parameters ``called``, or all of the named ``part`` that is of no parameter;
+    with ``shared`` also what the optimizer has for all parameters together.
     """
 
     called: tuple[str, ...] = ()
@@ -80,9 +80,9 @@ class _Content:
 
 @dataclass
 class _Reading:
-    """A unit that is being copied: ``left`` are the pieces to come, with where they go to."""
+    """A unit that is being copied; ``left``: (target, piece) pairs to come."""
 
-    of: object  # the state that it is read of
+    of: object  # the state that is read: step, tensors and versions
     value: UnitValue
     left: Iterator[tuple[torch.Tensor, torch.Tensor]]
     target: torch.Tensor | None = None
@@ -90,13 +90,11 @@ class _Reading:
 
 
 class _Spare:
-    """Buffers in host memory that are used again: to copy to memory that the process has already is several times
-    quicker.  For two threads.
-    """
+    """Reusable buffers in host memory: copying to touched memory is several times faster. For two threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[torch.Tensor]] = {}  # flat, of bytes, by their number
+        self._free: dict[int, list[torch.Tensor]] = {}  # flat bytes, by size
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -114,10 +112,8 @@ class _Spare:
 
 @dataclass
 class StageUnits:
-    """The units of ``state``, read for one newcomer, or written there.
-
-    ``parameters``: those whose gradients are summed, or were, by name; ``gradients``: who has the sums.
-    ``spent(seconds)`` is told how long copying has taken.
+    """The units of ``state``, read for one newcomer, or written there. ``parameters``: those whose gradients are or
+    were summed, by name; ``gradients``: has the sums. ``spent(seconds)`` gets the time that copying has taken.
     """
 
     state: StageState
@@ -125,21 +121,20 @@ class StageUnits:
     gradients: StepSums
     spent: Callable[[float], None] = lambda seconds: None
     _contents: dict[str, _Content] = field(default_factory=dict)
-    _stepped: dict[str, torch.Tensor] = field(default_factory=dict)  # what the optimizer steps, by name
+    _stepped: dict[str, torch.Tensor] = field(default_factory=dict)  # the optimizer's parameters by name
     _readings: dict[str, _Reading] = field(default_factory=dict)
     _spare: _Spare = field(default_factory=lambda: _Spare())
 
     def train(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Have units of these ``parameters`` from now on, and of no others."""
+        """From now on have units of exactly these ``parameters``."""
         self.parameters = parameters
         self._contents.clear()
 
     # --- at the source -----------------------------------------------------------------------------
 
     def head(self) -> tuple[bytes, dict[str, int]]:
-        """What goes by value and the layout, packed, and the bytes of each unit.
-
-        What can't be packed makes a head that says so, whose :meth:`fill` raises; here training goes on.
+        """Return the packed values and layout, and the bytes of each unit. If something cannot be packed, training goes
+        on here, and the newcomer's :meth:`fill` raises the reason.
         """
         self._look_up()
         weights = {name: sum(each.nbytes for each in self._tensors(one).values()) for name, one in self._all().items()}
@@ -150,7 +145,7 @@ class StageUnits:
             return packed(str(error)), weights
 
     def read(self, name: str, rest: bool) -> UnitValue | None:
-        """Copy some of a unit, or all the ``rest`` of it; the copy once it is complete, None before."""
+        """Copy part of a unit, or all the ``rest`` of it; returns the copy once it is complete, else None."""
         began = time.perf_counter()
         try:
             return self._read(name, began + (COPY_S if rest else SLICE_S), rest)
@@ -158,7 +153,7 @@ class StageUnits:
             self.spent(time.perf_counter() - began)
 
     def sums(self, step: int, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """What ``step`` applies to each unit that it applies something to, as REDUCE has left it, without a copy."""
+        """Return what ``step`` applies to each unit that it applies something to, as REDUCE left it, without copies."""
         found = {}
         for name in names:
             trained = self._trained(self._all()[name])
@@ -168,22 +163,22 @@ class StageUnits:
         return found
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Those of these units that the script has changed since the last step."""
+        """Return those of these units that the script has changed since the last step."""
         changed = self.state.changed()
         return [name for name in names if self._has(self._all()[name], changed)] if changed else []
 
     def _has(self, content: _Content, changed: AbstractSet[str]) -> bool:
-        """Whether some of ``changed`` is of this unit, also where that is no more."""
+        """Return whether one of the names ``changed`` belongs to this unit, also if its tensor no longer exists."""
         states = tuple(f"optimizer/{called}/" for called in content.called)
         of = {*self._tensors(content), *(state[:-1] for state in states)}
         return any(each in of or each.startswith(states) for each in changed)
 
     def settings(self) -> list[dict[str, Any]]:
-        """What the optimizer applies its next step with."""
+        """Return what the optimizer applies its next step with."""
         return self.state.optimizer.settings()
 
     def _told(self) -> dict[str, Any]:
-        """What a head says, by what it is called in errors."""
+        """Return what a head has, by its name in errors."""
         small, shared = self.state.small(), self.state.optimizer.shared()
         return {
             **{f"part {name}": value for name, value in small.items() if name != "optimizer"},
@@ -209,7 +204,7 @@ class StageUnits:
                 return None
 
     def _reading(self, name: str) -> _Reading:
-        """The reading that has begun, or a new one where the state is another one by now."""
+        """Return the reading under way, or a new one if the state has changed since."""
         content = self._all()[name]
         sources = self._tensors(content)
         of = self.state.step, [(each, id(tensor), tensor._version) for each, tensor in sources.items()]
@@ -226,7 +221,7 @@ class StageUnits:
         return self._readings[name]
 
     def _plain(self, content: _Content) -> bytes:
-        """What goes by value of a unit, packed; b"" for nothing, as torch's optimizers mostly have."""
+        """Return a unit's packed values; b"" if there are none, as mostly with torch's optimizers."""
         optimizer = self.state.optimizer
         tensors: dict[str, torch.Tensor] = {}
         values = {
@@ -242,10 +237,8 @@ class StageUnits:
     # --- at the newcomer ---------------------------------------------------------------------------
 
     def fill(self, head: bytes) -> None:
-        """Take what goes by value from another worker's head.
-
-        Raises RecycleError, and changes nothing, where the other worker's state is not of this stage, or can't be
-        handed over.
+        """Take the values in another worker's head. Raises RecycleError, and changes nothing, if that worker's state is
+        not of this stage, or could not be packed.
         """
         told = unpacked(head)
         if isinstance(told, str):
@@ -257,14 +250,13 @@ class StageUnits:
         self.state.optimizer.set_shared(shared)
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Have the optimizer apply steps with what another worker's has applied one with."""
+        """Have the optimizer apply steps with another worker's settings."""
         self.state.optimizer.take_settings(settings)
 
     @torch.no_grad()
     def write(self, name: str, value: UnitValue) -> None:
-        """Write a unit in place, and make what is not there; what the other worker does not have goes.
-
-        Raises RecycleError where it has something that is not of this unit.
+        """Write a unit in place, and create missing tensors; what the other worker lacks is dropped. Raises
+        RecycleError if the unit has something that does not belong here.
         """
         content, optimizer = self._all()[name], self.state.optimizer
         values, shared = unpacked(value.plain) if value.plain else ({}, None)
@@ -291,16 +283,16 @@ class StageUnits:
             write_to(target, tensor, f"unit {name}")
 
     def gathered(self, step: int, sums: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[Datum, Any]:
-        """What REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, and nothing for others."""
+        """Return what REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, none for others."""
         found = {}
         for name, values in sums.items():
             for parameter, value in zip(self._trained(self._all()[name]), values, strict=True):
-                if value.numel() == parameter.numel():  # else the script has taken it away
+                if value.numel() == parameter.numel():  # else empty: the script has removed it
                     found[parameter] = put(value, parameter.device, f"the gradient of {name}")
         return self.gradients.gathered(step, found)
 
     def _check(self, told: Mapping[str, Any]) -> None:
-        """Compare what a head says with what is here.  Raises RecycleError with both sides."""
+        """Compare a head with the state here; raises RecycleError with both sides."""
         here = {f"part {name}" for name in self.state.small() if name != "optimizer"}
         there = {name for name in told if name.startswith("part ")}
         if here != there:
@@ -325,7 +317,7 @@ class StageUnits:
         return self._contents
 
     def _look_up(self) -> None:
-        """List the units anew; their number of names costs time."""
+        """List the units anew. Costs time, since there are many names."""
         optimizer = self.state.optimizer
         self._stepped = optimizer.parameters()
         beside = {f"optimizer/{name}": (name,) for name in optimizer.beside()}
@@ -352,14 +344,14 @@ class StageUnits:
         return found | {name: _Content((name,)) for name in known - self._stepped.keys()}
 
     def _of_part(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part that belong to no parameter."""
+        """Return the tensors of a part that belong to no parameter."""
         if part in ("optimizer", "attributes"):
             return {}
         tensors = self.state.parts[part].tensors()
         return {name: each for name, each in tensors.items() if name.removeprefix(f"{part}/") not in self.parameters}
 
     def _tensors(self, content: _Content) -> dict[str, torch.Tensor]:
-        """The tensors of a unit as they are now, by name."""
+        """Return the present tensors of a unit, by name."""
         found = dict(self._of_part(content.part)) if content.part else {}
         if content.shared:
             found |= self.state.optimizer.attributes.tensors()
@@ -379,7 +371,7 @@ class StageUnits:
         return [self.parameters[called] for called in content.called if called in self.parameters]
 
     def _layout(self) -> dict[str, str]:
-        """The form of each tensor that has to be there, and which parameters each group has."""
+        """Return the form of each tensor that must be there, and each group's parameters."""
         optimizer = self.state.optimizer.optimizer
         names = {parameter: name for name, parameter in self._stepped.items()}
         found = {
@@ -396,12 +388,10 @@ class StageUnits:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value, which comes out of its packing as it went in.  Raises RecycleError with ``name`` where it does
-    not.
-    """
+    """Return the value; raises RecycleError with ``name`` if packing would change it."""
     try:
         made = unpacked(packed(value))
-    except Exception as error:  # torch's, or of whatever class can't be pickled
+    except Exception as error:  # torch's, or that of a class that cannot be pickled
         raise RecycleError(f"{name} has something that can't be sent to another worker: {_first(error)}") from None
     if as_text(made) != as_text(value):
         raise RecycleError(f"{name} has something that another worker would read otherwise")

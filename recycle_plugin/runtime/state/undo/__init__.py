@@ -1,17 +1,16 @@
-"""Taking a worker's own last step back: its stage's state (runtime/state/stage_state.py) as it was before the step.
+"""Taking a worker's own last step back: the stage's state (runtime/state/stage_state.py) as before the step.
 
-Records are kept from just before the step until it is committed by all stages; one record suffices
-(core/vocabulary/commit_rule.py). There are three ways behind one interface:
+Records are kept from just before the step until all stages have committed it; one record suffices
+(core/vocabulary/commit_rule.py). There are three kinds:
 
-* ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter for Adam,
-  copied before every step.
-* ``host_snapshot`` has these copies in host memory, and an accelerator makes them while it computes.
-* ``inverse`` turns the update rule round, after SWIFT (Zhong et al., PPoPP'23, arXiv 2302.06173, update-undo).  It
-  needs the applied gradient, whose sum over the workers is kept until the commit in any case, for peers that may lack
-  it; so it takes no bytes of its own.  For the optimizers in :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding
-  is not taken back.
+* ``snapshot`` copies all that the step changes, before every step. Exact, for any optimizer; 12 bytes per parameter for
+  Adam.
+* ``host_snapshot`` puts these copies into host memory; an accelerator makes them while it computes.
+* ``inverse`` inverts the update rule, after SWIFT (Zhong et al., PPoPP'23, arXiv 2302.06173, update-undo). It needs the
+  applied gradient, whose sum over the workers is kept until the commit anyway, for peers that may lack it. So it takes
+  no bytes of its own. It works for the optimizers in :mod:`~recycle_plugin.runtime.state.undo.rules`, up to rounding.
 
-In all of them hyper-parameters, step counts, learning-rate schedulers and counters come back exactly.
+All of them restore hyper-parameters, step counts, learning-rate schedulers and counters exactly.
 """
 
 from __future__ import annotations
@@ -26,45 +25,44 @@ from recycle_plugin.runtime.state.undo.snapshot import Snapshot
 
 
 class Undo(Protocol):
-    """Takes an optimizer's step back: ``before_step()``, the step, and ``restore()`` if it must not have been."""
+    """Takes an optimizer's step back: call ``before_step()``, step, and ``restore()`` if the step must not stand."""
 
     exact: bool  # restore() puts back every bit
 
     def prepare(self) -> None:
-        """Begin with what before_step() will keep, if it takes long: the last step is committed, and nothing that the
-        next one changes is changed before it.  As often as one likes.
+        """Start the slow part of before_step() early; may be called repeatedly. The last step must be committed, and
+        the state must not change before the next step.
         """
 
     def before_step(self) -> None:
-        """Keep what restore() needs, over what was kept for the step before.
-
-        Called when gradients are as the step will apply them: reduced and clipped.
+        """Keep what restore() needs, over the last step's record. Call it when gradients are as the step will apply
+        them: reduced and clipped.
         """
 
     def restore(self) -> None:
-        """Take the step since ``before_step()`` back, once; RuntimeError if there is none."""
+        """Take back the step since ``before_step()``, once; raises RuntimeError if there is none."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the tensors that are kept for it."""
+        """Bytes of the kept tensors."""
 
 
 class NoUndo:
-    """Keeps nothing, for steps that are never taken back: some live worker has their sum until they are committed, and
-    nobody rejects them, since there is one stage, whose optimizer judges a step before it applies it.
+    """Keeps nothing, for steps that are never taken back. A job with one stage needs no undo: some live worker has each
+    step's sum until the commit, and the optimizer judges a step before it applies it.
     """
 
     exact = True
     held_bytes = 0
 
     def prepare(self) -> None:
-        """Nothing: there is nothing to keep."""
+        """Do nothing."""
 
     def before_step(self) -> None:
-        """Nothing: there is nothing to keep."""
+        """Do nothing."""
 
     def restore(self) -> None:
-        """Raise AssertionError: nobody asks for this."""
+        """Raise AssertionError: this is never called."""
         raise AssertionError("a step of a job with one stage is never taken back")
 
 
@@ -72,4 +70,4 @@ KINDS: dict[str, Callable[..., Undo]] = {
     "snapshot": Snapshot,
     "host_snapshot": partial(Snapshot, copies=HostCopies),
     "inverse": Inverse,
-}  # by the setting's words; constructed alike, of a state, and of who keeps gradients
+}  # by the setting's words; all take a state and a keeper of gradients

@@ -1,15 +1,14 @@
-"""Undo by turning the update rule round (SWIFT's update-undo; sources in the package's docstring).
+"""Undo by inverting the update rule (SWIFT's update-undo; sources in the package's docstring).
 
-Not exact.  Each element comes back within a few roundings of the *largest* of the values that met in it:
-of p and the update for parameters, of m and (1 − β1)·g for a first moment, of v and (1 − β2)·g² for a second.
-So after ordinary gradients 97% of Adam's fp32 parameters are bit-equal and the others one rounding off (70% for
-SGD with weight decay); after a gradient spike what was small beside it is gone.  A redo with the same
-gradient, which is what recovery does, meets the same large values again and ends where the first try ended,
-within the same few roundings.  With another gradient it goes on with moments that have forgotten what was
-before the spike.
+Not exact. Each element comes back within a few roundings of the *largest* value that met in it: of p and the update for
+parameters, of m and (1 − β1)·g for a first moment, of v and (1 − β2)·g² for a second. After ordinary gradients 97% of
+Adam's fp32 parameters are bit-equal and the others one rounding off (70% for SGD with weight decay). After a gradient
+spike, values that were small beside it are gone. A redo with the same gradient, as in recovery, meets the same large
+values and ends where the first try ended, within the same few roundings. With another gradient it continues with
+moments that have forgotten the time before the spike.
 
-Refused: parameters in other types than fp32 and fp64 (bf16 would come back with 2⁻⁸ of its value lost, fp16 with 2⁻¹¹),
-AMSGrad, unknown optimizers, sparse gradients.
+Refused: parameters in other types than fp32 and fp64 (bf16 would lose 2⁻⁸ of its value, fp16 2⁻¹¹), AMSGrad, unknown
+optimizers, sparse gradients.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from recycle_plugin.runtime.state.undo import rules
 from recycle_plugin.runtime.state.undo.kept import Keeper, KeptCopies, Small
 
 DTYPES = (torch.float32, torch.float64)
-LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided out again, and rounding grows with it
+LARGEST_DECAY = 0.5  # of lr × weight decay: undo divides by 1 minus this, and rounding grows with it
 
 
 class Inverse:
-    """Undo by inverting the update rule, from the gradients as they are when ``before_step()`` is called.
+    """Undo by inverting the update rule, from the gradients as they are at ``before_step()``.
 
-    Those are ``keeper``'s, which has them anyway.  Of a gradient that is not its, because a hook has put another one in
-    place, there is a copy, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it,
-    and zero_grad() may write zeros into it.  Raises RecycleError for optimizers and parameters whose steps can't be
-    taken back.
+    ``keeper`` has most of them anyway. A gradient that a hook has replaced is copied, since p.grad does not outlive the
+    step: Nesterov with ``foreach`` adds the momentum into it, and zero_grad() may zero it. Raises RecycleError for
+    optimizers and parameters whose steps cannot be taken back.
     """
 
     exact = False
@@ -46,17 +44,18 @@ class Inverse:
         self._rule = rules.of(self._optimizer)
         self._small = Small(state)
         self._keeper = keeper
-        self._kept: set[str] = set()  # whose gradients the keeper has
-        self._gradients = KeptCopies()  # the others
+        self._kept: set[str] = set()  # names of gradients that the keeper has
+        self._gradients = KeptCopies()  # all other gradients
         self._others = KeptCopies()  # state tensors that the rule does not invert: step counts
-        stock = type(self._optimizer).__module__.startswith(("torch.", "deepspeed."))  # its own tensors are scratch
+        # stock optimizers' own tensors are scratch
+        stock = type(self._optimizer).__module__.startswith(("torch.", "deepspeed."))
         attributes = {} if stock else self._of.attributes.tensors()
         _check_parameters(self._of.parameters(), {**self._of.beside(), **attributes})
         _check_groups(self._optimizer)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the gradients that were copied and of the state that is not inverted."""
+        """Bytes of copied gradients and of state that is not inverted."""
         return self._gradients.nbytes + self._others.nbytes
 
     def prepare(self) -> None:
@@ -65,9 +64,8 @@ class Inverse:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Keep what taking the step back needs: gradients, and what can't be computed back from what the step leaves.
-
-        Raises RecycleError where the step could not be taken back.
+        """Keep gradients, and what cannot be computed back from the step's results. Raises RecycleError if the step
+        could not be taken back.
         """
         _check_groups(self._optimizer)
         parameters = self._of.parameters()
@@ -87,7 +85,7 @@ class Inverse:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the step back.  Raises RecycleError, and changes nothing, where something in it is not finite."""
+        """Take the step back. Raises RecycleError, and changes nothing, if something in it is not finite."""
         groups = self._small.parts["optimizer"]["groups"]
         for step in self._steps(groups):
             self._check_finite(step)
@@ -98,7 +96,7 @@ class Inverse:
         self._whole.rewritten()
 
     def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.AppliedStep]:
-        """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
+        """Yield what was applied to each parameter that had a gradient, with the hyper-parameters used then."""
         named = {parameter: name for name, parameter in self._of.parameters().items()}
         for group, told in zip(self._optimizer.param_groups, groups, strict=True):
             saved = Putting().into({}, told.items())
@@ -120,7 +118,7 @@ class Inverse:
         return self._keeper.applied_to(parameter)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The optimizer's state of a parameter that has been stepped.  Raises RecycleError where it lacks something."""
+        """Return the optimizer's state of a stepped parameter; raises RecycleError if it lacks something."""
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         missing = [name for name in self._rule.needs if name not in state]
         if missing:
@@ -146,7 +144,7 @@ def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[st
             "cannot take steps back whose optimizer has parameters or attributes of its own beside the model's",
             'write "snapshot"',
         )
-    stepped = [one for one in parameters.values() if one.requires_grad]  # a frozen one never is
+    stepped = [one for one in parameters.values() if one.requires_grad]  # frozen ones never are
     for dtype in {parameter.dtype for parameter in stepped}:
         if dtype not in DTYPES:
             raise _refused(
@@ -171,7 +169,7 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite, in one pass; NaN is the least and the largest of whatever it is among."""
+    """Return whether all elements are finite, in one pass: a NaN becomes both minimum and maximum."""
     return tensor.numel() == 0 or all(map(torch.isfinite, torch.aminmax(tensor)))
 
 

@@ -1,6 +1,4 @@
-"""What the ways of undo keep: copies of tensors, and the small parts of a stage's state; and what others keep for
-them.
-"""
+"""What undo keeps: copies of tensors, and small parts of a stage's state; and the port to gradients kept elsewhere."""
 
 from __future__ import annotations
 
@@ -16,19 +14,17 @@ from recycle_plugin.runtime.state.stage_state import StageState
 
 
 class Keeper(Protocol):
-    """Who has the gradients of a step for as long as that may have to be taken back (runtime/stage/gradients.py)."""
+    """Keeps the gradients of a step while it may be taken back (runtime/stage/gradients.py)."""
 
     def holds(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-        """Whether ``gradient``, about to be applied to ``parameter``, is what :meth:`applied_to` will give."""
+        """Return whether :meth:`applied_to` will return ``gradient``, which is about to be applied to ``parameter``."""
 
     def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gradient that the last step has applied to ``parameter``."""
+        """Return the gradient that the last step applied to ``parameter``."""
 
 
 class KeptCopies:
-    """Copies of tensors by key, beside them, in buffers that are allocated once: what a step needs must not be missing
-    because something else has taken it meanwhile.
-    """
+    """Copies of tensors by key, on their device, in buffers allocated once: no later step may lack memory for them."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, torch.Tensor] = {}
@@ -44,18 +40,16 @@ class KeptCopies:
         return key in self._buffers
 
     def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
-        """Nothing: they are taken at once, when they are needed."""
+        """Do nothing: copies are made at once, when needed."""
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
-        """Copy ``sources``, and forget keys that are not among them."""
+        """Copy ``sources``, and forget other keys."""
         self._buffers = {key: self._buffer(key, source) for key, source in sources.items()}
         _copy(list(self._buffers.values()), list(sources.values()))
 
     def put_back(self, targets: Mapping[Any, torch.Tensor]) -> None:
-        """Copy into the tensor of each key.
-
-        Not by exchanging storages: parameters and moments may be views into flat buffers, and whoever
-        else holds such a buffer has to see the old values too.
+        """Copy each value into the tensor of its key. Storages are not exchanged: parameters and moments may be views
+        into flat buffers, whose other holders must see the old values too.
         """
         _copy([targets[key] for key in self._buffers], list(self._buffers.values()))
 
@@ -68,27 +62,25 @@ class KeptCopies:
 
 
 class HostCopies:
-    """Copies of tensors by key in host memory, which an accelerator makes beside its computing.
-
-    They have no buffers of their own: what was pinned for the last ones is used for the next (runtime/devices/).
+    """Copies of tensors by key in host memory, which an accelerator makes beside its computing. They reuse the last
+    copies' pinned memory (runtime/devices/).
     """
 
     def __init__(self) -> None:
-        self._copies: list[tuple[list[Any], Copy]] = []  # under way together, with their keys
-        self._of: dict[Any, tuple[torch.Tensor, int]] = {}  # what was copied, with its version
+        self._copies: list[tuple[list[Any], Copy]] = []  # (keys, copy) of each device's
+        self._of: dict[Any, tuple[torch.Tensor, int]] = {}  # each source, with its version
 
     @property
     def nbytes(self) -> int:
         return sum(copy.nbytes for _, copy in self._copies)
 
     def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
-        """Begin to copy ``sources``, which nobody changes before :meth:`take`; where that has begun, go on.
-
-        What is on the host already is copied at once: there is no other memory that it could stay in.
+        """Begin to copy ``sources``, which must not change before :meth:`take`; goes on if that has begun. Host tensors
+        are copied at once: they have no other memory to stay in.
         """
         if self._began_with(sources):
             return
-        self._copies = []  # first, so that their memory is free
+        self._copies = []  # first, to free their memory
         self._of = {key: (source, source._version) for key, source in sources.items()}
         for here in (True, False):
             keys = [key for key, source in sources.items() if on_host(source) is here]
@@ -98,14 +90,14 @@ class HostCopies:
                 self._copies.append((keys, copy))
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
-        """Have copies of ``sources`` as they are now: those that were begun, or others where something has changed."""
+        """Have copies of the present ``sources``: those begun, or new ones if something has changed."""
         self.start(sources)
         for _, copy in self._copies:
             copy.wait(COPY_S)
-        self._of = {}  # the step that comes changes them
+        self._of = {}  # the coming step changes them
 
     def put_back(self, targets: Mapping[Any, torch.Tensor]) -> None:
-        """Copy into the tensor of each key."""
+        """Copy each value into the tensor of its key."""
         for keys, copy in self._copies:
             for key, value in zip(keys, copy.wait(COPY_S), strict=True):
                 write(targets[key], value, "what a step is taken back to")
@@ -117,7 +109,7 @@ class HostCopies:
 
 
 class Small:
-    """Copies of what goes by value of ``state``, as it was before a step."""
+    """Copies of the values in ``state``, from before a step."""
 
     def __init__(self, state: StageState) -> None:
         self._state = state
@@ -125,22 +117,21 @@ class Small:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The copies, by part.  Raises RuntimeError if none were taken."""
+        """The copies, by part. Raises RuntimeError if there are none."""
         if self._parts is None:
             raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
         return self._parts
 
     def take(self) -> None:
-        """Copy what goes by value as it is now."""
+        """Copy the present values."""
         self._parts = self._state.small()
 
     def put_back(self) -> None:
-        """Put the copies back, which can be done once: what was kept is handed out."""
+        """Put the copies back; works once, since the copies themselves are handed out."""
         self._state.put(self.parts)
         self.forget()
 
     def forget(self) -> None:
-        """Drop the copies."""
         self._parts = None
 
 

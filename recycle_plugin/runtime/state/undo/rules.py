@@ -1,11 +1,12 @@
-"""Optimizers' update rules turned round: from what a step left to what it found.
+"""Inverses of optimizers' update rules: from a step's results to what it found.
 
-``p``, ``m``, ``v``, ``b`` are the values after the step, ``g`` the applied gradient.  The formulas are those of
-SWIFT's update-undo (Zhong et al., PPoPP'23, arXiv 2302.06173); besides Nesterov, dampening, LAMB (You et al.,
-ICLR'20, arXiv 1904.00962, algorithm 2), and a clamp of second moments.  Where v was 0 or small beside
-(1 − β2)·g², rounding decides what comes back: without a clamp half of it is negative, and the next step's
-square root makes NaN.  Clamped at zero, the next step divides what rounding has left in m by eps alone, and
-throws the parameter away.  So v is clamped at the rounding of what it comes from.
+``p``, ``m``, ``v``, ``b`` are the values after the step, ``g`` the applied gradient. The formulas are those of SWIFT's
+update-undo (Zhong et al., PPoPP'23, arXiv 2302.06173). Added are Nesterov, dampening, LAMB (You et al., ICLR'20, arXiv
+1904.00962, algorithm 2), and a clamp of second moments.
+
+Why the clamp: if v was 0, or small beside (1 − β2)·g², rounding decides its old value. Unclamped, half of these are
+negative, and the next step's square root makes NaN. Clamped at zero, the next step divides the rounding left in m by
+eps alone, and throws the parameter away. So v is clamped at the rounding of the value it is computed from.
 """
 
 from __future__ import annotations
@@ -21,52 +22,49 @@ from recycle_plugin.errors import RecycleError
 
 @dataclass(frozen=True)
 class AppliedStep:
-    """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place.
-
-    First steps are inverted like others; the moments that they have created are dropped afterwards, whatever is in
-    them.
+    """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place. First
+    steps are inverted like others; the moments that they created are dropped afterwards.
     """
 
     parameter: torch.Tensor
     state: dict[str, Any]  # as the step left it
-    gradient: torch.Tensor  # as applied; its sign turned where the group maximizes
-    group: Mapping[str, Any]  # hyper-parameters that it was applied with
+    gradient: torch.Tensor  # as applied; negated if the group maximizes
+    group: Mapping[str, Any]  # the hyper-parameters used
     count: int  # of the parameter's steps, this one included
 
     @property
     def decay(self) -> float:
-        """The share of the parameter that weight decay has subtracted from it (for LAMB: times the trust ratio)."""
+        """The share of the parameter that weight decay subtracted (for LAMB: times the trust ratio)."""
         return float(self.group["lr"]) * float(self.group["weight_decay"])
 
 
 class UpdateRule(Protocol):
-    """An optimizer's update rule, which can be turned round."""
+    """An optimizer's update rule, with its inverse."""
 
-    moments: tuple[str, ...]  # state tensors that are inverted; others are put back from copies
-    needs: tuple[str, ...]  # what a stepped parameter's state must hold
+    moments: tuple[str, ...]  # state tensors that are inverted; others are restored from copies
+    needs: tuple[str, ...]  # keys of a stepped parameter's state
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
-        """The number of steps, the last one included, of each of a group's stepped parameters, from its state."""
+        """Return the number of steps, the last one included, of each of a group's stepped parameters."""
 
     def invert(self, step: AppliedStep) -> None:
-        """Put the parameter and its moments back to what they were before the step, in place."""
+        """Restore the parameter and its moments from before the step, in place."""
 
 
 class Sgd:
-    """The rule of torch.optim.SGD: plain, with momentum (and dampening), Nesterov.
-
-    Momentum's first step sets b to the gradient, without dampening.  The parameter has moved along b all the same.
+    """The rule of torch.optim.SGD: plain, with momentum (and dampening), Nesterov. Momentum's first step sets b to the
+    gradient without dampening, but moves the parameter along b as usual.
     """
 
     moments: tuple[str, ...] = ("momentum_buffer",)
     needs: tuple[str, ...] = ()
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
-        """Zeros: its steps are all alike."""
-        return [0] * len(states)  # its steps are all alike
+        """Return zeros: all steps are alike."""
+        return [0] * len(states)
 
     def invert(self, step: AppliedStep) -> None:
-        """Put parameter and momentum back, in place."""
+        """Restore parameter and momentum, in place."""
         group, p, g = step.group, step.parameter, step.gradient
         lr, momentum = float(group["lr"]), group["momentum"]
         if momentum == 0:
@@ -81,7 +79,7 @@ class Sgd:
 
 
 class Adam:
-    """The rule of Adam and AdamW.  ``decoupled``: weight decay acts on the parameter; None: the group says."""
+    """The rule of Adam and AdamW. ``decoupled``: weight decay acts on the parameter; None: the group says."""
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     needs: tuple[str, ...] = ("step", *moments)
@@ -93,7 +91,7 @@ class Adam:
         return [int(state["step"]) for state in states]
 
     def invert(self, step: AppliedStep) -> None:
-        """Put the parameter and both moments back, in place."""
+        """Restore the parameter and both moments, in place."""
         decoupled = step.group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
         m, v = (step.state[name] for name in self.moments)
         step_size, denominator = _adam(step, v)
@@ -104,17 +102,16 @@ class Adam:
 
 
 class FusedAdam(Adam):
-    """The rule of DeepSpeed's FusedAdam: of a group's parameters only the last one stepped counts, for all."""
+    """The rule of DeepSpeed's FusedAdam, which uses the last stepped parameter's count for its whole group."""
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
-        """The last parameter's count, for all of the group."""
+        """Return the last parameter's count for all."""
         return [int(states[-1]["step"])] * len(states) if states else []
 
 
 class Lamb(Adam):
-    """The rule of LAMB as published (You et al., ICLR'20, arXiv 1904.00962, algorithm 2).
-
-    The trust ratio can't be had from what it made: the step leaves it in the state, for each parameter.
+    """The rule of LAMB as published (You et al., ICLR'20, arXiv 1904.00962, algorithm 2). The trust ratio cannot be
+    computed from the results: the step leaves it in each parameter's state.
     """
 
     needs: tuple[str, ...] = (*Adam.needs, "trust_ratio")
@@ -123,7 +120,7 @@ class Lamb(Adam):
         super().__init__(decoupled=True)
 
     def invert(self, step: AppliedStep) -> None:
-        """Put the parameter and both moments back, in place."""
+        """Restore the parameter and both moments, in place."""
         ratio = float(step.state["trust_ratio"])
         m, v = (step.state[name] for name in self.moments)
         step_size, denominator = _adam(step, v)
@@ -147,11 +144,11 @@ DECLARED: dict[str, Callable[[], UpdateRule]] = {
 
 
 def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule of an optimizer of exactly this class; a subclass may compute something else.
+    """Return the rule of an optimizer of exactly this class; a subclass may compute something else.
 
-    A class can say itself that it computes what torch's SGD, Adam or AdamW does, with their names in state and groups,
-    or LAMB as published with Adam's names and ``trust_ratio``: ``undo_rule = "lamb"`` in its body. Raises RecycleError
-    for any other (DeepSpeed's FusedLamb too: its update is not the published one).
+    A class can declare its rule in its body, such as ``undo_rule = "lamb"``: torch's SGD, Adam or AdamW with their
+    names in state and groups, or published LAMB with Adam's names and ``trust_ratio``. Raises RecycleError for any
+    other, also for DeepSpeed's FusedLamb, whose update is not the published one.
     """
     kind = type(optimizer)
     known = RULES.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -168,9 +165,8 @@ def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
 
 
 def _adam(step: AppliedStep, v: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """(step size, √v̂ + eps): the parameter has moved by -size · m over that.
-
-    In torch's order, so that it is the same number.
+    """Return (step size, √v̂ + eps): the step moved the parameter by -size · m / (√v̂ + eps). Computed in torch's
+    order, so that the numbers are the same.
     """
     beta1, beta2 = step.group["betas"]
     corrected = step.group.get("bias_correction", True)
@@ -191,10 +187,7 @@ def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor, group: Mapping[
 
 
 def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float, square: bool = False) -> None:
-    """Turn ``average`` = kept · old + share · new (or its square) into the old, in place.
-
-    Where nothing was kept it becomes 0, which will not be read.
-    """
+    """Invert ``average`` = kept · old + share · new (or its square) in place; 0, never read, if nothing was kept."""
     if kept == 0:
         average.zero_()
     elif square:

@@ -1,13 +1,12 @@
 """Undo by copies: exact, for any optimizer whose state is tensors and plain values.
 
-Copies are beside what they are of, made just before the step, or in host memory, which costs a device no memory, and
-no time where its links to the host are idle: they are made while it computes the step's gradients.
+Copies are on their tensors' device, made just before the step; or in host memory, which costs a device no memory, and
+no time if its links to the host are idle: they are made while it computes gradients.
 
-There is no ping-pong variant, because it would save nothing.  Two buffers that change places spare a
-copy only where a step reads one and writes the other, and torch's optimizers (and DeepSpeed's) write
-where they read: the other buffer has to be filled before every step, and that is the copy made here.
-What is left to save is copying back, which happens after a failure only; exchanging storages instead
-would leave views into flat buffers behind.
+A ping-pong variant would save nothing. Two alternating buffers spare a copy only if a step reads one and writes the
+other, but torch's and DeepSpeed's optimizers write where they read. So the other buffer has to be filled before every
+step, which is the copy made here. Exchanging storages would spare only the copy back, after a failure, and would leave
+views into flat buffers behind.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from recycle_plugin.runtime.state.undo.kept import HostCopies, Keeper, KeptCopie
 
 
 class Snapshot:
-    """Undo by ``copies`` of all parts of ``state``, but for those that follow from others.  It needs no ``keeper``."""
+    """Undo by ``copies`` of all parts of ``state``, except those that follow from others. Needs no ``keeper``."""
 
     exact = True
 
@@ -40,7 +39,7 @@ class Snapshot:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Forget the last step, and begin to copy the present state where that goes on by itself."""
+        """Forget the last step, and begin to copy the present state if that runs in the background."""
         self._small.forget()
         self._copies.start(self._state.tensors(following=False))
 
@@ -52,7 +51,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the copied state back, bit for bit.  Raises RuntimeError if none was taken."""
+        """Put the copied state back, bit for bit. Raises RuntimeError if none was taken."""
         self._small.put_back()
         self._copies.put_back(self._state.tensors(following=False))
         self._state.rewritten()
