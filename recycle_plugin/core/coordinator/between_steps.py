@@ -1,4 +1,4 @@
-"""Barriers between steps, and what all do there: pass them, load a checkpoint, or take another batch size."""
+"""Barriers between steps, and what all do at them: pass, load a checkpoint, or take another batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 
 
 def arrive(state: JobState, message: BarrierReached) -> None:
-    """Takes in that a worker has arrived at a barrier, and tells all once all are there."""
+    """Record that a worker has arrived at a barrier, and tell all once all are there."""
     values = _arrive(state, message, message.place, message.values)
     if values is not None:
         _passed(state, message.place, values)
@@ -23,14 +23,15 @@ def arrive(state: JobState, message: BarrierReached) -> None:
 
 
 def load(state: JobState, message: CheckpointLoaded) -> None:
-    """Takes in that a worker has loaded a checkpoint: once all have, all regroup."""
+    """Record that a worker has loaded a checkpoint. Once all have, all regroup."""
     if _arrive(state, message, "the state of a checkpoint", {}) is not None:
         generations.regroup(state, "a checkpoint was loaded")
 
 
 def resize(state: JobState, message: Resized) -> None:
-    """Takes another batch size.  It counts from the first who says it, since all have passed a barrier before: also
-    where one of them dies now.  Said again, of that generation or an older one, it is no news.
+    """Record that a worker has planned for another batch size. Once all have, all regroup. The size counts from the
+    first such message, even if a worker dies now, because all have passed a barrier before. A repeated message, of that
+    generation or an older one, changes nothing.
     """
     if state.logs.passed and message.generation > state.resized_in:
         state.resized_in = message.generation
@@ -56,9 +57,7 @@ def _take_size(state: JobState, message: Resized) -> None:
 def _arrive(
     state: JobState, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Notes that a worker has arrived at the barrier named ``place``; returns what all have brought along, if with this
-    one all are there, else None.
-    """
+    """Record an arrival at the barrier ``place``. Return what all have brought if all are there now, else None."""
     ends.end_if_stranded(state)
     if message.generation != state.regrouping.in_force or state.regrouping.at_once is not None:
         return None
@@ -68,7 +67,7 @@ def _arrive(
 
 
 def _passed(state: JobState, place: str, values: dict[str, Any]) -> None:
-    """Takes in that all have passed the barrier named ``place``, with ``values``."""
+    """Record that all have passed the barrier ``place``, with ``values``."""
     state.logs.passed.append(place)
     evaluation, step = ended_at(place), ends_before(place)
     if evaluation is not None:

@@ -1,7 +1,6 @@
-"""Steps that workers apply, and that are committed: once every live worker has applied them.
-
-While the membership is changing at once, or too few are left, nothing is.  A step whose gradient norm is over the limit
-is rejected: everybody hears so in a generation that holds at once, and takes it back.
+"""Steps that workers apply. A step is committed once every live worker has applied it. Nothing is committed while the
+membership changes at once, or while too few are left. A step with a gradient norm over the limit is rejected: all hear
+so in a generation that holds at once, and take the step back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 
 
 def stepped(state: JobState, message: Stepped) -> None:
-    """Takes in that a worker has applied a step; commits what all have applied."""
+    """Record that a worker has applied a step, and commit what all have applied."""
     member = state.roster.member(message.worker)
     if member is None or state.halted or state.ending.failed:
         return
@@ -29,7 +28,7 @@ def stepped(state: JobState, message: Stepped) -> None:
 
 
 def commit(state: JobState, step: int) -> None:
-    """Commits ``step``: what it has changed stays."""
+    """Commit ``step``: what it has changed stays."""
     state.attendance.failure_detector.committed(step, state.now)
     state.steps.commit(step, state.roster, state.now, state.out, state.batches)
     state.batches = state.batches.committed(step)
@@ -41,7 +40,7 @@ def commit(state: JobState, step: int) -> None:
 
 
 def _rebalance(state: JobState) -> None:
-    """Plans anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
+    """Plan anew, for a step that nobody has started, if a worker has become slow or is slow no longer."""
     state.steps.measured(state.roster)
     if state.halted or state.regrouping.under_way or state.ending.ended is not None:
         return
@@ -51,16 +50,14 @@ def _rebalance(state: JobState) -> None:
 
 
 def contribute(state: JobState, message: Contribution) -> None:
-    """Takes in what a worker contributes to what is decided of a step."""
+    """Handle a worker's contribution to what is decided of a step."""
     norm = state.steps.contribute(message, state.out)
     if norm is not None:
         _reject(state, message.step, norm)
 
 
 def _reject(state: JobState, step: int, norm: float) -> None:
-    """Sees to it that everybody hears that ``step`` can't stay as it was applied, and takes it back; some gradients
-    leave nothing to go on with, and the job ends.
-    """
+    """Have all take ``step`` back for its gradient norm, or end the job if nothing can be done with such gradients."""
     validation, safe_point = state.steps.validation, state.ending.safe_point
     if validation.hopeless(norm):
         ends.end(
@@ -84,10 +81,10 @@ def _reject(state: JobState, step: int, norm: float) -> None:
 
 
 def compute_time(state: JobState, message: ComputeTime) -> None:
-    """Takes in how long a worker has computed in a step."""
+    """Record how long a worker has computed in a step."""
     state.steps.add_compute_time(message)
 
 
 def fingerprint(state: JobState, message: Fingerprint) -> None:
-    """Takes in the hash of a worker's state after a step."""
+    """Record the hash of a worker's state after a step."""
     state.steps.add_fingerprint(message)

@@ -1,7 +1,6 @@
-"""Workers whose states differ: of a stage's replicas after each step, and of a newcomer before it takes part.
-
-Who differs from a majority is given up as if it had died; what it has contributed since it was right is in everybody's
-state alike, and stays.  Without a majority nobody knows which state to go on with, and the job ends.
+"""Workers whose states differ: replicas of a stage after each step, and a newcomer before it takes part. A worker that
+differs from a majority is given up as if it had died. What it has contributed while it was right is in everybody's
+state alike, and stays. Without a majority nobody knows which state is right, and the job ends.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from recycle_plugin.core.vocabulary.causes import Cause
 
 
 def replicas(state: JobState) -> None:
-    """Gives up members that differ from a majority of their stage's."""
+    """Give up members that differ from a majority of their stage."""
     for mismatch in state.steps.mismatches(state.roster):
         _act_on(state, mismatch)
 
 
 def newcomers(state: JobState) -> bool:
-    """Gives up whoever differs from the stage's others, a newcomer first of all; returns whether anything has come of
-    it, so that newcomers may go on.
-    """
+    """Give up newcomers, and members, that differ from their stage. Return whether a comparison was completed."""
     before = state.joining.comparisons
     for mismatch in state.joining.mismatches(state.roster):
         _act_on(state, mismatch)
@@ -30,7 +27,7 @@ def newcomers(state: JobState) -> bool:
 
 
 def state_hash(state: JobState, message: StateHash) -> None:
-    """Takes in the hash of a worker's state that was asked for."""
+    """Record the state hash that a worker was asked for."""
     if (member := state.speaker(message.worker)) is not None:
         state.joining.add_hash(message, member)
         if newcomers(state):

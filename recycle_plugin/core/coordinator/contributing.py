@@ -1,8 +1,6 @@
-"""Contributions to a step: which replicas those that follow a loss have, and what is to be done where data
-ends.
-
-What becomes of the gradients that the lost have contributed is in core/vocabulary/step_batches.py, and where plain
-iterators stand core/coordinator/facts/places.py knows.
+"""Contributions to a step: which replicas contribute after a loss, and what follows if data ends.
+core/vocabulary/step_batches.py decides what becomes of a lost replica's gradients. core/coordinator/facts/places.py
+knows the places of plain iterators.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 def batches_behind(state: JobState, committed: int, reports: Reports) -> StepBatches:
-    """The decision which replicas the steps behind ``committed`` have, and what becomes of what the lost have
-    contributed to those that were begun (core/vocabulary/step_batches.py).
+    """Decide which replicas contribute to the steps after ``committed``, and what becomes of the lost replicas'
+    contributions to begun steps (core/vocabulary/step_batches.py).
     """
     if not state.shrinks:
         return state.batches
@@ -30,7 +28,7 @@ def batches_behind(state: JobState, committed: int, reports: Reports) -> StepBat
 
 
 def say_batches(state: JobState) -> None:
-    """Says which replicas contribute to the steps to come, and to those that were begun."""
+    """Report which replicas contribute to the steps to come and to begun ones."""
     batches, first = state.batches, state.committed + 1
     kept = sorted(map(int, batches.of_steps))
     step = kept[-1] + 1 if kept else first
@@ -58,7 +56,7 @@ def say_batches(state: JobState) -> None:
 
 
 def leave_out(state: JobState, step: int) -> None:
-    """Leaves out a step that can't be filled, since all iterators have ended."""
+    """Leave out a step that can't be filled, since all iterators have ended."""
     state.steps.leave_out(step)
     state.say(
         "data",
@@ -70,8 +68,8 @@ def leave_out(state: JobState, step: int) -> None:
 
 
 def out_of_data(state: JobState, message: OutOfData) -> None:
-    """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has ended.
-    More often than all others together could need between two commits it is the worker that goes round in circles.
+    """Handle that a worker has nothing to draw for a step: all regroup, and others give more or the data has ended. A
+    worker that repeats this more often between two commits than all others together could need is given up.
     """
     member = state.roster.member(message.worker)
     if member is None or not state.holds(message.generation) or state.ending.failed:

@@ -1,11 +1,11 @@
-"""Those who leave: planned leaves, and scripts that have ended.
+"""Workers that leave: planned leaves, and scripts that have ended.
 
-* A unit leaves as one; the generation without it core/coordinator/generations.py announces.
-* Scripts end after the same step: where one has ended earlier, the others would wait for it, or go on without its data,
-  and the job ends.
-* Whoever has gone is not waited for by those who regroup.
+* A unit leaves as one; core/coordinator/generations.py announces the generation without it.
+* Scripts end after the same step. If one has ended earlier, the others would wait for it or go on without its data, so
+  the job ends.
+* A regroup does not wait for workers that have left.
 
-Where the job logs, nobody says goodbye before core/coordinator/goodbyes.py lets it go.
+In a job that logs, nobody leaves before core/coordinator/goodbyes.py allows it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from recycle_plugin.core.messages.from_workers import Leaving, Left, Terminate
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
-UNEVEN_S = 3.0  # for so long who is through with its own part of a step may wait for scripts that end in it too
+UNEVEN_S = 3.0  # how long a worker done with its part of a step may wait for scripts that end in it
 
 
 def terminate(state: JobState, message: Terminate) -> None:
-    """Takes in that the job is to end, as a supervisor has been told."""
+    """Handle that the job is to end, as a supervisor was told."""
     who = f"the supervisor of {state.attendance.named(message.rank)} on host {message.host} got " * bool(message.host)
     _end_planned(state, f"{who}{message.reason}")
 
 
 def leaving(state: JobState, message: Leaving) -> None:
-    """Takes in that a member wants to leave, or that all are to."""
+    """Handle that a member wants to leave, or that all are to."""
     if message.all:
         _end_planned(state, f"{state.attendance.named(message.rank)}: {message.reason}")
     else:
@@ -42,7 +42,7 @@ def _end_planned(state: JobState, why: str) -> None:
 
 
 def leave(state: JobState, wishes: Collection[Leaving]) -> None:
-    """Takes in that members want to leave, or are to, and plans for it."""
+    """Record that members want to leave or are to, and plan a generation without them."""
     if state.ending.ended is not None or state.ending.finishing:
         return
     news = [each.worker for each in _with_their_units(state, wishes) if state.attendance.announce(each, state.out)]
@@ -53,7 +53,7 @@ def leave(state: JobState, wishes: Collection[Leaving]) -> None:
 
 
 def _with_their_units(state: JobState, wishes: Collection[Leaving]) -> Iterator[Leaving]:
-    """The wishes, and for each those that are of the same unit: nobody takes part in it without the others."""
+    """Yield the wishes, each followed by wishes of the same unit: no part of a unit stays alone."""
     for wish in wishes:
         member = state.roster.member(wish.worker)
         yield wish
@@ -62,7 +62,7 @@ def _with_their_units(state: JobState, wishes: Collection[Leaving]) -> Iterator[
 
 
 def goodbye(state: JobState, message: Left) -> None:
-    """Takes in that a worker has left: as planned, or since its script is through."""
+    """Handle that a worker has left, as planned or because its script is through."""
     worker, member = message.worker, state.roster.member(message.worker)
     state.joining.forget(worker)
     early = message.planned and not state.ending.through(state.committed)
@@ -89,8 +89,8 @@ def goodbye(state: JobState, message: Left) -> None:
 
 
 def _leave_with(state: JobState, member: Member) -> None:
-    """Counts on nobody any more who is of one unit with ``member``, which has left as planned: they are about to
-    do so.  Who was told meanwhile that it is to go on can't, and is ended.
+    """Await the goodbyes of the others of the unit of ``member``, which has left as planned. Those told meanwhile to go
+    on are fenced.
     """
     for other in state.attendance.together(member)[1:]:
         state.attendance.await_goodbye(other.worker)
@@ -99,9 +99,7 @@ def _leave_with(state: JobState, member: Member) -> None:
 
 
 def depart(state: JobState, worker: WorkerId) -> None:
-    """Removes a worker whose planned leave holds, and that is gone without the goodbye: nobody needs anything of it
-    any more.
-    """
+    """Remove a worker whose planned leave holds and that is gone without a goodbye. Nobody needs it any more."""
     state.attendance.leave(worker)
     state.vacancies.left(worker)
     state.log_places.ended(worker, state.committed)
@@ -114,14 +112,12 @@ def depart(state: JobState, worker: WorkerId) -> None:
 
 
 def await_without(state: JobState, member: Member | None, early: bool) -> None:
-    """Goes on without ``member``, which has gone before it could hear of the membership that the others may be
-    reporting for.
-    """
+    """Go on without ``member``, which left before it could report for the generation under way."""
     if member is None or not state.regrouping.counts_on(member.worker):
         return
     if not len(state.roster):
         state.regrouping.stop()
-    elif not early:  # all steps are committed, and its report is not needed
+    elif not early:  # all steps are committed: its report is not needed
         state.left_midway = True
     elif empty := ends.empty_stage(state):
         ends.end(state, empty, ends.crash(state))
@@ -130,9 +126,7 @@ def await_without(state: JobState, member: Member | None, early: bool) -> None:
 
 
 def _script_ended(state: JobState, member: Member, step: int) -> None:
-    """Notes that the script of ``member`` has ended after ``step``: the others' have to do so too, or they would
-    wait for it, or go on without its data.  Costs one look at each worker.
-    """
+    """Record that the script of ``member`` has ended after ``step``, and compare it with the others'. O(members)."""
     state.ending.scripts_end(member, step)
     if state.pushed:
         return
@@ -144,8 +138,8 @@ def _script_ended(state: JobState, member: Member, step: int) -> None:
 
 
 def see_uneven(state: JobState) -> None:
-    """Ends the job where somebody waits in a step that a script which has ended was to contribute to.  Scripts that
-    push may all end in the middle of one, and then nobody waits.  Costs one look at each member.
+    """End the job if somebody waits in a step that an ended script was to contribute to. Costs one look at each member.
+    Only for scripts that push: all of them may end in the middle of a step, and then nobody waits.
     """
     if not (state.pushed and state.ending.finishing):
         return
@@ -158,10 +152,8 @@ def see_uneven(state: JobState) -> None:
 
 
 def compare_scripts(state: JobState, member: Member, step: int) -> None:
-    """Ends the job where the script of ``member``, which is at ``step``, goes on behind the step that another one has
-    ended after.
-    """
+    """End the job if the script of ``member``, at ``step``, goes on past the step after which another one has ended."""
     uneven = state.ending.uneven(member, step)
-    # what nobody can be at is no news of a script
+    # a step that nobody can be in says nothing of a script
     if uneven and step < unstarted(state.committed) and not state.ending.failed:
         ends.end(state, f"{uneven}. {state.ending.safe_point}")

@@ -1,7 +1,6 @@
-"""The ways in which a job comes to its end: after a step that all come to, at once, or when all have left.
-
-How it ends core/coordinator/facts/ending.py keeps.  Those who were coming back are sent away here too: there is nothing
-left that they could take part in, or another state.
+"""The ways in which a job ends: after a step that all reach, at once, or when all have left.
+core/coordinator/facts/ending.py keeps how it ends. Newcomers are sent away here too: nothing is left for them to take
+part in, or only another state.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End
 
 
 def end_planned(state: JobState, reason: str, code: int = 0, cause: str = "") -> None:
-    """Ends the job after a step that all come to.  ``cause``: what has led to that.
-
-    Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
+    """End the job after a step that all reach, or at once before the start. ``cause``: what has led to that. If guards
+    were killed, the end is attributed to that, with exit code TRY_AGAIN: scripts do not know of it, and there is to be
+    a checkpoint.
     """
     guards = ", ".join(
         f"the guard of rank {worker.rank}, process {pid}, was killed"
@@ -30,16 +29,14 @@ def end_planned(state: JobState, reason: str, code: int = 0, cause: str = "") ->
 
 
 def end(state: JobState, reason: str, cause: str = "", killed: int | None = None) -> None:
-    """Ends the job at once: nobody can go on.  ``killed``: a rank whose worker was killed before there was a run
-    folder to say so in.
-    """
+    """End the job at once: nobody can go on. ``killed``: rank of a worker killed before there was a run folder."""
     state.regrouping.stop()
     state.ending.fail(reason, state.out, cause, killed)
     state.vacancies.close(state.out)
 
 
 def empty_stage(state: JobState) -> str:
-    """The reason why those left can't go on, if a stage has nobody; else empty."""
+    """Return why those left can't go on if a stage is empty, else ""."""
     empty = state.attendance.empty_stages()
     undone = f", and what its script does after step {state.committed}, the last one, is not done"
     what = undone * state.ending.finishing
@@ -47,15 +44,13 @@ def empty_stage(state: JobState) -> str:
 
 
 def crash(state: JobState) -> str:
-    """The errors with which the scripts of those have ended who are missing in a stage that is empty."""
+    """Return the errors with which scripts of the first empty stage ended, in words; "" if none."""
     empty = state.attendance.empty_stages()
     return state.attendance.crash_in(empty[0]) if empty else ""
 
 
 def end_without_stage(state: JobState, why: str, cause: str = "") -> None:
-    """Ends the job as failed, for a stage that nobody is left in: at once, or where scripts are through already,
-    once they all are.
-    """
+    """End the job as failed for an empty stage: at once, or if a script is through already, once all are."""
     if not state.ending.finishing:
         end(state, why, cause)
         return
@@ -65,10 +60,8 @@ def end_without_stage(state: JobState, why: str, cause: str = "") -> None:
 
 
 def give_up_going_on(state: JobState, why: str, cause: str = "") -> None:
-    """Ends the job, unless all steps up to a planned end are committed.  Then this is no failure: who does nothing
-    with the others any more just goes.
-
-    But who still waits for them would wait in vain.
+    """End the job as failed, unless all steps up to a planned end are committed. In that case workers that do nothing
+    together any more just leave. But if some still wait for others, they would wait in vain, and the job fails.
     """
     if not state.ending.through(state.committed):
         end_without_stage(state, why, cause)
@@ -81,19 +74,19 @@ def give_up_going_on(state: JobState, why: str, cause: str = "") -> None:
 
 
 def end_if_stranded(state: JobState) -> None:
-    """Ends the job where somebody waits for others who can't go on, and would need nobody but for that."""
+    """End the job if a worker waits for others that can't go on."""
     if state.ending.stranded:
         end(state, state.ending.stranded)
 
 
 def see_cut_off(state: JobState) -> None:
-    """Ends the job where those left have been too few for too long."""
+    """End the job if too few have been left for too long."""
     if cut_off := state.attendance.cut_off():
         give_up_going_on(state, f"{cut_off}. {state.ending.safe_point}")
 
 
 def finish_if_empty(state: JobState) -> None:
-    """Takes the job for over once nobody is left, unless a stage is replayed."""
+    """End the job once nobody is left, unless a stage is replayed."""
     awaited = state.replay.waits_since is not None
     if not len(state.roster) and state.attendance.started and not (state.ending.failed or awaited):
         state.steps.sum_up(state.out)
@@ -107,7 +100,7 @@ def finish_if_empty(state: JobState) -> None:
 
 
 def send_away(state: JobState, why: str) -> None:
-    """Ends all newcomers that are no members: there is nothing left that they could take part in, or another state."""
+    """End all newcomers that are no members: nothing is left for them to take part in, or only another state."""
     for newcomer in state.joining:
         if newcomer.member.worker not in state.roster.workers:
             state.joining.forget(newcomer.member.worker)
@@ -115,5 +108,5 @@ def send_away(state: JobState, why: str) -> None:
 
 
 def _tell_away(state: JobState, newcomer: NewcomerRecord, why: str) -> None:
-    """Ends a newcomer that nobody counts on any more, without an error."""
+    """Tell a newcomer on which nobody counts any more to end, without an error."""
     state.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))

@@ -1,8 +1,8 @@
-"""Generations of the membership: when a new one is published, from when on it holds, and who becomes a member by it.
+"""Generations of the membership: when one is published, when it holds, and who becomes a member by it.
 
-* A loss makes a generation of those left that holds at once.
-* A planned leave, or a return, makes one that holds from a step which nobody can have started; where a loss comes
-  first, it is announced again.
+* A loss makes a generation of those left, which holds at once.
+* A planned leave or a return makes one that holds from a step that nobody can have started. If a loss comes first, it
+  is announced again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 
 
 def regroup(state: JobState, cause: str, from_step: int = 0, keeps_plan: bool = False) -> None:
-    """Publishes the membership as a new generation; with ``from_step`` the leaving workers stay members until then, and
-    those who come back join.  ``keeps_plan``: nobody is lost, so that what is planned for a later step is announced
-    again, for the same one.
+    """Publish the membership as a new generation. With ``from_step`` leaving workers stay members until that step, and
+    newcomers join then. ``keeps_plan``: nobody is lost, so a generation planned for a later step is announced again,
+    for the same step.
     """
     planned, state.put_off = state.regrouping.planned, None
     slowness = tuple(sorted(state.steps.straggler_detector.percent.items()))
@@ -33,16 +33,16 @@ def regroup(state: JobState, cause: str, from_step: int = 0, keeps_plan: bool = 
 
 
 def _leave_out(state: JobState) -> None:
-    """Has those follow on, as newcomers, who have entered a generation that does not come in force: it is replaced."""
+    """Make newcomers again of members that have entered a generation which is replaced before it came in force."""
     for newcomer in state.joining.left_out(state.roster):
         state.vacancies.left_out(newcomer.member.worker)
         state.attendance.failure_detector.dismiss(newcomer.member.worker)
 
 
 def plan_again(state: JobState, committed: int) -> None:
-    """Announces again what was planned before a step was rejected, for the same step, before anybody hears that all go
-    on behind step ``committed``: so nobody begins that step without having heard.  Else steps that are rejected one
-    after the other would keep everybody out, or in, for good.
+    """Announce again what was planned before a rejection, for the same step if it is after ``committed``. This comes
+    before anybody is told to go on, so nobody begins that step without having heard. Otherwise repeated rejections
+    would keep everybody out, or in, for good.
     """
     if (planned := state.put_off) is not None and planned.from_step > committed:
         regroup(state, planned.cause, from_step=planned.from_step)
@@ -50,11 +50,9 @@ def plan_again(state: JobState, committed: int) -> None:
 
 
 def plan_change(state: JobState) -> None:
-    """Announces a generation without those who leave, and with those who come back, for a step that nobody can have
-    started.
-
-    Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in
-    force is without it.  Once all have come to that, this is called again.
+    """Announce a generation without leaving workers and with returning ones, from a step that nobody can have started.
+    It never replaces one whose step may have come: a worker that leaves by that one may be gone, and no other
+    membership in force is without it. This function is called again once that one has come about.
     """
     leaves, joins = state.attendance.leaving & state.roster.workers, state.joining.ready()
     if not (leaves or joins) or state.halted or state.ending.finishing or state.regrouping.has_come(state.committed):
@@ -78,7 +76,7 @@ def plan_change(state: JobState) -> None:
 
 
 def go_on_without(state: JobState, cause: str) -> None:
-    """Goes on if those left are enough, which the news of a death that is known can make them."""
+    """Regroup if those left are enough. A known death can make them so."""
     if state.attendance.enough():
         state.ending.stranded = ""
         regroup(state, cause)
@@ -87,7 +85,7 @@ def go_on_without(state: JobState, cause: str) -> None:
 
 
 def admit(state: JobState, newcomer: NewcomerRecord) -> None:
-    """Says of a newcomer that it is a member like all."""
+    """Record and report that a newcomer is a member like all."""
     member = newcomer.member
     state.vacancies.admitted(member.worker, state.committed)
     state.say(

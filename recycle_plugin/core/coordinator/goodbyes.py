@@ -1,9 +1,9 @@
-"""The goodbyes of workers whose scripts are through, in a job that logs: each goes once nobody needs it.
+"""Goodbyes in a job that logs: a worker whose script is through leaves only when nobody needs it.
 
-* While a stage that has nobody is replayed, who wants to go waits and helps: the replay may need it.
-* Once somebody may go, all steps are committed and all barriers passed, so that nobody needs the others.  A stage that
-  is lost whole then is replayed from checkpoint and logs alone, and its next process runs its script to the end without
-  them; where that can't be, the job ends as failed, once the others are through.
+* While an empty stage is replayed, such a worker waits and helps: the replay may need it.
+* Once one may leave, all steps are committed and all barriers passed, so nobody needs the others. A stage that is lost
+  whole after that is replayed from checkpoint and logs alone, and its next process runs its script to the end alone. If
+  that can't be, the job ends as failed once the others are through.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from recycle_plugin.core.messages.from_workers import Through
 
 
 def through(state: JobState, message: Through) -> None:
-    """Takes in that a worker's script is through, and lets it go where nobody needs it."""
+    """Handle that a worker's script is through; let it leave if nobody needs it."""
     state.ending.held.add(message.worker)
     let_go(state)
 
 
 def let_go(state: JobState) -> None:
-    """Lets those go whose scripts are through, unless a stage is replayed that may need them.  From then on who has
-    replayed a stage is a member without a generation: nobody would report for one.
+    """Let workers leave whose scripts are through, unless a stage that may need them is replayed. From then on a
+    newcomer that has replayed a stage becomes a member without a generation: nobody would report for one.
     """
     ending = state.ending
     if state.replay.waits_since is not None and not ending.finishing:

@@ -1,4 +1,4 @@
-"""What is done with a message of each class, of a member and of a worker that is no member yet."""
+"""How messages are handled, by their class: messages of members, and of workers that are no members."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ OF_MEMBERS: dict[type, Handler] = {
     Accompanied: replays.accompanied,
     CaughtUp: replays.accompanied,
 }
-"""What is done with a message of each class."""
+"""The handlers of all messages."""
 
 OF_NEWCOMERS: dict[type, Handler] = {
     each: OF_MEMBERS[each]
@@ -123,7 +123,7 @@ OF_NEWCOMERS: dict[type, Handler] = {
     Crashed: notes.error_of_newcomer,
     Note: notes.note_of_newcomer,
 }
-"""The same, for a worker that is no member yet; nothing else that it says counts."""
+"""The handlers of messages of workers that are no members yet; all else that they send is dropped."""
 
 OF_ALL: dict[type, Handler] = {
     Post: posting.post,
@@ -131,13 +131,13 @@ OF_ALL: dict[type, Handler] = {
     WantResult: posting.want_result,
     HostGoes: operating.host_goes,
 }
-"""The same, for whoever is there."""
+"""The handlers of messages that anybody may send."""
 
 OF_STEPS = (StateHash, Stepped, Contribution, ComputeTime, Fingerprint)
 
 
 def handle(state: JobState, message: object) -> None:
-    """Does what is to be done with a message; of a worker that nobody is to hear, nothing."""
+    """Handle a message. If it is to be dropped, drop it; if it is impossible, give up its worker."""
     handlers = OF_MEMBERS
     if isinstance(message, OfWorker):
         if (why := objection(message, state)) is not None:
@@ -153,8 +153,8 @@ def handle(state: JobState, message: object) -> None:
 
 
 def _is_entering(state: JobState, message: OfWorker) -> bool:
-    """Whether a newcomer says something of a step in the generation that it has reported for, while others that come as
-    one with it have not: that counts as any member's.
+    """Return whether a newcomer has reported for its generation while others of its unit have not. What it sends of a
+    step counts as a member's.
     """
     newcomer = state.joining.get(message.worker)
     return newcomer is not None and newcomer.reported and isinstance(message, OF_STEPS)

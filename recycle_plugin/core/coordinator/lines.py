@@ -1,4 +1,4 @@
-"""A connection of the coordinator's, and what news lead to at any of them."""
+"""A connection of the coordinator, and what news lead to on connections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass
 class Line:
-    """A connection: who has come over it, as which ``worker`` if it is one, how many of its messages were ``heard``,
-    and what was sent over it; ``deaf``: nothing that it says counts.  ``term``: the last that its other end knows of.
+    """A connection. ``hello``: of its other end; ``worker``: that end, if it is one. ``heard``: number of counted
+    messages from it. ``kept``: sent messages that may have to be sent again. ``deaf``: its messages are dropped.
+    ``term``: the last term that the other end knows of.
     """
 
     hello: Hello
@@ -26,10 +27,11 @@ class Line:
 
 @dataclass
 class Effects:
-    """What news lead to: ``frames`` to be sent, each over a connection, connections to be ``closed``, events for the
-    user, words that are ``refused``, each with the connection that it has come over, and ranks whose heartbeats are to
-    be ``expected`` from a connection's supervisor; ``ended``: it is known how a worker has ended; ``over``: the job is
-    over.
+    """What news lead to.
+
+    ``frames``: to be sent, each with its connection. ``closed``: connections to close. ``events``: for the user.
+    ``refused``: why messages were refused, each with its connection. ``expected``: (rank, connection of its supervisor)
+    from which heartbeats are expected. ``ended``: it is known how a worker ended. ``over``: the job is over.
     """
 
     frames: list[tuple[int, bytes]] = field(default_factory=list)
@@ -42,5 +44,5 @@ class Effects:
 
     @property
     def some(self) -> bool:
-        """Whether there are any that somebody sees."""
+        """Whether there are effects that others see."""
         return bool(self.frames or self.closed or self.events or self.refused or self.expected)

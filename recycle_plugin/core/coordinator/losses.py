@@ -1,10 +1,9 @@
-"""Losses: who has died, or is given up, and how the others go on.
+"""Losses: who has died or is given up, and how the others go on.
 
 * A loss takes its failure domain with it.
-* Where enough are left, they go on in a new generation at once (core/coordinator/generations.py).
-* Where a stage has nobody left it is replayed from the logs, and all others wait for that
-  (core/coordinator/replays.py), or the job ends.
-* Before the start, and behind the last step, a loss is another thing: the job's end, or none at all.
+* If enough are left, they go on at once in a new generation (core/coordinator/generations.py).
+* If a stage is empty it is replayed from the logs while all others wait (core/coordinator/replays.py), or the job ends.
+* Before the start a loss ends the job. After the last step it may be no loss at all.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ GOES_ON = "its script has called os._exit(0), and others train on"
 
 
 def died(state: JobState, message: Exited) -> None:
-    """Takes in that a supervisor has seen its worker's process end."""
+    """Handle that a supervisor has seen its worker's process end."""
     if message.worker in state.vanished:
         state.vanished[message.worker] = message
         return
@@ -37,16 +36,16 @@ def died(state: JobState, message: Exited) -> None:
 
 
 def cut_off(state: JobState, worker: WorkerId) -> None:
-    """Takes in that a worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its
-    peers.  How those end that are no members, or have vanished, their supervisors say.
+    """Handle that a worker's connection broke without a goodbye. The worker is dead or cut off, which is the same for
+    its peers. For workers that are no members, or have vanished, the supervisor reports the end.
     """
     if not (state.vacancies.is_outside(worker) or worker in state.vanished):
         lose(state, worker, Cause.DIED, BROKEN, state.now)
 
 
 def unguarded(state: JobState, message: Unguarded) -> None:
-    """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
-    others go on without it.  Of a process that nobody knows it is no news.
+    """Record that a rank's guard, the process that the launcher started, was killed. Some launchers end the job for
+    that, others go on. Guards of unknown workers are ignored.
     """
     if not _is_known(state, message.worker):
         return
@@ -62,7 +61,7 @@ def unguarded(state: JobState, message: Unguarded) -> None:
 
 
 def _is_known(state: JobState, worker: WorkerId) -> bool:
-    """Whether ``worker`` takes part, is to, or has, as far as there is anything to take part in."""
+    """Return whether ``worker`` takes part, is to, or has."""
     if not state.attendance.started:
         return not worker.incarnation
     has = worker in state.roster.workers or state.attendance.is_lost(worker)
@@ -70,7 +69,7 @@ def _is_known(state: JobState, worker: WorkerId) -> bool:
 
 
 def give_up(state: JobState, worker: WorkerId, cause: Cause, why: str) -> None:
-    """Fences a worker that may be alive, and takes it for lost, unless it has gone with another one meanwhile."""
+    """Fence a worker that may be alive, and take it for lost, unless it is gone already."""
     if state.attendance.is_gone(worker):
         return
     state.fence(worker, why)
@@ -78,17 +77,17 @@ def give_up(state: JobState, worker: WorkerId, cause: Cause, why: str) -> None:
 
 
 def give_up_confused(state: JobState, worker: WorkerId, why: str) -> None:
-    """Sees to it that nobody goes on with a worker that says what can't be."""
+    """Give up a worker that has sent an impossible message."""
     if state.vacancies.is_outside(worker):
         state.attendance.confuse(worker)
-        state.fence(worker, why)  # its supervisor says when it is dead
+        state.fence(worker, why)  # its supervisor reports its death
     elif not state.ending.failed:
         give_up(state, worker, Cause.CONFUSED, why)
 
 
 def lose(state: JobState, worker: WorkerId, cause: Cause, how: str, at: float, by_itself: bool = False) -> None:
-    """Takes a worker for lost, for the ``cause``.  ``at``: when that was seen, in seconds.  ``by_itself``: its process
-    has ended so, and not been killed.
+    """Take a worker for lost. ``at``: when that was seen, in seconds. ``by_itself``: its process ended and was not
+    killed.
     """
     if state.attendance.is_gone(worker) or state.ending.failed:
         return
@@ -125,11 +124,11 @@ def _lose_member(state: JobState, member: Member, cause: Cause, how: str, at: fl
 
 
 def _go_on_after(state: JobState, member: Member) -> None:
-    """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
+    """Go on after the loss of ``member`` and its failure domain, or end."""
     state.logs.lost(member)
     state.log_places.ended(member.worker, state.committed)
     if state.ending.finishing and state.attendance.crash([member.worker]):
-        state.attendance.through.add(member.seat.stage)  # with that error the job ends
+        state.attendance.through.add(member.seat.stage)  # the job ends with that error
     if state.ending.finishing:
         departures.await_without(state, member, False)
         if _is_missed(state, member):
@@ -142,12 +141,12 @@ def _go_on_after(state: JobState, member: Member) -> None:
 
 
 def _is_missed(state: JobState, member: Member) -> bool:
-    """Whether nobody else is left, or was, to do for a stage what scripts do behind the last step."""
+    """Return whether nobody else of the stage can do what scripts do after the last step."""
     return state.ending.ended is None and member.seat.stage in state.attendance.empty_stages()
 
 
 def take_vanished_for_lost(state: JobState) -> None:
-    """Takes all for lost whose script has ended without a goodbye (core/coordinator/vanishing.py)."""
+    """Take all vanished workers for lost (core/coordinator/vanishing.py)."""
     while state.vanished:
         worker, exited = state.vanished.popitem()
         lose(state, worker, Cause.DIED, GOES_ON, state.now, by_itself=True)

@@ -1,7 +1,6 @@
-"""Complaints of workers that miss something from a live one: a connection between them has lost it.
-
-All regroup, over new connections, and it is sent once more.  Where that does not help, the one goes that is to be
-doubted (core/coordinator/facts/complaints.py); the job ends where nobody knows which.
+"""Complaints of workers that miss something from a live one: a connection between them has lost it. All regroup over
+new connections, and it is sent again. If that does not help, the doubted worker goes
+(core/coordinator/facts/complaints.py). The job ends if nobody knows whom to doubt.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 
 
 def missing(state: JobState, message: Missing) -> None:
-    """Takes in a complaint."""
+    """Handle a complaint."""
     complaint = state.complaints.add(message, state.roster, state.committed, state.holds(message.generation))
     if complaint is None:
         return

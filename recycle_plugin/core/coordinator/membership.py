@@ -1,24 +1,23 @@
 """The coordinator's decisions: what each news leads to, as a state machine without clock, threads or sockets.
 
-Messages go in, addressed messages and events come out; ``runtime.control.coordinator`` carries them.  What is known is
-in core/coordinator/state.py, what is done with a message of each class in core/coordinator/handlers.py, and what else
-follows from whatever has come is done here, in the same order each time:
+Messages go in, addressed messages and events come out; runtime/control/coordinator.py carries them. The state is in
+core/coordinator/state.py, the handlers of messages in core/coordinator/handlers.py. What else follows from any news is
+done here, in the same order each time:
 
-* A job starts when all ranks are there, and want the same (core/coordinator/facts/enrolment.py).
-* What the members of a generation have in common when all have reported is committed, and what is left is finished
-  from what is held (core/vocabulary/recovery_plan.py).
-* Barriers and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
-  said of a step is of that step, whoever is live, and the first complete word on it stays
-  (core/messages/contributions.py).
-* What can't be is said by nobody who goes on with the others (core/coordinator/words.py).
-* What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at
+* A job starts when all ranks are there and want the same (core/coordinator/facts/enrolment.py).
+* When all members of a generation have reported, the steps that all have applied are committed, and the rest is
+  finished from what is held (core/vocabulary/recovery_plan.py).
+* Barriers and complaints of an older generation, or of one that has lost a worker, are dropped. Contributions to a step
+  belong to that step, whoever is live, and the first complete set stays (core/messages/contributions.py).
+* A worker that sends an impossible message is given up (core/coordinator/words.py).
+* What all must hear of at the same step (a rejection, a checkpoint, another batch size) is a generation that holds at
   once.
-* Who is suspected for too long is given up, but for a stage's last worker, without whom the job ends: that has a longer
-  deadline.
-* Where everybody waits and nobody does anything, all regroup, by which what was lost is sent once more; if they
-  stand still again before another commit, the job ends.
-* The job ends where workers contradict each other, where a stage that has nobody left can't be replayed, where it has
-  become too slow for the user, and where all have left.
+* A worker that is suspected for too long is given up. A stage's last worker has a longer deadline; after that the stage
+  is replayed, or the job ends.
+* If all wait and nobody does anything, all regroup, so lost messages are sent again. If they stand still again before
+  another commit, the job ends.
+* The job ends if workers contradict each other, if an empty stage can't be replayed, if a worker reports that it has
+  become too slow for its user, or when all have left.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
 class Membership:
-    """The decisions of a job of so many ``ranks``: who takes part, which step is committed, and what everybody does
-    next.  ``now`` is in seconds everywhere.
+    """The decisions of a job of ``ranks`` ranks: who takes part, which step is committed, and what everybody does next.
+    ``now`` is in seconds everywhere.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -57,37 +56,35 @@ class Membership:
 
     @property
     def started(self) -> bool:
-        """Whether all workers were there once."""
+        """Whether all workers have been there once."""
         return self.state.attendance.started
 
     @property
     def roster(self) -> Roster:
-        """The members."""
         return self.state.roster
 
     @property
     def lost(self) -> set[WorkerId]:
-        """The workers that are lost."""
         return self.state.attendance.lost
 
     @property
     def unreachable(self) -> set[WorkerId]:
-        """The lost workers of which nobody knows whether they are dead."""
+        """The lost workers that are not known to be dead."""
         return self.state.attendance.unreachable
 
     @property
     def empty(self) -> frozenset[int]:
-        """The ranks of vacant seats for which nobody has come yet."""
+        """The ranks of vacant seats whose newcomer has not connected."""
         return self.state.vacancies.empty
 
     @property
     def ended(self) -> End | None:
-        """The way in which the job ends, once that is decided."""
+        """How the job ends, once decided."""
         return self.state.ending.ended
 
     @property
     def committed(self) -> int:
-        """The last step that stays."""
+        """The last committed step."""
         return self.state.committed
 
     @property
@@ -102,20 +99,20 @@ class Membership:
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """The paths of the checkpoints that may be named as safe, and that stages are replayed from."""
+        """The paths of checkpoints that may be named as safe, and from which stages are replayed."""
         return tuple(self.state.ending.checkpoints)
 
     def identify(self, claimed: WorkerId) -> WorkerId:
-        """The identity of a process that connects as ``claimed``, which another one may be already."""
+        """Return the identity of a process that connects as ``claimed``, which another one may have already."""
         return self.state.vacancies.identify(claimed)
 
     def is_outside(self, worker: WorkerId) -> bool:
-        """Whether the job has started, and goes on without ``worker``, which is no member yet."""
+        """Return whether the job has started and ``worker`` has never been a member."""
         return self.state.vacancies.is_outside(worker)
 
     def is_apart(self, worker: WorkerId) -> bool:
-        """Whether ``worker`` does not hear what is said to all: it is lost, or a newcomer that has not asked yet to
-        take part.
+        """Return whether ``worker`` does not get what is sent to all: it is lost, or no newcomer that has asked to take
+        part.
         """
         return self.state.attendance.is_lost(worker) or (
             self.is_outside(worker) and self.state.joining.get(worker) is None
@@ -124,14 +121,14 @@ class Membership:
     # --- news ------------------------------------------------------------------------------------
 
     def receive(self, message: object, now: float) -> CoordinatorOutput:
-        """Handles one message that arrived at ``now``; returns what it leads to."""
+        """Handle one message that arrived at ``now``. Return what it leads to."""
         self.state.now = now
         handlers.handle(self.state, message)
         return self._settled()
 
     def tick(self, now: float) -> CoordinatorOutput:
-        """Handles that time has passed, which may show who is stopped or stuck, that nobody does anything, or that
-        those left are cut off.  To be told every ``core.vocabulary.deadlines.TICK_S``; costs one look at each worker.
+        """Handle that time has passed, which may show stopped or stuck workers, a standstill or a partition. To be
+        called every ``core.vocabulary.deadlines.TICK_S``. O(members).
         """
         state = self.state
         state.now = now
@@ -147,18 +144,18 @@ class Membership:
         return self._settled()
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
-        """Handles that a process on ``host`` has connected as ``worker``."""
+        """Handle that a process on ``host`` has connected as ``worker``."""
         starting.greet(self.state, worker, host)
         return self._settled()
 
     def connection_lost(self, worker: WorkerId, now: float) -> CoordinatorOutput:
-        """Handles that a worker's connection broke without a goodbye."""
+        """Handle that a worker's connection broke without a goodbye."""
         self.state.now = now
         losses.cut_off(self.state, worker)
         return self._settled()
 
     def supervisor(self, rank: int, there: bool, now: float) -> CoordinatorOutput:
-        """Handles that the supervisor of ``rank`` has come, or has gone where it is not ``there``."""
+        """Handle that the supervisor of ``rank`` has come, or has gone if it is not ``there``."""
         self.state.now = now
         if there:
             supervisors.come(self.state, rank)
@@ -167,41 +164,41 @@ class Membership:
         return self._settled()
 
     def join(self, number: int, host: str, waits: bool, now: float) -> CoordinatorOutput:
-        """Handles that a supervisor on ``host``, the ``number``-th that does, asks for the seat of a lost worker; if it
-        ``waits``, it takes the next one that is lost.
+        """Handle that the ``number``-th joining supervisor, on ``host``, asks for a seat; if it ``waits``, also a later
+        one.
         """
         self.state.now = now
         supervisors.join(self.state, number, host, waits)
         return self._settled()
 
     def joiner_gone(self, number: int) -> None:
-        """Handles that a supervisor is gone which has asked for a seat, and has none."""
+        """Handle that a supervisor that has asked for a seat and got none is gone."""
         self.state.vacancies.joiner_gone(number)
 
     def asked(self, request: Ask, now: float) -> tuple[Answer, CoordinatorOutput]:
-        """Handles an operator's request."""
+        """Handle an operator's request."""
         self.state.now = now
         answer = operating.answer(self.state, request)
         return answer, self._settled()
 
     def fail(self, text: str) -> CoordinatorOutput:
-        """Ends the job, since nobody can go on, for a reason that is no worker's."""
+        """End the job for a reason that is no worker's."""
         ends.end(self.state, text)
         return self._settled()
 
     def removed(self, path: str) -> CoordinatorOutput:
-        """Handles that the checkpoint at ``path`` is there no more."""
+        """Handle that the checkpoint at ``path`` was removed."""
         replayable.removed(self.state, path)
         return self._settled()
 
     def regroup_overdue(self, seconds: float) -> CoordinatorOutput:
-        """Handles that the deadline of a regrouping, ``seconds``, has passed."""
+        """Handle that the deadline of a regroup, ``seconds``, has passed."""
         resuming.overdue(self.state, seconds)
         return self._settled()
 
     def _settled(self) -> CoordinatorOutput:
-        """What the news has led to, once nothing more follows from it: who has gone is not waited for, and those go on
-        together who have all reported.
+        """Return what the news has led to, once nothing more follows: resolve vanished workers, and let the others go
+        on if a worker that they waited for has gone.
         """
         vanishing.resolve(self.state)
         while self.state.left_midway:

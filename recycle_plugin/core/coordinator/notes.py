@@ -1,4 +1,4 @@
-"""What workers say for the user, and errors with which their scripts end."""
+"""What workers report for the user, and errors with which their scripts end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recycle_plugin.core.messages.from_workers import Crashed, Fatal, Note, Stra
 
 
 def note(state: JobState, message: Note) -> None:
-    """Passes a worker's event on; a checkpoint that is saved is one to go on from."""
+    """Pass a worker's event on, and record the checkpoint if it reports a saved one."""
     if message.kind == "checkpoint" and isinstance(path := message.details.get("path"), str):
         state.ending.saved(path)
     if message.is_known:
@@ -17,24 +17,24 @@ def note(state: JobState, message: Note) -> None:
 
 
 def note_of_newcomer(state: JobState, message: Note) -> None:
-    """Does the same for a newcomer, and notes how long it has taken to load a checkpoint."""
+    """Pass a newcomer's event on, and record how long it took to load a checkpoint."""
     if message.kind == "restored" and isinstance(seconds := message.details.get("seconds"), float | int):
         state.recovery_times.loaded(seconds)
     note(state, message)
 
 
 def fatal(state: JobState, message: Fatal) -> None:
-    """Ends the job for what a worker has found, which nobody can go on with."""
+    """End the job: a worker has found something that nobody can go on with."""
     ends.end(state, message.text)
 
 
 def crashed(state: JobState, message: Crashed) -> None:
-    """Takes in that a member's script has ended with an error; it is lost once its process ends."""
+    """Record that a member's script ended with an error. The worker is lost once its process ends."""
     state.attendance.crashed(message, state.out)
 
 
 def error_of_newcomer(state: JobState, message: Fatal | Crashed) -> None:
-    """Says why a newcomer does not come back, which ends nobody's training but its own."""
+    """Report why a newcomer does not come back. This ends nobody else's training."""
     who = state.attendance.named(message.rank)
     if isinstance(message, Fatal):
         state.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)
@@ -48,5 +48,5 @@ def error_of_newcomer(state: JobState, message: Fatal | Crashed) -> None:
 
 
 def stranger(state: JobState, message: StrangersAtLogs) -> None:
-    """Says that somebody has asked for logs who has no part in the job."""
+    """Report that somebody without a part in the job has asked for logs."""
     state.say("stranger", message.text, address=message.address)

@@ -1,12 +1,12 @@
-"""An operator's requests: that a seat, or all seats of a host, leave as planned, and that somebody holds a seat again.
-And a host's own notice that it goes.
+"""Operators' requests: that a seat, or all seats of a host, leave as planned, and that a seat is admitted again. And a
+host's own notice that it goes.
 
-* A leave that would leave a stage without a worker is refused, and of a host then all of it.  A host that goes does not
-  ask: then the job ends at the commit, with a checkpoint, as it does where it is the coordinator's, and nobody stands
-  by on another one.
-* Who has left as planned stays away until its seat is admitted.  Who was coming back there does not.
-* A seat that was given up, or has left, is admitted: a spare takes it, or its own supervisor starts the next process;
-  where neither is there, it is free for whoever comes.
+* A leave that would empty a stage is refused; for a host, all of it. A host that goes does not ask: if its leave would
+  empty a stage, the job ends at the next commit, with a checkpoint. It also ends then if the host is the coordinator's
+  and no standby is on another one.
+* A worker that has left as planned, and a newcomer of such a seat, stays away until the seat is admitted.
+* An admitted seat, which was given up or has left, is taken by a spare, or its own supervisor starts the next process.
+  If there is neither, it is free for any joining supervisor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 
 
 def answer(state: JobState, request: Ask) -> Answer:
-    """Does what an operator asks for, and says it to the user, or says why it can't be done."""
+    """Do what an operator asks for, and report it, or answer why it can't be done. TypeError if it is no request."""
     match request:
         case AskLeave():
             what, said = f"leave {request.seat}", _leave(state, request.seat)
@@ -70,8 +70,8 @@ def _drain(state: JobState, host: str) -> Answer:
 
 
 def host_goes(state: JobState, message: HostGoes) -> None:
-    """Has all leave that are on the host of ``message``'s worker, and starts nobody there; ends the job where it can't
-    go on without.  Whoever is just being let in goes when this is said again.  Costs one look at each rank.
+    """Let all on the host of ``message``'s worker leave, and start nobody there; end the job if it can't go on without
+    them. Workers that are just being let in leave when the message is repeated. Costs one look at each rank.
     """
     host = state.vacancies.host_of(message.rank)
     if _not_now(state) or host is None:
@@ -87,7 +87,7 @@ def host_goes(state: JobState, message: HostGoes) -> None:
 
 
 def _there(state: JobState, host: str) -> tuple[Member, ...]:
-    """The members on ``host``, and those that leave with them."""
+    """Return the members on ``host``, and those that leave with them."""
     there = state.roster.of_ranks(state.vacancies.hosted(host))
     return tuple(dict.fromkeys(one for member in there for one in state.attendance.together(member)))
 
@@ -116,20 +116,20 @@ def _admit(state: JobState, name: str) -> Answer:
 
 
 def _not_now(state: JobState) -> str:
-    """The reason why nothing can be asked for now; else empty."""
+    """Return why nothing can be asked for now, else ""."""
     if not state.attendance.started:
         return "training has not started yet"
     return "the job is about to end, or is over" if state.is_ending else ""
 
 
 def _no_seat(state: JobState, name: str) -> str:
-    """The reason why ``name`` is no seat of the job's; else empty."""
+    """Return why ``name`` is no seat of the job, else ""."""
     seats = [str(seat) for seat in state.attendance.seats]
     return "" if name in seats else f"there is no seat {name}: this job has {', '.join(seats)}"
 
 
 def _cannot_go(state: JobState, members: Collection[Member]) -> str:
-    """The reason why ``members`` can't leave; else empty."""
+    """Return why ``members`` can't leave, else ""."""
     for member in members:
         if state.joining.get(member.worker) is not None:
             return f"{member} is being let in: ask again in a moment, once it takes part"

@@ -1,4 +1,4 @@
-"""What workers post for each other (core/coordinator/facts/boards.py), and ask each other for."""
+"""What workers post for each other (core/coordinator/facts/boards.py), and ask of each other."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from recycle_plugin.core.messages.from_workers import Post, ReadBoard, WantResul
 
 
 def post(state: JobState, message: Post) -> None:
-    """Keeps a value, and sends it to those who wait for it."""
+    """Keep a value, and send it to those who wait for it."""
     state.boards.post(message, state.attendance.is_lost, state.out)
 
 
 def read(state: JobState, message: ReadBoard) -> None:
-    """Answers with the values that are there."""
+    """Answer with the values that are there."""
     state.boards.read(message, state.out)
 
 
 def want_result(state: JobState, message: WantResult) -> None:
-    """Passes the wish for a collective's result on to who has it."""
+    """Pass the request for a collective's result on to the worker that has it."""
     for holder in state.roster.of_ranks([message.holder]):
         state.tell(holder.worker, message)

@@ -1,15 +1,14 @@
-"""Which way a loss goes, and the times that deadlines of a replay follow from.
+"""Which way a loss is recovered, and the times that a replay's deadlines follow from.
 
-There are three ways.  The first of them that can be is taken, since each gives up more than the one before:
-
-* *reroute*: the other workers of its stage take a lost worker's work.
-* *replay*: stages that nobody is left in are replayed from the logs, with whatever belongs to their groups; all others
-  wait with all that they have (core/coordinator/replays.py).
+There are three ways, each of which gives up more than the one before; the first possible one is taken:
+* *reroute*: other workers of its stage take the lost worker's work.
+* *replay*: empty stages are replayed from the logs, with their groups; all others wait with all that they have
+  (core/coordinator/replays.py).
 * *end*: the job ends, and names the last checkpoint.
 
-Times are made of what was measured in this job (steps by core/coordinator/facts/step_figures.py, starts and loads by
-core/coordinator/facts/recovery_times.py), and as long as nothing was, of the planner's cost model and of what is usual:
-then they are said to be assumed.
+Times are measured in this job (steps by core/coordinator/facts/step_figures.py, starts and loads by
+core/coordinator/facts/recovery_times.py). Until then they come from the planner's cost model and usual values, and are
+reported as assumed.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.machine_constants import START_UP_S
 from recycle_plugin.core.vocabulary.roster import Member
 
-NAMED = 3  # of those that a loss is about, so many are named
+NAMED = 3  # workers or numbers named in an event
 MEASURED, ASSUMED, UNKNOWN = "", "assumed", "not known"
 
 
 class Time(NamedTuple):
-    """Seconds, and how they are known: one of MEASURED, ASSUMED and UNKNOWN, and then they count as none."""
+    """Seconds, and how they are known: MEASURED, ASSUMED, or UNKNOWN, for which they are 0."""
 
     seconds: float
     how: str = MEASURED
@@ -45,8 +44,8 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """What a replay takes.  ``start``: from a loss until the next process has its model; ``load``: a stage's state from
-    a checkpoint; ``work``: of each stage, what it computes in a step, by one worker.
+    """What a replay takes. ``start``: from a loss until the next process has its model. ``load``: a stage's state from
+    a checkpoint. ``work``: by stage, a step's compute by one worker.
     """
 
     start: Time
@@ -55,8 +54,8 @@ class Times:
 
 
 class Group(NamedTuple):
-    """Stages that are replayed together, from ``first`` to ``last``: those that have nobody, and with them live ones
-    where what crosses the boundary to these is in no log.
+    """Stages ``first`` to ``last``, which are replayed together: empty ones, and live ones where what crosses the
+    boundary to these is in no log.
     """
 
     first: int
@@ -68,7 +67,7 @@ class Group(NamedTuple):
 
 
 def groups(stages: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of ``stages``, in their order, where every boundary is logged: neighbours wait for each other."""
+    """Return ``stages`` as groups of neighbours, in order: neighbours wait for each other."""
     ordered = sorted(stages)
     firsts = [ordered[0], *(after for before, after in pairwise(ordered) if after != before + 1)]
     lasts = [*(before for before, after in pairwise(ordered) if after != before + 1), ordered[-1]]
@@ -76,8 +75,8 @@ def groups(stages: Sequence[int]) -> tuple[Group, ...]:
 
 
 def step_of(work: Sequence[Time], together: Iterable[Group]) -> Time:
-    """The time of one step of a replay.  Stages of a group wait for each other for each micro-batch, and so do nothing
-    at the same time; groups do.
+    """Return the time of one replayed step. Stages of a group wait for each other for each micro-batch, so their times
+    add; groups run at the same time.
     """
     of_groups = [[work[stage] for stage in group.stages] for group in together]
     slowest = max(of_groups, key=lambda times: sum(time.seconds for time in times))
@@ -85,7 +84,7 @@ def step_of(work: Sequence[Time], together: Iterable[Group]) -> Time:
 
 
 def times_of(state: JobState) -> Times:
-    """The times of a job that trains, as far as they were measured."""
+    """Return the times of a job that trains, measured as far as possible."""
     assert state.job is not None, "who is lost has taken part in a job"
     measured, job = state.recovery_times, state.job
     wait = 0.0 if state.vacancies.has_spares else FIRST_S
@@ -100,7 +99,7 @@ def times_of(state: JobState) -> Times:
 
 
 def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> float:
-    """What the cost model says that one worker takes for a step of ``micro_batches`` of a stage, in seconds.
+    """Return how long one worker takes for a stage's step of ``micro_batches``, in seconds, by the cost model.
     ``splits``: backwards are split.
     """
     backward = (Op.I, Op.W) if splits else (Op.B,)
@@ -112,9 +111,7 @@ def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> f
 
 
 def say_rerouted(state: JobState) -> None:
-    """Says that the work of those who are lost, and whose stages have others, is these' now, once they have planned for
-    it.
-    """
+    """Report that others of their stages do the lost workers' work now, once these have planned for it."""
     lost = sorted((each for those in state.unsaid.values() for each in those), key=lambda each: each.worker)
     state.unsaid = {}
     assert state.job is not None, "who is lost has taken part in a job"
@@ -123,7 +120,7 @@ def say_rerouted(state: JobState) -> None:
 
 
 def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
-    """Who is ``lost``, worker by worker or in whole replicas, and what becomes of the work."""
+    """Return who is ``lost``, by worker or by whole replica, and what becomes of their work, in words."""
     if unit == "replica":
         who = several("replica", sorted({member.seat.replica for member in lost}))
         return f"{who} out whole: {'nobody does its work' if shrinks else 'others take its work'}"
@@ -134,7 +131,7 @@ def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
 
 
 def several(what: str, numbers: Sequence[int]) -> str:
-    """The subject of a sentence: at most NAMED of them by number, with "is" or "are"."""
+    """Return the subject of a sentence: at most NAMED ``numbers``, with "is" or "are"."""
     if len(numbers) == 1:
         return f"{what} {numbers[0]} is"
     names = ", ".join(map(str, numbers)) if len(numbers) <= NAMED else f"{numbers[0]} to {numbers[-1]}"
@@ -142,8 +139,8 @@ def several(what: str, numbers: Sequence[int]) -> str:
 
 
 def say_impossible(state: JobState, stages: Sequence[int], why: str, lacks: int | None = None) -> None:
-    """Says ``why`` the job ends, since ``stages`` that nobody is left in can't be replayed.  ``lacks``: the stage that
-    has sent what can't be had any more.
+    """Report ``why`` the empty ``stages`` can't be replayed. ``lacks``: the stage whose sent data can't be had any
+    more.
     """
     for stage in stages:
         state.unsaid.pop(stage, None)
@@ -157,8 +154,8 @@ def say_replayed(
     along: Mapping[int, str] = MappingProxyType({}),
     again: str = "",
 ) -> None:
-    """Says that ``stages`` are replayed that nobody is left in.  ``along``: live stages that are replayed with them,
-    each with the reason; ``again``: why that has changed since it was said last.
+    """Report that the empty ``stages`` are replayed. ``along``: live stages that are replayed with them, with the
+    reasons. ``again``: what has changed since the last report.
     """
     for stage in stages:
         state.unsaid.pop(stage, None)

@@ -1,20 +1,20 @@
-"""How long stages that nobody holds may be silent: the deadlines of those who wait for a start, or for a replayed step.
+"""How long empty stages may be silent: deadlines for a start, and for a replayed step.
 
-Each follows from what is predicted of it, where that was measured in this job (core/coordinator/recovery_ways.py):
+Each follows from a prediction, if that was measured in this job (core/coordinator/recovery_ways.py):
+* A replayed step may take ``FACTOR`` times what one worker needs for it alone, at least ``FLOOR_S``, and at least what
+  the user lets an instruction compute (``busy_timeout_s``). The factor is ten because a step may take its own time,
+  five seconds and four times its share until late helpers are found and their blocks are dealt anew
+  (core/worker/shared_replay.py). Also, a machine that starts the other lost processes may be several times slower than
+  in training. The floor covers the time in which helpers make the stage.
+* After that the replaying process is given up, if another one may take its place. That one gets twice the time, so that
+  a machine that is slow for good comes through in the end. With live companions nobody is given up, since they wait for
+  each other.
+* The job ends, and waiting workers give up, after that limit or ``wait_timeout_s``, whichever is longer: a user's
+  setting is never cut short.
+* A start may take ``FACTOR`` times what starts in this job have taken, at least ``wait_timeout_s``. Nobody is given up
+  for it, since what a script does before its first step is its own.
 
-* A replayed step may take ``FACTOR`` times what one worker would need for it without any help, and never less than
-  ``FLOOR_S``, or than the time that the user lets an instruction compute (``busy_timeout_s``).  Ten times: until all
-  helpers have been found late and their blocks are dealt anew, a step takes up to its own time, five seconds, and four
-  times its share (core/worker/shared_replay.py); a machine that also starts the other lost processes may be some times
-  slower than when it trained.  The floor covers the making of the stage by who helps.
-* Past it the process that replays is given up, as long as another one may take its place, which is given twice that:
-  a machine that is slow for good comes through in the end.  Not where live stages replay along, which wait for it too.
-* The job ends, and whoever waits gives up, past that or ``wait_timeout_s``, whichever is longer: what a user has set is
-  never cut short.
-* A start may take ``FACTOR`` times what starts in this job have taken, and never less than ``wait_timeout_s``; nobody
-  is given up for it, since what a script does before its first step is its own.
-
-What was not measured has no deadline but ``wait_timeout_s``.
+What was not measured has only the deadline ``wait_timeout_s``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from recycle_plugin.core.messages.from_coordinator import Expected
 
 FACTOR = 10
 FLOOR_S = 30.0
-LATER_S = 10.0  # by how much who waits waits longer than the coordinator, so that it hears why the job ends
+LATER_S = 10.0  # how much longer workers wait than the coordinator: they hear why the job ends
 
 
 class Patience(NamedTuple):
-    """The patience with stages that nobody holds: ``what`` is waited for, which is ``predicted``; after ``give_up_s``
-    seconds without a word who replays is given up, None: never; after ``end_s`` the job ends.
+    """The patience with empty stages. ``what`` is waited for, ``predicted`` to take so long. After ``give_up_s`` silent
+    seconds the replaying workers are given up (None: never), after ``end_s`` the job ends.
     """
 
     what: str
@@ -48,35 +48,37 @@ class Patience(NamedTuple):
 
 
 def patience(state: JobState, empty: Sequence[int]) -> Patience:
-    """The patience with the stages that are ``empty``, as far as they are."""
+    """Return the patience with the ``empty`` stages."""
     assert state.job is not None, "who is lost has taken part in a job"
     deadlines, times = state.job.deadlines, times_of(state)
     if not replaying(state):
         limit = 0.0 if times.start.how else FACTOR * times.start.seconds
         return Patience("the start of the next process", times.start, None, max(deadlines.wait_timeout_s, limit))
     step = step_of(times.work, groups([*empty, *state.logs.along(state.committed, empty)]))
-    predicted = Time(step.seconds + times.load.seconds, step.how)  # the first one comes behind a load
+    predicted = Time(step.seconds + times.load.seconds, step.how)  # the first step comes after a load
     if step.how:
         return Patience("the next replayed step", predicted, None, deadlines.wait_timeout_s)
     limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**state.replay.given_up
-    give_up = None if state.replay.has_companions else limit  # these wait for each other: nobody knows who is to blame
+    give_up = (
+        None if state.replay.has_companions else limit
+    )  # companions wait for each other: nobody knows who is to blame
     return Patience("the next replayed step", predicted, give_up, max(deadlines.wait_timeout_s, limit))
 
 
 def replaying(state: JobState) -> list[NewcomerRecord]:
-    """Who replays a stage.  Costs one look at each newcomer."""
+    """Return the newcomers that replay a stage. O(newcomers)."""
     return [each for each in state.joining if each.phase is Phase.REPLAYING]
 
 
 def tell(state: JobState, empty: Sequence[int]) -> None:
-    """Tells those who wait for the stages that are ``empty`` what to expect, and how long to wait for it."""
+    """Tell workers that wait for ``empty`` stages what to expect, and how long to wait."""
     found = patience(state, empty)
     state.tell(WORKERS, Expected(str(found), found.end_s + LATER_S))
 
 
 def give_up_silent(state: JobState, empty: Sequence[int], silent_s: float) -> bool:
-    """Gives up who replays, where nothing has been heard of that for ``silent_s`` seconds, and that is too long, and
-    others can take their places; returns whether it was so.
+    """Give up the replaying newcomers if they have been silent for too long and others can take their places. Return
+    whether that was so.
     """
     found, late = patience(state, empty), replaying(state)
     if found.give_up_s is None or silent_s <= found.give_up_s or not all(_has_next(state, each) for each in late):

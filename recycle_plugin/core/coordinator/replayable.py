@@ -1,4 +1,4 @@
-"""What stages can be replayed from: durable checkpoints, and logs, until one of them breaks off, or is removed."""
+"""What stages can be replayed from: durable checkpoints, and logs until they break off or are removed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 
 
 def durable(state: JobState, message: Durable) -> None:
-    """Takes in that a checkpoint is durable, and tells all, who let go what led to it.
-
-    While stages are replayed that waits: they all begin at one checkpoint, and need the logs from there on.  One of a
-    step that is not committed, or no more since an earlier checkpoint was loaded, is none of this job's steps.
+    """Record that a checkpoint is durable, and tell all, who drop what led to it. While stages are replayed this waits:
+    they all begin at one checkpoint, and need the logs from there on. A step that is not committed, perhaps because an
+    earlier checkpoint was loaded since, is not one of this job.
     """
     if not 0 <= message.step <= state.committed:
         return
@@ -29,7 +28,7 @@ def durable(state: JobState, message: Durable) -> None:
 
 
 def removed(state: JobState, path: str) -> None:
-    """Takes in that the checkpoint at ``path`` is there no more."""
+    """Record that the checkpoint at ``path`` was removed."""
     last = path == state.ending.checkpoint
     state.ending.unusable(path)
     state.logs.removed(path)
@@ -39,16 +38,16 @@ def removed(state: JobState, path: str) -> None:
 
 
 def logged(state: JobState, message: Logged) -> None:
-    """Takes in what a worker has logged of a step."""
+    """Record how far a worker's log is on its disk."""
     if message.step < unstarted(state.committed):
         state.logs.heard(message)
 
 
 def log_broken(state: JobState, message: LogBroken) -> None:
-    """Takes in that a worker logs nothing more for now."""
+    """Record that a worker logs nothing more for now."""
     member = state.speaker(message.worker)
     if not 0 < message.step < unstarted(state.committed):
-        return  # there is nothing of that
+        return  # no such step
     if member is not None:
         state.logs.broken(message, member.seat.stage)
     state.say(
@@ -62,5 +61,5 @@ def log_broken(state: JobState, message: LogBroken) -> None:
 
 
 def served(state: JobState, message: LogsServed) -> None:
-    """Takes in where a supervisor serves logs."""
+    """Record where a supervisor serves logs."""
     state.log_places.served(message)

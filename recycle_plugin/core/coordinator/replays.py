@@ -1,16 +1,15 @@
-"""Stages that have lost their last worker, and are replayed from the logs of the others (SWIFT, PPoPP'23, section 5).
+"""Empty stages that are replayed from the logs of the others (SWIFT, PPoPP'23, section 5).
 
-With a log (core/worker/step_log.py) such a loss does not end the job.  A generation without the stage is published, in
-which everybody stops between two instructions and keeps what it has.  A newcomer of the stage takes its state from the
-last durable checkpoint and replays what is committed since (core/worker/replay.py); then it is a member at once, and
-what was begun and not committed is finished by lineage, as after any loss.
+With a log (core/worker/step_log.py) the loss of a stage's last worker does not end the job. A generation without the
+stage is published, in which all stop between two instructions and keep what they have. A newcomer loads the stage's
+state from the last durable checkpoint and replays the steps committed since (core/worker/replay.py). Then it is a
+member at once, and begun steps are finished by lineage, as after any loss.
 
-What a neighbour has sent to that stage may be in no log that can be read: its boundary is not logged, its disk was
-full, a file is damaged.  Then a live worker of the neighbour, a *companion*, replays along (core/worker/companion.py);
-and where what that one needs can't be read either, the next stage's does too, up to the whole pipeline.
+What a neighbour has sent to that stage may be in no readable log: its boundary is not logged, a disk was full, a file
+is damaged. Then a live worker of the neighbour, a *companion*, replays along (core/worker/companion.py). If what a
+companion needs can't be read either, the next stage's worker does too, up to the whole pipeline.
 
-Whether a stage can be replayed, and with whom, is known here; which way a loss goes is said in
-core/coordinator/recovery_ways.py.
+This module knows whether a stage can be replayed and with whom. core/coordinator/recovery_ways.py reports the way.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ ITERATORS = (
 
 
 def is_awaited(state: JobState, stage: int) -> bool:
-    """Whether all wait until ``stage``, in which nobody is at work, is replayed."""
+    """Return whether all wait for a replay of the empty ``stage``."""
     return state.replay.waits_since is not None and stage in state.attendance.empty_stages()
 
 
 def _after_loss(state: JobState) -> bool:
-    """Waits for the stages that have nobody, where they can be replayed: True.  False where the job has to end; then
-    the reasons are said.
-    """
+    """Wait for the empty stages if they can be replayed: True. Else report the reasons: False, and the job must end."""
     empty = state.attendance.empty_stages()
     why = why_not(state, empty)
     if why:
@@ -48,26 +45,26 @@ def _after_loss(state: JobState) -> bool:
     state.replay.begin(state.now)
     _say_replay(state, "")
     replay_deadlines.tell(state, empty)
-    if not state.ending.finishing:  # else nobody has to wait
+    if not state.ending.finishing:  # past the last step nobody has to wait
         generations.go_on_without(state, f"stage {', '.join(map(str, empty))} is replayed")
         _accompany(state)
     return True
 
 
 def go_on_without_stage(state: JobState) -> None:
-    """Waits until the stages that have nobody are replayed, or ends where they can't be."""
+    """Wait until the empty stages are replayed, or end the job if they can't be."""
     if not _after_loss(state):
         ends.give_up_going_on(state, ends.empty_stage(state), ends.crash(state))
 
 
 def _say_replay(state: JobState, again: str) -> None:
-    """Says what is replayed, and who replays along; ``again``: why that has changed, or empty."""
+    """Report what is replayed and with whom. ``again``: why that has changed, or ""."""
     empty = state.attendance.empty_stages()
     say_replayed(state, empty, state.logs.along(state.committed, empty), again)
 
 
 def _accompany(state: JobState) -> None:
-    """Has a live worker of each stage that is to be replayed along do so; those that do so already go on."""
+    """Have a live worker of each stage to be replayed along do so; companions that do so already go on."""
     empty = state.attendance.empty_stages()
     for stage, why in state.logs.along(state.committed, empty).items():
         if state.replay.companion(stage) not in state.roster.workers:
@@ -78,7 +75,7 @@ def _accompany(state: JobState) -> None:
 
 
 def _tell_replay(state: JobState, member: Member, helpers: tuple[Member, ...] = ()) -> None:
-    """Tell ``member`` to replay its stage, and note which other stages it hears are made again meanwhile."""
+    """Tell ``member`` to replay its stage, and record which stages it is told are replayed too."""
     checkpoint, empty = state.logs.checkpoint, state.attendance.empty_stages()
     stages = tuple(sorted({*empty, *state.logs.along(state.committed, empty)}))
     valid_from, passed = max(checkpoint.valid_from, state.steps.valid_from), tuple(state.logs.passed)
@@ -89,7 +86,7 @@ def _tell_replay(state: JobState, member: Member, helpers: tuple[Member, ...] = 
 
 
 def why_not(state: JobState, empty: tuple[int, ...]) -> str:
-    """Why ``empty``, stages that have nobody or are about to, can't be replayed, in words; empty where they can."""
+    """Return why the stages ``empty``, which are empty or about to be, can't be replayed, in words; "" if they can."""
     assert state.job is not None, "who is lost has taken part in a job"
     if not state.logs.kept:
         return state.logs.why_not()
@@ -114,14 +111,14 @@ def why_not(state: JobState, empty: tuple[int, ...]) -> str:
 
 
 def _is_abandoned(state: JobState, stage: int) -> bool:
-    """Whether nobody will come any more to replay ``stage``.  Costs one look at each rank."""
+    """Return whether nobody will come any more to replay ``stage``. Costs one look at each rank."""
     coming = any(each.stage == stage for each in state.joining)
     return not coming and all(map(state.vacancies.is_given_up, state.attendance.ranks_of_stage(stage)))
 
 
 def catch_up(state: JobState, newcomer: NewcomerRecord) -> None:
-    """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
-    of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
+    """Have a newcomer of an empty stage replay it, with the help of all members, which wait for that. Further newcomers
+    of that stage wait, help too, and catch up later. Costs a message of the length of the roster.
     """
     _see_along(state)
     others = [each for each in state.joining if each.stage == newcomer.stage and each is not newcomer]
@@ -138,7 +135,7 @@ def catch_up(state: JobState, newcomer: NewcomerRecord) -> None:
 
 
 def _tell_beside(state: JobState, stage: int) -> None:
-    """Tells the one that replays ``stage`` who waits for it there.  Costs one look at each newcomer."""
+    """Tell the worker that replays ``stage`` which newcomers wait for it there. O(newcomers)."""
     here = [each for each in state.joining if each.stage == stage]
     waiting = tuple(each.member for each in here if each.phase is Phase.WAITING)
     for each in here:
@@ -147,15 +144,15 @@ def _tell_beside(state: JobState, stage: int) -> None:
 
 
 def _logs_for(state: JobState, stage: int) -> tuple[LogsAt, ...]:
-    """Where the logs are that a replay of ``stage`` reads: its own, its neighbours', and those of its tie."""
+    """Return where the logs are that a replay of ``stage`` reads: its own, its neighbours' and those of its tie."""
     assert state.job is not None, "who replays has a job"
     stages = {stage - 1, stage, stage + 1, *state.job.shape.tie(stage)}
     return state.log_places.of([rank for each in stages for rank in state.attendance.ranks_of_stage(each)])
 
 
 def see_gone(state: JobState) -> None:
-    """Takes in which logs are gone with their hosts; the loss of those who had written them has all begin a checkpoint
-    at once, as every loss does (core/worker/checkpoint_interval.py).
+    """Record which logs are gone with their hosts. The losses of their writers have all begin a checkpoint at once, as
+    every loss does (core/worker/checkpoint_interval.py).
     """
     live = state.roster.ranks
     gone = state.log_places.gone(lambda rank: rank not in live and state.vacancies.is_host_gone(rank, state.now))
@@ -181,9 +178,8 @@ def see_gone(state: JobState) -> None:
 
 
 def _see_along(state: JobState) -> None:
-    """Have stages replayed along that turn out to be needed while others are replayed; end the job if that can't be.
-
-    Whoever replays already and was not told of them hears of them once it misses what they have sent.
+    """Have stages replayed along that turn out to be needed during a replay; end the job if that can't be. A worker
+    that replays already hears of them once it misses what they have sent.
     """
     empty = state.attendance.empty_stages()
     if state.logs.along(state.committed, empty).keys() <= state.replay.accompanied_stages:
@@ -196,21 +192,21 @@ def _see_along(state: JobState) -> None:
 
 
 def progress(state: JobState, message: Replaying) -> None:
-    """Takes in that a worker has replayed a step: who waits for that is told, and waits on."""
+    """Record that a worker has replayed a step, and tell those that wait: their deadline begins anew."""
     if _replays(state, message.worker):
         state.replay.waits_since = state.now
         state.tell(WORKERS, message)
 
 
 def _replays(state: JobState, worker: WorkerId) -> bool:
-    """Whether ``worker`` is to replay its stage, and has not said yet that it has."""
+    """Return whether ``worker`` is to replay its stage, and has not reported that it has."""
     newcomer = state.joining.get(worker)
     return state.replay.is_at_it(worker) or (newcomer is not None and newcomer.phase is Phase.REPLAYING)
 
 
 def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
-    """Takes in that a companion has come to its own state again; once all have, and all stages have somebody, all go
-    on.  One that has just replayed its stage as a newcomer does so as a newcomer once more.
+    """Record that a companion is at its own state again. Once all are, and no stage is empty, all go on. A member that
+    has just replayed its stage as a newcomer replays along as a newcomer does, so it may report CaughtUp.
     """
     member = state.roster.member(message.worker)
     if member is None or not _replays(state, message.worker):
@@ -230,7 +226,7 @@ def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
 
 
 def replayed(state: JobState, newcomer: NewcomerRecord, message: CaughtUp) -> None:
-    """Takes in that a newcomer has its stage's state; once all stages have somebody, all go on."""
+    """Record that a newcomer has its stage's state. Once no stage is empty, all go on."""
     newcomer.phase = Phase.REPLAYED
     state.logs.replayed(newcomer.member, state.committed)
     begun = state.logs.checkpoint.step
@@ -250,7 +246,9 @@ def replayed(state: JobState, newcomer: NewcomerRecord, message: CaughtUp) -> No
 
 
 def _let_in(state: JobState) -> None:
-    """Goes on in a generation that has all who have replayed their stages, if they are enough for all stages."""
+    """Publish a generation with all that have replayed their stages, if they fill all stages and all companions are
+    done.
+    """
     done = [each for each in state.joining if each.phase is Phase.REPLAYED]
     if not {each.stage for each in done} >= set(state.attendance.empty_stages()):
         return
@@ -277,7 +275,7 @@ def _let_in(state: JobState) -> None:
 
 
 def gone(state: JobState, newcomer: NewcomerRecord) -> None:
-    """Takes in that a newcomer has gone which was to replay its stage, or had: another one of that stage does so."""
+    """Handle the end of a newcomer that was to replay its stage, or had: another newcomer of the stage replays it."""
     if state.ending.failed:
         return
     if newcomer.phase is Phase.REPLAYED:
@@ -290,8 +288,8 @@ def gone(state: JobState, newcomer: NewcomerRecord) -> None:
 
 
 def unreplayable(state: JobState, message: Unreplayable) -> None:
-    """Has the stage replayed along that could make once more what is missing; where there is none, or it has done so
-    already, ends the job.
+    """Have the stage replayed along that could make the missing data again. End the job if there is none, or if that
+    stage is replayed already.
     """
     if not _replays(state, message.worker):
         return
@@ -323,8 +321,8 @@ def unreplayable(state: JobState, message: Unreplayable) -> None:
 
 
 def call_off_late(state: JobState) -> None:
-    """Ends the job where nothing has been heard for too long of a stage that is to be replayed, or where nobody comes
-    any more who could do so, since the job is about to end, or all who came have died.
+    """End the job if nothing was heard of a replay for too long, or if nobody can come any more to replay a stage.
+    Before that, give up silent workers that others can replace.
     """
     since, job = state.replay.waits_since, state.job
     if since is None or job is None:

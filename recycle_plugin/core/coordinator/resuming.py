@@ -1,7 +1,6 @@
-"""A generation from its members' reports on: they go on together once all have reported who still can.
-
-What the reports say core/coordinator/facts/regrouping.py keeps.  What all have in common is committed, and what is left
-of a step is finished from what is held (core/vocabulary/recovery_plan.py).
+"""A generation from its members' reports on: they go on together once all have reported that still can.
+core/coordinator/facts/regrouping.py keeps the reports. Steps that all have applied are committed, and the rest of a
+step is finished from what is held (core/vocabulary/recovery_plan.py).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 
 
 def report(state: JobState, message: SurvivorReport) -> None:
-    """Takes in a survivor's report, and goes on once everybody has reported who still can."""
+    """Record a survivor's report, and go on once all have reported that still can."""
     state.attendance.failure_detector.ran(message.worker)
     returns.enter(state, message)
     if state.regrouping.add(message):
@@ -35,7 +34,7 @@ def report(state: JobState, message: SurvivorReport) -> None:
 
 
 def overdue(state: JobState, seconds: float) -> None:
-    """Ends the job if ``seconds`` after a regrouping began somebody has not reported, who is not to wait."""
+    """End the job if a report is missing ``seconds`` after a regroup began, unless all are to wait."""
     if state.replay.waits_since is not None or state.ending.finishing:
         return
     why = state.regrouping.overdue(state.attendance.left, seconds)
@@ -44,9 +43,7 @@ def overdue(state: JobState, seconds: float) -> None:
 
 
 def complete(state: JobState) -> None:
-    """Goes on if everybody has reported who still can.  Where the reports contradict each other, those go that
-    contradict most of the others, or the job ends.
-    """
+    """Go on if all have reported that still can. On contradictions, give up the minority, or end the job."""
     reports = state.regrouping.complete(state.roster)
     if reports is None or _calls_off(state, reports):
         return
@@ -62,8 +59,8 @@ def complete(state: JobState) -> None:
 
 
 def _calls_off(state: JobState, reports: Reports) -> bool:
-    """Whether the members, who have all reported, do not go on yet, since somebody is announced: without who has not
-    been compared by state.now, or only once all who come have reported too.
+    """Return whether the members, which have all reported, do not go on yet because of announced newcomers: a
+    generation without unproven ones is published, or others still have to report.
     """
     if unproven := state.joining.unproven(reports.generation.roster):
         seats = dict.fromkeys(str(each.seat) for each in unproven)

@@ -1,9 +1,8 @@
-"""Those who come back: what their messages, and their deaths, lead to for the job.
+"""Workers that come back: what their messages, and their deaths, lead to.
 
-How far each of them has come core/coordinator/facts/joining.py knows, and whose seat is free
-core/coordinator/facts/vacancies.py. Nobody waits for a newcomer before it has entered a generation; from then on it is
-a member, and lost as one.  Those that come as one go as one too: where one dies, the others are ended, and started
-again with it.
+core/coordinator/facts/joining.py knows how far each newcomer is, core/coordinator/facts/vacancies.py which seats are
+free. Nobody waits for a newcomer before it has entered a generation. From then on it is a member, and lost as one.
+Newcomers of one unit go as one too: if one dies, the others are ended, and started again with it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 def begin(state: JobState, ready: Ready) -> None:
-    """Takes in that a newcomer's script has come to its first step."""
+    """Handle that a newcomer's script has come to its first step. Turn it away if the job is ending, or if its seat or
+    its settings are not the job's.
+    """
     if state.is_ending:
         state.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
         return
@@ -60,7 +61,7 @@ def begin(state: JobState, ready: Ready) -> None:
 
 
 def catch_up(state: JobState, message: CatchUp) -> None:
-    """Takes in that a newcomer asks for the state of its stage, again perhaps, since it has lost all lines."""
+    """Handle a newcomer's request for its stage's state; it asks again if it has lost all lines."""
     newcomer = state.joining.get(message.worker)
     if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.REPLAYING, Phase.REPLAYED):
         return
@@ -70,7 +71,7 @@ def catch_up(state: JobState, message: CatchUp) -> None:
 
 
 def _have_served(state: JobState, newcomer: NewcomerRecord) -> None:
-    """Has a newcomer get the state of its stage, from whoever has it by now, or from the logs."""
+    """Have a newcomer get its stage's state, from other workers or from the logs."""
     if replays.is_awaited(state, newcomer.stage):
         replays.catch_up(state, newcomer)
     else:
@@ -78,8 +79,8 @@ def _have_served(state: JobState, newcomer: NewcomerRecord) -> None:
 
 
 def see_sources(state: JobState) -> None:
-    """Has newcomers whose last source is gone get the state in another way: the source may have gone before the
-    newcomer has heard of it, and nobody but the coordinator knows then.
+    """Have newcomers whose last source is gone get the state in another way. The source may have gone before the
+    newcomer heard of it, so only the coordinator knows.
     """
     for newcomer in state.joining.see_sources(state.roster):
         if newcomer.awaited_at is None:
@@ -87,21 +88,23 @@ def see_sources(state: JobState) -> None:
 
 
 def serving(state: JobState, message: Serving) -> None:
-    """Takes in that a worker serves a newcomer, which is told."""
+    """Record that a worker serves a newcomer, and tell that one."""
     if (newcomer := state.joining.get(message.newcomer)) is not None:
         newcomer.came.add(message.worker)
         state.tell(message.newcomer, message)
 
 
 def caught_up(state: JobState, message: CaughtUp) -> None:
-    """Takes in that a newcomer follows, and asks to take part."""
+    """Handle that a newcomer follows and asks to take part, or that a replay is done."""
     newcomer = state.joining.get(message.worker)
     if state.replay.is_companion(message.worker):
         replays.accompanied(state, message)
     elif newcomer is not None and newcomer.phase is Phase.REPLAYING:
         replays.replayed(state, newcomer, message)
     elif newcomer is not None and newcomer.phase in COMING:
-        if newcomer.awaited_at is not None:  # it was compared, and has lost a part of its state since
+        if (
+            newcomer.awaited_at is not None
+        ):  # all others have reported for it, and it has lost a part of its state since
             _call_off(state, state.joining.with_(newcomer))
         first = newcomer.phase is Phase.CATCHING_UP
         state.joining.caught_up(newcomer, message.sources, state.roster, state.committed, state.out)
@@ -123,9 +126,8 @@ def _say_caught_up(state: JobState, newcomer: NewcomerRecord, message: CaughtUp)
 
 
 def enter(state: JobState, message: SurvivorReport) -> None:
-    """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for.
-
-    Where it was called off meanwhile, nobody goes on in that generation, and it hears of another one.
+    """Record a newcomer's report, by which it may enter its generation; from then on it is waited for like a member. If
+    it was called off meanwhile, nobody goes on in that generation, and it will be told of another.
     """
     newcomer = state.joining.get(message.worker)
     if newcomer is None:
@@ -137,7 +139,7 @@ def enter(state: JobState, message: SurvivorReport) -> None:
 
 
 def come_in_force(state: JobState) -> None:
-    """Says of whom a generation that has come about makes members like all."""
+    """Admit the newcomers that the generation now in force makes members like all, and have others served that wait."""
     for newcomer in state.joining.admitted(state.roster):
         generations.admit(state, newcomer)
     see_sources(state)
@@ -147,7 +149,7 @@ def come_in_force(state: JobState) -> None:
 
 
 def call_off_late(state: JobState) -> None:
-    """Goes on without newcomers that should have entered by now; they follow on, and are announced again."""
+    """Regroup without newcomers that should have entered by now; they follow on, and are announced again."""
     failure_detector = state.attendance.failure_detector
     late = state.joining.late(failure_detector.clock, failure_detector.instruction_s)
     if late and not state.halted:
@@ -156,7 +158,7 @@ def call_off_late(state: JobState) -> None:
 
 
 def turn_down(state: JobState, worker: WorkerId, why: str) -> None:
-    """Gives up a newcomer that is no member: its process is ended, and the next one is started as after any death."""
+    """Give up a newcomer that is no member: its process is fenced, and the next one starts as after any death."""
     text = f"{state.attendance.named(worker.rank)} does not come back as process {worker.incarnation}, which is ended"
     state.say("turned_down", f"{text}: {why}", rank=worker.rank, incarnation=worker.incarnation)
     state.attendance.confuse(worker)
@@ -165,14 +167,14 @@ def turn_down(state: JobState, worker: WorkerId, why: str) -> None:
 
 
 def died(state: JobState, message: Exited) -> None:
-    """Takes in that a process which is no member has ended.  Nobody has waited for it."""
+    """Handle the end of a process that is no member. Nobody has waited for it."""
     with_it = state.vacancies.died(message, state.is_ending, state.now, state.out)
     _forget(state, [message.worker, *with_it])
 
 
 def lose(state: JobState, newcomer: NewcomerRecord, cause: Cause, how: str) -> None:
-    """Takes a newcomer for lost that has reported for a generation which is not in force yet, and all that come as one
-    with it; ``cause``, ``how``: as :func:`losses.lose` has them.
+    """Take a newcomer for lost that has entered a generation not yet in force, with its unit. ``cause``, ``how``: as in
+    :func:`losses.lose`.
     """
     unit = state.joining.with_(newcomer)
     state.attendance.lose(newcomer.member, cause, how, state.now, state.out)
@@ -186,7 +188,7 @@ def lose(state: JobState, newcomer: NewcomerRecord, cause: Cause, how: str) -> N
 
 
 def see_gone(state: JobState) -> None:
-    """Ends newcomers whose host is gone, or that do nothing."""
+    """End newcomers whose host is gone, or that do nothing."""
     gone = state.vacancies.tick(state.attendance.unreachable, state.is_ending, state.now, state.out)
     for worker in gone:
         _forget(state, [worker])
@@ -198,7 +200,7 @@ def see_gone(state: JobState) -> None:
 
 
 def _forget(state: JobState, workers: list[WorkerId]) -> None:
-    """Goes on without newcomers of one unit, who are gone."""
+    """Go on without newcomers of one unit, which are gone."""
     newcomers = [newcomer for newcomer in map(state.joining.forget, workers) if newcomer is not None]
     for newcomer in newcomers:
         replays.gone(state, newcomer)
@@ -206,8 +208,8 @@ def _forget(state: JobState, workers: list[WorkerId]) -> None:
 
 
 def _call_off(state: JobState, unit: list[NewcomerRecord]) -> None:
-    """Takes newcomers of one ``unit`` that can't enter out of a generation to come: by another one to come, or where
-    its step may have come, by one that holds at once.
+    """Take newcomers of one ``unit`` that can't enter out of a generation to come. Another planned generation replaces
+    it, or one that holds at once if its step may have come.
     """
     announced = [each for each in unit if each.phase in (Phase.ANNOUNCED, Phase.ENTERED)]
     if not announced or state.ending.failed:
@@ -216,12 +218,12 @@ def _call_off(state: JobState, unit: list[NewcomerRecord]) -> None:
     if announced[0].awaited_at is None and not state.regrouping.has_come(state.committed):
         generations.regroup(state, cause, from_step=unstarted(state.committed))
     elif not state.halted:
-        gone = {each.member.worker for each in unit}  # where that is in force already
+        gone = {each.member.worker for each in unit}  # if their generation is in force already
         state.attendance.roster = state.roster.without(gone)
         generations.go_on_without(state, cause)
 
 
 def loaded(state: JobState) -> None:
-    """Takes in that all members go on from a checkpoint, to whose state newcomers can't come."""
+    """Send newcomers away: all members go on from a checkpoint, whose state newcomers can't reach."""
     ends.send_away(state, "a checkpoint was loaded")
     state.joining.loaded()

@@ -1,7 +1,6 @@
-"""Those who do nothing: one who is suspected for too long, and all of them where everybody waits.
-
-Who is suspected core/coordinator/facts/failure_detector.py finds.  A stage's last worker has a longer deadline than
-others, and then the job ends, unless its stage can be replayed.
+"""Workers that do nothing: one that is suspected for too long, and all of them if everybody waits.
+core/coordinator/facts/failure_detector.py finds suspects. A stage's last worker has a longer deadline than others.
+After that the job ends, unless the stage can be replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 def see_suspects(state: JobState) -> None:
-    """Says who is suspected, and acts on each of them."""
+    """Report who is suspected, and act on each suspicion."""
     suspicions = state.attendance.failure_detector.tick(state.now)
     state.suspicions.update(suspicions, state.attendance, state.out)
     for worker, suspicion in suspicions.items():
@@ -23,7 +22,7 @@ def see_suspects(state: JobState) -> None:
 
 
 def _act_on(state: JobState, worker: WorkerId, suspicion: Suspicion) -> None:
-    """Gives up a worker that has been suspected for too long, or ends the job where its stage has nobody else."""
+    """Give up a worker suspected for too long, or end the job if its stage would be empty and can't be replayed."""
     member, failure_detector = state.roster.member(worker), state.attendance.failure_detector
     if member is not None and state.roster.is_last(member):
         limit_s = failure_detector.deadlines.last_worker_timeout_s
@@ -41,8 +40,8 @@ def _act_on(state: JobState, worker: WorkerId, suspicion: Suspicion) -> None:
 
 
 def see_standstill(state: JobState) -> None:
-    """Acts where everybody waits.  Once it may be a message that was lost, and then all say again what they hold;
-    twice it is a mistake that nobody here can mend.
+    """Act if everybody waits. At first a message may be lost, so all regroup and say again what they hold. A second
+    time since the same commit it is an error that can't be mended here, and the job ends.
     """
     failure_detector = state.attendance.failure_detector
     standstill_s = failure_detector.standstill_s
@@ -61,7 +60,7 @@ def see_standstill(state: JobState) -> None:
 
 
 def _say_waits(state: JobState) -> str:
-    """Says who waits for whom, as text and as data; returns the text."""
+    """Report who waits for whom, as text and as data. Return the text."""
     edges = wait_graph(state.roster, state.attendance.failure_detector)
     state.say("wait_graph", shown(edges), edges=records(edges))
     return f"Who waits for whom: {shown(edges)}"

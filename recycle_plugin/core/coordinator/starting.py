@@ -1,4 +1,4 @@
-"""The start of a job, once all ranks are there and want the same; and processes that come when it has started."""
+"""The start of a job, once all ranks are there and want the same; and processes that come after it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 def ready(state: JobState, message: Ready) -> None:
-    """Takes in that a worker's script has come to its first step: the job starts with the last one, and a newcomer
-    comes back.
-    """
+    """Handle that a worker's script has come to its first step. The last rank starts the job; a newcomer comes back."""
     worker = message.worker
     if state.speaker(worker) is not None:
-        return  # it is there already
+        return  # a repeated message
     if state.vacancies.is_newcomer(worker):
         state.recovery_times.ready(worker.rank, state.now, state.vacancies.due(worker), again=True)
         returns.begin(state, message)
@@ -41,7 +39,7 @@ def ready(state: JobState, message: Ready) -> None:
         turn_away(state, worker, message.member.host)
         return
     if state.attendance.started:
-        return  # it was there
+        return  # a former member
     state.recovery_times.ready(worker.rank, state.now)
     state.log_places.ready(message, state.out)
     if not state.enrolment.add(message) or state.ending.ended is not None:
@@ -54,21 +52,19 @@ def ready(state: JobState, message: Ready) -> None:
 
 
 def greet(state: JobState, worker: WorkerId, host: str) -> None:
-    """Takes in that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it
-    does anything.
-    """
+    """Handle that a process on ``host`` has connected as ``worker``; turn it away at once if it can't take part."""
     known = state.vacancies.come(worker) or not (state.attendance.started or worker.incarnation)
     if state.ending.ended is None and not known:
         turn_away(state, worker, host)
 
 
 def turn_away(state: JobState, worker: WorkerId, host: str) -> None:
-    """Tells a process on ``host`` that it can't take part as ``worker``."""
+    """Tell a process on ``host`` that it can't take part as ``worker``."""
     state.attendance.turn_away(worker, host, state.committed + 1, state.out)
 
 
 def _begin(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> None:
-    """Starts the job with the members of ``roster``, who are all there, and have the state after ``stepped`` steps."""
+    """Start the job with the members of ``roster``, which are all there with the state after ``stepped`` steps."""
     _make_parts(state, roster, job, stepped)
     _say_start(state, roster, job)
     for kind, text, details, refused in weak_points(job, roster, job.shape):

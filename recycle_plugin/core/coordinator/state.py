@@ -1,17 +1,16 @@
 """The state of a job: all that its coordinator knows, and nothing of what follows from that.
 
-Each part (core/coordinator/facts/) holds one subject's facts, and has the rules on these alone:
-
-* who takes part (attendance.py), whose seats are free (vacancies.py), how far those are who come back (joining.py,
+Each part (core/coordinator/facts/) holds the facts of one subject, with the rules on these alone:
+* who takes part (attendance.py), which seats are free (vacancies.py), how far newcomers are (joining.py,
   newcomer_watch.py);
-* what the members of a new generation say (regrouping.py), what is known of steps (step_ledger.py), who waits at which
-  barrier (barriers.py), what workers post for each other (boards.py), where plain iterators stand (places.py);
+* reports for a new generation (regrouping.py), steps (step_ledger.py), arrivals at barriers (barriers.py), posted
+  values (boards.py), places of plain iterators (places.py);
 * what logs have (logs.py), where they are (log_places.py), and which stages are replayed (replay_under_way.py);
 * how the job ends (ending.py).
 
-What a message changes, and what follows for other parts, is in a module for each subject, which takes the state first.
-None of these knows of one that stands below it in this list: ends, generations, goodbyes, replays, returns, departures,
-losses, comparisons, commits, and those that hear messages.  ``now`` and ``out`` are of the news that is being handled.
+What a message changes, and what follows for other parts, is in one module per subject, whose functions take the state
+first. None of these knows a later one in this list: ends, generations, goodbyes, replays, returns, departures, losses,
+comparisons, commits, and those that handle messages.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 class JobState:
-    """The state of a job of so many ``ranks``; each thing is in one place, and survives
-    core/coordinator/state_dump.py.
+    """The state of a job of ``ranks`` ranks. Each fact is in one place, and survives core/coordinator/state_dump.py.
+    ``now`` and ``out`` belong to the news being handled.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.now = 0.0  # seconds, when the news that is being handled has come
-        self.out = CoordinatorOutput()  # what that leads to
+        self.now = 0.0  # seconds
+        self.out = CoordinatorOutput()  # what the news leads to
         self.ranks = ranks
         self.enrolment = Enrolment(ranks)
         self.job: JobSpec | None = None
@@ -58,25 +57,25 @@ class JobState:
         self.joining = Joining()
         self.newcomer_watch = NewcomerWatch()
         self.regrouping = Regrouping()
-        self.put_off: Generation | None = None  # planned for a later step when a step was rejected
-        self.left_midway = False  # somebody has gone whose report others may have waited for
+        self.put_off: Generation | None = None  # planned when a step was rejected, to be announced again
+        self.left_midway = False  # a worker left whose report others may have waited for
         self.steps = StepLedger()
-        self.batches = StepBatches.full(0)  # whose micro-batches each step has, once the job is known
-        self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit
+        self.batches = StepBatches.full(0)  # which replicas contribute, once the job is known
+        self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw since the last commit
         self.places = Places()
         self.throughput = Throughput()
         self.barriers = Barriers()
         self.boards = Boards()
-        self.resized_in = -1  # the generation in which somebody has planned for another batch size last
+        self.resized_in = -1  # the last generation in which the batch size changed
         self.logs = Logs()
         self.log_places = LogPlaces()
         self.replay = ReplayUnderWay()
         self.recovery_times = RecoveryTimes()
-        self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
+        self.unsaid: dict[int, list[Member]] = {}  # by stage, losses whose recovery was not reported yet
         self.complaints = Complaints()
         self.suspicions = Suspicions()
-        self.stood_still = -1  # behind which commit all have regrouped since everybody waited
-        # members whose script has ended without a goodbye (vanishing.py)
+        self.stood_still = -1  # the last commit at the last regroup after a standstill
+        # members whose script has ended without a goodbye (vanishing.py), with how they exited once that is known
         self.vanished: dict[WorkerId, Exited | None] = {}
         self.ending = Ending()
         self.stood_by_elsewhere = False  # whether the coordinator's host may go
@@ -84,19 +83,19 @@ class JobState:
     # --- the news that is being handled ----------------------------------------------------------
 
     def tell(self, whom: Whom, message: object) -> None:
-        """Adds a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
+        """Add a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
         self.out.tell(whom, message)
 
     def say(self, kind: str, text: str, **details: object) -> None:
-        """Adds an event for the user."""
+        """Add an event for the user."""
         self.out.say(kind, text, **details)
 
     def fence(self, worker: WorkerId, why: str) -> None:
-        """Sees to it that ``worker`` does nothing more: its supervisor kills it, and it hears so itself."""
+        """Stop ``worker``: its supervisor kills it, and it is told so itself."""
         self.out.fence(worker, why)
 
     def taken_out(self) -> CoordinatorOutput:
-        """What the news has led to, which is nobody's from now on."""
+        """Return what the news has led to, and begin a new output."""
         taken, self.out = self.out, CoordinatorOutput()
         return taken
 
@@ -104,11 +103,10 @@ class JobState:
 
     @property
     def roster(self) -> Roster:
-        """The members."""
         return self.attendance.roster
 
     def speaker(self, worker: WorkerId) -> Member | None:
-        """The member, or the newcomer, that ``worker`` is; None for anybody else."""
+        """Return the member or newcomer that ``worker`` is; None for anybody else."""
         newcomer = self.joining.get(worker)
         return newcomer.member if newcomer is not None else self.roster.member(worker)
 
@@ -119,11 +117,11 @@ class JobState:
 
     @property
     def halted(self) -> bool:
-        """Whether the membership in force has lost somebody, or too few are left."""
+        """Whether the membership in force has lost a worker or is being replaced at once, or too few are left."""
         return self.regrouping.at_once is not None or self.attendance.outnumbered
 
     def holds(self, generation: int) -> bool:
-        """Whether ``generation`` is the membership in force, and has lost nobody."""
+        """Return whether ``generation`` is in force and not halted."""
         return generation == self.regrouping.in_force and not self.halted
 
     @property
@@ -133,12 +131,10 @@ class JobState:
 
     @property
     def shrinks(self) -> bool:
-        """Whether who is lost takes its part of each step's batch along, and nobody else does its work."""
+        """Whether a lost replica's part of each batch is dropped, and nobody else does its work."""
         return self.job is not None and self.job.policy.shrinks
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job's end is decided, or a script is through, and no stage is to be replayed: nobody else can
-        come to take part.
-        """
+        """Whether nobody else can join: the end is decided, or a script is through and no stage is to be replayed."""
         return self.ending.ended is not None or (self.ending.finishing and self.replay.waits_since is None)

@@ -1,8 +1,6 @@
-"""The dump of a state machine of this package as JSON, and back: every attribute of every object in it, found by
-looking, so that none can be forgotten.
-
-Whoever adds an attribute has nothing to do, and whoever adds one that does not survive this (an iterator, a lambda, an
-object that two others share) hears so, with its place, at the first :func:`dump`.
+"""The dump of a state machine of this package as JSON, and back. Every attribute of every object in it is found by
+looking, so none can be forgotten. A new attribute needs nothing. One that does not survive this (an iterator, a lambda,
+an object that two others share) is named with its place at the first :func:`dump`.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ PACKAGE = "recycle_plugin.core"
 
 
 def dump(thing: Any) -> Any:
-    """The state of ``thing``, and of all objects in it, for json.dumps.
-
-    Raises TypeError that names what is neither Python's own nor of a class of this package, and what two objects share,
-    which would be two things afterwards.
+    """Return the state of ``thing``, and of all objects in it, for json.dumps. TypeError names what is neither Python's
+    own nor of a class of this package, and what two objects share, which would be two objects afterwards.
     """
     return _Dump().of(thing, type(thing).__name__)
 
 
 def load(record: Any) -> Any:
-    """The object of which ``record`` is a :func:`dump`, also over JSON.  Raises ValueError on anything else."""
+    """Return the object of which ``record`` is a :func:`dump`, also over JSON. ValueError on anything else."""
     if type(record) in PLAIN or type(record) is float:
         return record
     if isinstance(record, list):
@@ -56,12 +52,10 @@ def load(record: Any) -> Any:
 
 
 class _Dump:
-    """A dump under way.  ``of(thing, where)``: anything but what is plain becomes an object with one key, which says
-    what it is.
-    """
+    """A dump under way. ``of(thing, where)``: anything but plain values becomes an object with one key, its type."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, str] = {}  # where each object that can change is, by its identity
+        self._seen: dict[int, str] = {}  # by identity, the place of each mutable object
 
     def of(self, thing: Any, where: str) -> Any:
         kind = type(thing)
@@ -107,7 +101,7 @@ class _Dump:
 
 
 def _attributes(thing: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes of ``thing``, without what can be worked out again."""
+    """Return the attributes of ``thing``, without cached properties."""
     return (
         (name, value)
         for name, value in vars(thing).items()
@@ -132,7 +126,7 @@ def _name(kind: type, where: str) -> str:
 
 
 def _class(name: str) -> type:
-    """The class that :func:`_name` has given ``name``."""
+    """Return the class that :func:`_name` has named ``name``."""
     module, _, kind = name.rpartition(".")
     try:
         found = getattr(import_module(f"{PACKAGE}.{module}"), kind)

@@ -1,10 +1,10 @@
 """The coordinator's switchboard: who speaks over each connection, what the state machine makes of it
 (core/coordinator/membership.py), and over which connections its answers go.
 
-It is a state machine too, without clock, threads or sockets, and all that the coordinator's process knows is in it: a
-process that takes in the same news in the same order (:data:`NEWS`) has the same state, and takes its place when it
-dies (core/coordinator/mirror.py).  Connections then go on with that one as they were, by what each end has kept
-(core/messages/kept.py): nobody in the job finds that anything was lost, and nothing is decided anew.
+It is a state machine too, without clock, threads or sockets, and holds all that the coordinator's process knows. A
+process that takes in the same news in the same order (:data:`NEWS`) has the same state, and takes the place of one that
+dies (core/coordinator/mirror.py). Connections then go on as they were, by what each end has kept
+(core/messages/kept.py): nobody loses anything, and nothing is decided anew.
 """
 
 from __future__ import annotations
@@ -60,59 +60,58 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
-EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
+LAST_WORDS_S = 0.2  # how long a dead worker's last messages may be under way
+EXIT_S = 2.0  # how long a supervisor may take to report its worker's end before training has started
 PLACING, WORKER, SUPERVISOR, JOINING, OPERATOR = "placing", "worker", "supervisor", "joining", "operator"
-GOING_ON = (WORKER, SUPERVISOR, JOINING)  # the roles of those who turn to who takes the coordinator's place
-AT_ONCE = (Post, Left, Vanishing)  # what is long, or the last word, is acknowledged at once
+GOING_ON = (WORKER, SUPERVISOR, JOINING)  # roles that turn to the process that takes the coordinator's place
+AT_ONCE = (Post, Left, Vanishing)  # long or last messages, acknowledged at once
 
 
 class Switchboard:
     """The connections of the coordinator of a job of ``ranks`` workers, and its state.
 
-    ``store_port`` is that of the job's key-value store, ``job_id`` its name, ``began`` when its first coordinator did,
-    in seconds, and ``host`` where that is.  ``run_dir`` is the run folder, once workers have said which; ``over``: the
-    last word to supervisors, once the job is over.
+    ``store_port``: of the job's key-value store. ``job_id``: the job's name. ``began``: when its first coordinator
+    started, in seconds. ``host``: where that is. ``run_dir``: the run folder, once workers have named it. ``over``: the
+    last message to supervisors, once the job is over.
     """
 
     def __init__(self, ranks: int, store_port: int, job_id: str, now: float, host: str = "") -> None:
         self.began = now
         self.membership = Membership(ranks)
         self.succession = Succession(host)
-        self.run_dir = f"runs/{job_id}"  # unless workers say another one
+        self.run_dir = f"runs/{job_id}"  # until workers name another one
         self.over: Over | None = None
         self.claimed = False
-        self.start: Event | None = None  # the one that tells of the job's start
-        self.job: JobSpec | None = None  # as its first worker says it
+        self.start: Event | None = None  # of the job's start
+        self.job: JobSpec | None = None  # as its first worker reports it
         self._ranks = ranks
         self._welcome = Welcome(store_port, job_id, ranks=ranks)
         self.lines: dict[int, Line] = {}
         self._newest = 0
-        self._placing: dict[int, int] = {}  # by place: the line of a supervisor that asks for its rank
-        self._come: set[int] = set()  # ranks of which a worker has
+        self._placing: dict[int, int] = {}  # by place: the line of a supervisor that asks for a rank
+        self._come: set[int] = set()  # ranks whose worker has connected once
         self._workers: dict[WorkerId, int] = {}
         self._supervisors: dict[int, int] = {}  # by rank
         self._speakers = Speakers()
-        # by rank, host and process: supervisors whose rank was given away, and that wait for the job's end
+        # line by (rank, host, process): supervisors whose rank was given away, and that wait for the job's end
         self._former: dict[tuple[int, str, int], int | None] = {}
-        self._asked = 0  # supervisors that have asked for a seat
-        self._joiners: dict[int, int] = {}  # by their numbers: those that have none
+        self._asked = 0  # how many supervisors have asked for a seat
+        self._joiners: dict[int, int] = {}  # line by number: those without a seat
         self._exits: dict[WorkerId, Exited] = {}
-        self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
+        self._ended: set[int] = set()  # ranks whose supervisor has reported its worker's end
         self._deadlines = Deadlines()
         self._watched = -1
         self._due: list[tuple[float, str, WorkerId]] = []
 
     @property
     def job_id(self) -> str:
-        """The job's name."""
         return self._welcome.job_id
 
     # --- connections -----------------------------------------------------------------------------
 
     def opened(self, hello: Hello, who: str, now: float, effects: Effects) -> int:
-        """Takes in that somebody has come, who says ``hello``, and ``who`` that is by its address, in words; returns
-        the number of the connection.  Who has the ``hello.token`` may go on with it.
+        """Handle a new connection whose other end says ``hello``; ``who``: its address in words. Return the
+        connection's number. Whoever has ``hello.token`` may go on with it later.
         """
         number = self._newest = self._newest + 1
         self.lines[number] = line = Line(hello)
@@ -138,8 +137,8 @@ class Switchboard:
         return number
 
     def goes_on(self, hello: Hello, effects: Effects) -> bool:
-        """Takes in that the other end of a connection has made it again, and says ``hello``: what has not got there is
-        sent again.  Returns whether there is that connection.
+        """Handle that the other end of a connection has made it again: send again what it lacks. Return False if there
+        is no such connection.
         """
         line = self.known(hello)
         if line is None:
@@ -154,8 +153,8 @@ class Switchboard:
         return True
 
     def known(self, hello: Hello) -> Line | None:
-        """The connection that who says ``hello`` goes on with; None where there is none, or it is another's, or its
-        other end knows of a later term than is known here, so that the others go on without it.
+        """Return the connection with which ``hello`` goes on. None if there is none, if it is another's, or if its
+        other end knows of a later term than is known here: then the others go on without this coordinator.
         """
         line = self.lines.get(hello.line)
         if line is None or not hello.token or not compare_digest(line.hello.token, hello.token):
@@ -163,7 +162,7 @@ class Switchboard:
         return line if hello.term <= self.succession.term else None
 
     def closed(self, number: int, now: float, effects: Effects) -> None:
-        """Takes in that a connection is broken, or its other end has closed it."""
+        """Handle that a connection is broken, or its other end has closed it."""
         line = self.lines.pop(number, None)
         if line is None:
             return
@@ -182,7 +181,7 @@ class Switchboard:
         self._former = {who: None if its == number else its for who, its in self._former.items()}
 
     def said(self, number: int, message: object, now: float, effects: Effects) -> None:
-        """Takes in what has come over a connection; what is another's to say changes nothing."""
+        """Handle a message from a connection; a message that another is to send changes nothing."""
         line = self.lines.get(number)
         if line is None:
             return
@@ -201,7 +200,7 @@ class Switchboard:
             self._take_of(number, line, message, now, effects)
 
     def beat(self, number: int, message: SupervisorHeartbeat, now: float, effects: Effects) -> None:
-        """Takes in a supervisor's heartbeat that was no part of its connection."""
+        """Handle a supervisor's heartbeat that came outside its connection."""
         if (line := self.lines.get(number)) is not None and not line.deaf:
             self._take_of(number, line, message, now, effects)
 
@@ -232,8 +231,8 @@ class Switchboard:
         return self.succession.told(self._deadlines)
 
     def stands_by(self, address: str, now: float, effects: Effects) -> None:
-        """Takes in that a process on another host stands by from now on, at the ``address`` "host:port"; or with ""
-        nobody.  Whoever goes on with the coordinator hears of it.
+        """Begin a term, and tell all that go on with the coordinator: a process on another host stands by from now on
+        at ``address`` ("host:port"), or nobody ("").
         """
         host, _, port = address.rpartition(":")
         self.succession.begin((host, int(port)) if address else None)
@@ -245,13 +244,13 @@ class Switchboard:
         effects.events.append(Event("standby", text, {"address": address, "term": self.succession.term}))
 
     def moves(self, host: str, store_port: int) -> None:
-        """Who stood by on ``host`` is the coordinator now, with a key-value store of its own."""
+        """Handle that the standby on ``host`` is the coordinator now, with a key-value store of its own."""
         self.succession.moves(host)
         self.membership.state.stood_by_elsewhere = False
         self._welcome = replace(self._welcome, store_port=store_port)
 
     def knowing(self, term: int) -> set[WorkerId]:
-        """The workers that know of this term or a later one; costs a look at each connection."""
+        """Return the workers that know of this term or a later one. O(connections)."""
         return {line.worker for line in self.lines.values() if line.worker is not None and line.term >= term}
 
     def _have_one_stand_by(self, now: float, effects: Effects) -> None:
@@ -262,11 +261,11 @@ class Switchboard:
     # --- workers ---------------------------------------------------------------------------------
 
     def _greet(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
-        """Welcomes a worker, and gives it its incarnation; its rank is from the launcher."""
+        """Welcome a worker and give it its incarnation; its rank is from the launcher."""
         claimed = WorkerId(hello.rank, hello.incarnation)
         if (before := self._unanswered(claimed, hello)) is not None:
             self.lines[number].worker, self._workers[claimed] = claimed, number
-            self._hang_up(before, effects)  # whose end is no news
+            self._hang_up(before, effects)  # its end is no news
             self._greet_at(number, effects)
             return
         worker = self.membership.identify(claimed)
@@ -285,12 +284,12 @@ class Switchboard:
                 )
             )
         self.act(turned_away, now, effects)
-        if self.membership.ended is not None:  # it comes too late: the job has ended meanwhile
+        if self.membership.ended is not None:  # too late: the job has ended meanwhile
             self._put(number, self.membership.ended, effects)
 
     def _unanswered(self, worker: WorkerId, hello: Hello) -> int | None:
-        """The connection over which the same process has come before, and has heard nothing: who was to answer has
-        died.
+        """Return the connection over which the same process has come before without hearing anything: the coordinator
+        that was to answer has died. Else None.
         """
         number = self._workers.get(worker)
         if number is None or self.lines[number].heard:
@@ -304,15 +303,13 @@ class Switchboard:
             self._heard_of_end(exited, now, effects)
         elif self.membership.started:
             self.act(self.membership.connection_lost(worker, now), now, effects)
-        else:  # nobody waits for it: how it ended, its supervisor says
+        else:  # nobody waits for it: its supervisor reports how it ended
             self._due.append((now + EXIT_S, "lose", worker))
 
     # --- supervisors -----------------------------------------------------------------------------
 
     def _attend_supervisor(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
-        """Attends to a supervisor; one that comes again takes its own place, also where it is not known yet that it
-        has gone.
-        """
+        """Attend to a supervisor. If it comes again it takes its own place, even if its going is not known yet."""
         self._greet_at(number, effects)
         if self.over is not None:
             self._put(number, self.over, effects)
@@ -322,14 +319,14 @@ class Switchboard:
         if who in self._former:
             self._former[who] = number
         elif known != who[1:]:
-            # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's,
+            # the launcher was started twice, and this one's worker is turned away: it knows nothing of the first one's,
             # and goes once it has read this
             self._put(number, Over(1), effects)
             self.lines[number].deaf = True
         else:
-            effects.expected.append((hello.rank, number))  # datagrams of its connections before count too
+            effects.expected.append((hello.rank, number))  # datagrams of its earlier connections count too
             for rank, incarnation in self.membership.unreachable:
-                if rank == hello.rank:  # who was to see to it may have gone before it could
+                if rank == hello.rank:  # the supervisor told to kill it may have gone before it could
                     fence = Fence(rank, "the others have gone on without it", incarnation=incarnation)
                     self._put(number, fence, effects)
             before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), number
@@ -338,7 +335,7 @@ class Switchboard:
             self.act(self.membership.supervisor(hello.rank, True, now), now, effects)
 
     def _attend_joiner(self, number: int, hello: Hello, now: float, effects: Effects) -> None:
-        """Attends to a supervisor that asks for the seat of a lost worker."""
+        """Attend to a supervisor that asks for the seat of a lost worker."""
         self._asked += 1
         self._joiners[self._asked] = number
         self._greet_at(number, effects)
@@ -348,9 +345,8 @@ class Switchboard:
             self.act(self.membership.join(self._asked, hello.host, hello.waits, now), now, effects)
 
     def _seat(self, asked: int, rank: int, effects: Effects) -> None:
-        """Makes a supervisor that has asked for a seat the one of ``rank``.
-
-        The one before waits for the job's end: its launcher would take its own for a failure.
+        """Make the joining supervisor ``asked`` the supervisor of ``rank``. The one before waits for the job's end: its
+        launcher would take an earlier exit for a failure.
         """
         number = self._joiners.pop(asked)
         hello = self.lines[number].hello
@@ -362,7 +358,7 @@ class Switchboard:
         effects.expected.append((rank, number))
 
     def _place(self, number: int, hello: Hello, effects: Effects) -> None:
-        """Gives each supervisor the rank of its worker, once the hosts of all are known."""
+        """Record a supervisor that asks for its worker's rank; tell all theirs once all hosts are known."""
         self._placing[hello.rank] = number
         if len(self._placing) == self._ranks:
             places = [self._placing[place] for place in range(self._ranks)]
@@ -377,7 +373,7 @@ class Switchboard:
         return said
 
     def folder_for(self, number: int, path: str, effects: Effects) -> None:
-        """Tells an operator the run folder's whole ``path``."""
+        """Tell an operator the run folder's absolute ``path``."""
         self._put(number, RunFolder(path if self.membership.started else ""), effects)
 
     # --- messages --------------------------------------------------------------------------------
@@ -407,7 +403,7 @@ class Switchboard:
             self._workers.pop(message.worker, None)
 
     def claims(self, folder: str, why: str, now: float, effects: Effects) -> None:
-        """Takes in that the job has claimed its run ``folder``, or ``why`` it can't have all of its folders."""
+        """Record that the job has claimed its run ``folder``, or end it because ``why`` it can't."""
         self.claimed = True
         if why:
             self.fail(why, now, effects)
@@ -415,26 +411,26 @@ class Switchboard:
             self.run_dir = folder
 
     def fail(self, text: str, now: float, effects: Effects) -> None:
-        """Ends the job as failed for everybody; ``text`` is the line that all get."""
+        """End the job as failed for everybody; ``text`` is the line that all get."""
         self.act(self.membership.fail(text), now, effects)
 
     def terminate(self, reason: str, now: float, effects: Effects) -> None:
-        """Ends the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
+        """End the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
         self.act(self.membership.receive(Terminate(0, reason), now), now, effects)
 
     def removed(self, path: str, now: float, effects: Effects) -> None:
-        """Takes in that the checkpoint at ``path`` is there no more."""
+        """Handle that the checkpoint at ``path`` was removed."""
         self.act(self.membership.removed(path), now, effects)
 
     def tick(self, now: float, effects: Effects) -> None:
-        """Lets time pass; to be told every ``core.vocabulary.deadlines.TICK_S``."""
+        """Let time pass; to be called every ``core.vocabulary.deadlines.TICK_S``."""
         due = [each for each in self._due if each[0] <= now]
         self._due = [each for each in self._due if each[0] > now]
         for _, what, worker in due:
             if what == "lose":
                 self.act(self.membership.connection_lost(worker, now), now, effects)
             elif what == "exit" and (exited := self._exits.pop(worker, None)) is not None:
-                # its connection is as good as closed: some child of the script has inherited it
+                # its connection is as good as closed: a child of the script has inherited it
                 self._heard_of_end(exited, now, effects)
             elif what == "regroup" and self.membership.regrouping == worker.incarnation:
                 self.act(self.membership.regroup_overdue(self._deadlines.agreement_s), now, effects)
@@ -449,7 +445,7 @@ class Switchboard:
     # --- what follows ----------------------------------------------------------------------------
 
     def act(self, output: CoordinatorOutput, now: float, effects: Effects) -> None:
-        """Sends what the state machine says to whom it is for; for all, its frame is made once."""
+        """Send the state machine's messages to their addressees; each message's frame is made once."""
         for whom, message in output.messages:
             self._send(whom, message, effects)
         effects.events += output.events
@@ -474,7 +470,7 @@ class Switchboard:
     def _lines_of(self, whom: Whom) -> Iterable[int]:
         if whom == SUPERVISORS:
             return [*self._supervisors.values(), *(each for each in self._former.values() if each is not None)]
-        if whom == WORKERS:  # what is for a lost one that does not read would pile up here
+        if whom == WORKERS:  # messages for a lost worker that does not read would pile up
             return [number for worker, number in self._workers.items() if not self.membership.is_apart(worker)]
         if isinstance(whom, SupervisorOf) and whom.former:
             return self._supervisors_of(whom.rank)
@@ -485,15 +481,15 @@ class Switchboard:
         return [self._workers[whom]] if isinstance(whom, WorkerId) and whom in self._workers else []
 
     def _supervisors_of(self, rank: int) -> list[int]:
-        """Of the rank's supervisor, and of those that were so once."""
+        """Return the connections of the rank's supervisor and of its former ones."""
         former = [number for who, number in self._former.items() if who[0] == rank and number is not None]
         return [*self._lines_of(SupervisorOf(rank)), *former]
 
     @property
     def awaited(self) -> set[int]:
-        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another
-        takes its place; and those of which it is still to be found out whether the worker has left or was lost.  A lost
-        worker that can't be reached is awaited for as long as the job may need another in its place.
+        """The ranks whose supervisors have not said goodbye yet. A killed supervisor counts while its worker runs,
+        since another takes its place. So does one whose worker's exit is still to be handled. A lost worker that can't
+        be reached is awaited as long as the job may need another in its place.
         """
         killed = (self._speakers.ranks & self._come) - self._ended - self.membership.empty
         asked = {worker.rank for worker in self._exits}
@@ -503,8 +499,8 @@ class Switchboard:
 
 
 class News(NamedTuple):
-    """News of a ``kind`` that came at ``now``, in seconds: of the connection ``line``, with a ``hello``, a ``message``
-    and a ``text``, where there are such.
+    """News of a ``kind``, which came at ``now`` (seconds) on connection ``line``, with ``hello``, ``message`` and
+    ``text`` as far as the kind has them.
     """
 
     kind: str
@@ -516,12 +512,12 @@ class News(NamedTuple):
 
     @classmethod
     def of(cls, taken: Taken) -> News:
-        """What another process has taken in."""
+        """Return the news that another process has taken in."""
         message = decode(taken.message) if taken.message else None
         return cls(taken.kind, taken.now, taken.line, taken.hello, message, taken.text)
 
     def taken(self, out: int = 0, waits: bool = False) -> Taken:
-        """The same for another process; see Taken."""
+        """Return the news for another process; see Taken."""
         message = b"" if self.message is None else encode(self.message)
         return Taken(self.kind, self.now, self.line, self.hello, message, self.text, out, waits)
 
@@ -541,4 +537,4 @@ NEWS: dict[str, Callable[[Switchboard, Any, Effects], Any]] = {
     "stands by": lambda board, news, effects: board.stands_by(news.text, news.now, effects),
     "tick": lambda board, news, effects: board.tick(news.now, effects),
 }
-"""What a switchboard does with each kind of news; returns what that kind returns."""
+"""How a switchboard handles each kind of news; returns what that kind returns."""

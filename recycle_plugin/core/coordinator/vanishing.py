@@ -1,9 +1,8 @@
-"""Workers whose script has called ``os._exit(0)`` between two steps: nothing tells whether that is its end.
+"""Workers whose script has called ``os._exit(0)`` between two steps: is that its end, or a loss?
 
 Such a worker stays a member, and nobody misses it, until the others show what it is:
-
-* its script's end as any other, where the scripts of all others end after that step too;
-* a loss, where anybody is in a later step, waits for somebody, or is lost.
+* its script's end, like any other, if all other scripts end after that step too;
+* a loss, if another worker is in a later step, waits for somebody, or is lost.
 """
 
 from __future__ import annotations
@@ -16,16 +15,14 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 def vanish(state: JobState, message: Vanishing) -> None:
-    """Take in that a worker is gone."""
+    """Record that a worker has vanished."""
     if state.roster.member(message.worker) is not None:
         state.vanished[message.worker] = None
         state.attendance.failure_detector.dismiss(message.worker)
 
 
 def resolve(state: JobState) -> None:
-    """Take those that have vanished for lost, or for through, once that is known.  Costs one look at each member while
-    there are any.
-    """
+    """Take the vanished workers for lost, or for through, once that is known. O(members) while there are any."""
     if not state.vanished:
         return
     vanished = [worker for worker in state.vanished if worker in state.roster.workers]
@@ -42,7 +39,7 @@ def resolve(state: JobState) -> None:
 
 
 def _goes_on(state: JobState, worker: WorkerId) -> bool:
-    """Whether ``worker`` is in a step that is not committed, or waits for others."""
+    """Return whether ``worker`` is in a step that is not committed, or waits for others."""
     detector = state.attendance.failure_detector
     last = detector.last(worker)
     if last is None:

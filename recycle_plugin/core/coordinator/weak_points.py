@@ -1,4 +1,4 @@
-"""What a job will not survive, and what keeps it from its best speed: said before it begins."""
+"""What a job will not survive, and what keeps it from its best speed: reported before it begins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 class WeakPoint(NamedTuple):
-    """A weakness of a job that its user is told of.  ``kind``: "warning" where something can be done about it, else
-    "note".
-
-    ``refused``: the user wants no job that has it.
+    """A weakness of a job. ``kind``: "warning" if something can be done about it, else "note". ``refused``: the user
+    wants no job that has it.
     """
 
     kind: str
@@ -26,9 +24,7 @@ class WeakPoint(NamedTuple):
 
 
 def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
-    """The weaknesses of a job: what it does not survive, and what keeps it from its best speed.  Costs one pass over
-    the members.
-    """
+    """Yield what the job does not survive, and what keeps it from its best speed. O(members)."""
     hosts, strict = {member.host for member in roster}, job.placement == "strict"
     alone, runs = len(hosts) == 1, "the coordinator and the store"
     if len(hosts) < LEAST:

@@ -1,18 +1,17 @@
-"""What may be said to the coordinator, by whom and when: as the class of each message declares it
-(core/messages/said.py), and no more than the job has.
+"""What may be said to the coordinator, by whom and when: as the class of each message declares (core/messages/said.py),
+and no more than the job has.
 
-A word of a worker may be wrong in three ways:
+A worker's message may be wrong in three ways:
+* It is *another's to say*. It changes nothing, though its sender knows the job's secret.
+* It is *old*: of a past generation, step or barrier, or repeated. News overtake each other, so that is nobody's fault,
+  and its handler drops it.
+* It is *impossible*: it names a generation that was never published, a step that nobody can have begun, or something
+  that the job does not have, or it contradicts an earlier message of the same worker. The worker is given up as if it
+  had died, since its next message may be as wrong and look right.
 
-* It is *another's to say*.  It changes nothing, though who says it knows the job's secret.
-* It is *old*: of a generation, a step or a barrier that is over, or said once more.  News overtake each other, so that
-  is nobody's fault, and it is dropped where it would be taken in.
-* It *can't be*: it names a generation that was never published, a step that nobody can have begun, what the job does
-  not have, or the contrary of what the same worker has said before.  The worker is given up as if it had died, since
-  its next word may be as wrong and look right.
-
-A worker's word on what it alone knows is believed: its losses and hashes, that it has applied the step that is next,
-whom it does not hear in the generation in force; and the words whose meaning is the end of the job, or of its host's
-part in it, are what they say (Fatal, Terminate, Leaving of all, HostGoes, Left and, in a job that logs, Through).
+A worker is believed in what it alone knows: its losses and hashes, that it has applied the next step, and whom it does
+not hear in the generation in force. Messages that mean the end of the job, or of its host's part in it, are believed
+too: Fatal, Terminate, Leaving of all, HostGoes, Left and, in a job that logs, Through.
 """
 
 from __future__ import annotations
@@ -45,13 +44,12 @@ from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
-SHOWN = 80  # characters of a message
+SHOWN = 80  # characters of a message in a reason
 
 
 class Speakers:
-    """Who may say what; which supervisor starts which worker is learnt as the coordinator has it so.
-
-    ``supervised``: by rank, host and process of the supervisor that its worker is started by, as far as they are known.
+    """Who may say what, and which supervisor starts which worker. ``supervised``: (host, process) of each rank's
+    present supervisor, as far as known.
     """
 
     def __init__(self, supervised: Mapping[int, tuple[str, int]] | None = None) -> None:
@@ -64,25 +62,25 @@ class Speakers:
         return set(self._supervised)
 
     def supervises(self, rank: int, place: tuple[str, int]) -> tuple[str, int]:
-        """Note that a supervisor of ``rank`` has come, of that host and process; returns those of the first one."""
+        """Record a supervisor of ``rank`` at ``place``, its (host, process). Return the place of the first one."""
         return self._supervised.setdefault(rank, place)
 
     def supervisor_of(self, rank: int) -> tuple[str, int] | None:
-        """Host and process of the supervisor that the worker of ``rank`` is started by."""
+        """Return (host, process) of the present supervisor of ``rank``, or None."""
         return self._supervised.get(rank)
 
     def seated(self, rank: int, place: tuple[str, int]) -> None:
-        """Note that the supervisor of that host and process has ``rank`` now."""
+        """Record that the supervisor at (host, process) ``place`` has ``rank`` now."""
         self._supervised[rank] = place
 
     def starts(self, worker: WorkerId) -> None:
-        """Note that the supervisor that its rank has now starts ``worker``; that of the first one stays."""
+        """Record that its rank's present supervisor starts ``worker``; a rank's first process keeps its first one."""
         if worker.rank in self._supervised and (worker.incarnation or worker not in self._starters):
             self._starters[worker] = self._supervised[worker.rank]
 
     def may_say(self, hello: Hello, worker: WorkerId | None, message: object) -> bool:
-        """Whether who has come with ``hello``, the process of ``worker`` or a supervisor, may say ``message``.  A
-        supervisor that has asked for its rank is known by its host and process.
+        """Return whether the sender that came with ``hello``, the process of ``worker`` or a supervisor, may send
+        ``message``. A supervisor that has asked for its rank is known by its host and process.
         """
         if not isinstance(message, ToCoordinator) or (message.BY == WORKER) != (worker is not None):
             return False
@@ -96,13 +94,13 @@ class Speakers:
 
 
 def objection(message: OfWorker, state: JobState) -> str | None:
-    """Why ``message`` is not to be taken in: None if it is to be; empty if it counts no more, or not yet; else the
-    reason, in words, why nobody in its right mind can have said it by now.
+    """Return why ``message`` is to be dropped: None if it is not; "" if it does not count (any more, or yet); else why
+    it is impossible, in words.
     """
     if not state.attendance.is_heard(message):
         return ""
     speaker, job = state.speaker(message.worker), state.job
-    if speaker is None or job is None:  # who takes no part is judged where it comes in
+    if speaker is None or job is None:  # senders that take no part are judged by their handlers
         return None
     if (generation := getattr(message, "generation", -1)) > state.regrouping.generation:
         return f"it speaks of generation {generation}, and the newest is {state.regrouping.generation}"
@@ -122,8 +120,8 @@ def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, state: J
 
 
 def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, state: JobState) -> bool:
-    """Whether ``speaker`` can have these numbers of a step, and they are of as many as there are.  What is of a
-    committed step changes nothing.
+    """Return whether ``speaker`` can have these numbers of a step, and they are complete. For a committed step anything
+    goes: it changes nothing.
     """
     if message.step <= state.committed:
         return True
@@ -162,7 +160,7 @@ FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
 
 
 def _of_report(message: SurvivorReport, state: JobState) -> str | None:
-    """What is wrong with a report for the newest generation."""
+    """Return what is wrong with a report for the newest generation, or None."""
     committed = state.committed
     try:
         held, drawn = PackedData(message.held), unpack_drawn(message.held_draws)
@@ -172,7 +170,7 @@ def _of_report(message: SurvivorReport, state: JobState) -> str | None:
         return f"nobody can read what it reports to hold: {error}"
     if message.loaded:
         return None
-    if not committed <= message.stepped <= committed + 1:  # of a newcomer too, which has followed so far
+    if not committed <= message.stepped <= committed + 1:  # also for a newcomer, which has followed so far
         return f"it has applied {message.stepped} steps, and {committed} are committed"
     stages = range(state.attendance.shape.stages)
     if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.names):
@@ -184,5 +182,5 @@ def _of_report(message: SurvivorReport, state: JobState) -> str | None:
 
 
 def _says(report: SurvivorReport) -> tuple[Any, ...]:
-    """What of a report counts."""
+    """Return the parts of a report that count."""
     return report.stepped, report.digest, report.held, report.held_draws, report.loaded, report.valid_from

@@ -308,7 +308,9 @@ class Attendance:
         return how
 
     def crashed(self, message: Crashed, out: CoordinatorOutput) -> None:
-        """Record that a script ended with an error; report each error once. Its end loses the worker, not the error."""
+        """Record that a script ended with an error, and report each error once. The end of the process loses the
+        worker.
+        """
         known = {(each.crash.error, each.crash.trace) for each in self._records.values() if each.crash is not None}
         self._record(message.worker).crash = message
         if (message.error, message.trace) not in known:

@@ -143,9 +143,7 @@ class Regrouping:
     def publish(
         self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple[Any, ...], out: CoordinatorOutput
     ) -> None:
-        """Publish a generation of ``roster`` to all workers; it holds from ``from_step`` on, or at once if
-        that is 0.
-        """
+        """Publish a generation of ``roster`` to all workers. It holds from ``from_step`` on, or at once if 0."""
         self.generation += 1
         self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
         self._asked = frozenset(roster.workers)
