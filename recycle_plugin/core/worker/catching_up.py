@@ -148,9 +148,7 @@ class CatchingUp:
             self._drop(source)
 
     def hash_after(self, step: int) -> bool:
-        """Have the state after ``step`` hashed. Return False while some of it or of its scripted changes may still
-        come.
-        """
+        """Have the state after ``step`` hashed. Return False while some of it or of its scripted changes is missing."""
         ends = self._ends()
         if not self.whole or not ends:
             return False
@@ -279,9 +277,7 @@ class CatchingUp:
                 self._streams[source].inlet.ask(Asked(tuple(names)))
 
     def _take_over(self) -> None:
-        """Have sources leave out what they would send last, as much as a new one can send. Looks at all units of all
-        sources.
-        """
+        """Have sources leave out what they would send last, as much as a new one can send. Looks at all units."""
         for source, stream in self._streams.items():
             asked = [name for name, whom in self._from.items() if whom == source and name not in self._here]
             left = sum(self._weights[name] for name in asked) / len(self._streams)

@@ -26,9 +26,7 @@ DOUBTED = 10
 
 
 class Cost(NamedTuple):
-    """The cost of one checkpoint to one worker in seconds (negative if others slowed usual steps), and a usual
-    step's.
-    """
+    """The cost of a checkpoint to one worker in seconds (negative if others slowed usual steps), and a usual step's."""
 
     seconds: float
     step_s: float

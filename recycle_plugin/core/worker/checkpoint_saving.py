@@ -23,9 +23,7 @@ class CheckpointFiles(Protocol):
     """The files of one checkpoint. A generator's value is the reason why something could not be written, else ""."""
 
     def write(self, number: int) -> Waits[str]:
-        """Write this worker's share under a name of attempt ``number``, another one in each membership. Raises
-        Interrupted.
-        """
+        """Write this worker's share, under a name of attempt ``number``, new in each membership. Raises Interrupted."""
 
     def publish(self, number: int) -> Waits[str]:
         """Give the checkpoint its name, once all shares of attempt ``number`` are there. May be repeated."""

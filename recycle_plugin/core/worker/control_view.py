@@ -125,9 +125,7 @@ class ControlView:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker acts for all. Before the start rank 0 does, and a newcomer never before it is a
-        member.
-        """
+        """Whether this worker acts for all. Before the start rank 0 does, and a newcomer only once it is a member."""
         if self.generation is None:
             return self.rank == 0 and not self.newcomer
         return self.worker == self.roster.first.worker

@@ -32,9 +32,7 @@ Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.fo
 
 
 class Evaluations:
-    """The evaluations of ``worker``, which trains by ``loop``. ``recover()`` follows a membership change
-    between steps.
-    """
+    """The evaluations of ``worker``, trained by ``loop``. ``recover()`` follows a membership change between steps."""
 
     def __init__(
         self,

@@ -37,9 +37,7 @@ class FilledStage:
         self._machine.units.take_settings(settings)
 
     def hash_after(self, step: int, settings: Any) -> None:
-        """Begin to hash the state after ``step`` with these ``settings``; later changes wait for the hash. The script
-        here keeps its own settings.
-        """
+        """Begin to hash the state after ``step`` with these ``settings``; the script here keeps its own."""
         own = self._machine.units.settings()
         self._machine.units.take_settings(settings)
         self._machine.hashing.hash_state(step)

@@ -55,9 +55,7 @@ class HelpingMachine(Protocol):
         """Send a word about a replay to the worker at ``address``, which may be gone."""
 
     def make_stage(self, call: Call) -> Waits[HelpedStage]:
-        """Make the stage of ``call`` from its layer specs, beside this worker's own; the value is it. Raises
-        CantHelp.
-        """
+        """Make the stage of ``call`` from its layer specs, beside this worker's own; the value. Raises CantHelp."""
 
 
 class Helper:

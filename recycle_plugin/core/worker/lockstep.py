@@ -66,9 +66,7 @@ class SeatPort(Protocol):
 
 
 class Lockstep:
-    """The lockstep of ``shard`` of ``seat``, one of ``shards``. ``finished``: instructions of the generation
-    taken up.
-    """
+    """The lockstep of ``shard`` of ``seat``, one of ``shards``. ``finished``: instructions of this generation."""
 
     def __init__(self, port: SeatPort, seat: Seat, shard: int, shards: int) -> None:
         self._port, self._view, self._seat = port, port.control_view, seat
@@ -80,9 +78,7 @@ class Lockstep:
     # --- together ----------------------------------------------------------------------------------
 
     def begin_sum(self, instruction: Instruction) -> Iterator[Any]:
-        """Return when all shards have the sum of ``instruction``, REDUCE or TIE. Raises Interrupted if one stopped
-        before.
-        """
+        """Return when all shards have the sum of ``instruction``. Raises Interrupted if one stopped before."""
         yield from self.begin(f"the sum of {instruction}")
 
     def begin(self, what: str) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A worker's measure of what a log of its steps takes, and of what it would take to make them again."""
+"""A worker's measure of what its log takes, and of what a replay of its steps would take."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class LogMeter:
         self._steps = self._us = self._down = self._up = self._logged = 0
 
     def ran(self, span: Span) -> None:
-        """Counts the time of an instruction that has run, if a replay would run it."""
+        """Count the time of an instruction that has run, if a replay would run it."""
         if span.instruction.op in AGAIN and span.instruction.step > 0:
             self._us += span.end_us - span.start_us
 
     def crossed(self, down: bool, size: int, logged: bool) -> None:
-        """Counts ``size`` bytes that were sent, ``down`` to the next stage or up to the one before."""
+        """Count ``size`` bytes that were sent, ``down`` to the next stage or up to the one before."""
         self._down, self._up = self._down + size * down, self._up + size * (not down)
         self._logged += size * logged
 
     def stepped(self) -> None:
-        """Counts a step that was applied."""
+        """Count a step that was applied."""
         self._steps += 1
 
     @property

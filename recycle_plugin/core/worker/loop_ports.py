@@ -1,4 +1,4 @@
-"""What a worker's training loop (core/worker/training_loop.py) runs on: who computes, who plans, and who talks."""
+"""The ports of a worker's training loop (core/worker/training_loop.py): who computes, who plans, and who talks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
 
 
 class DataEnded(Exception):
-    """All plain iterators have ended before ``step`` was filled, and everybody hears so in that step."""
+    """All plain iterators have ended before ``step`` was filled; every script is told in that step."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"the data has ended before step {step} was filled")
@@ -36,10 +36,10 @@ class DataEnded(Exception):
 class StepProgram:
     """The instructions that a worker runs of ``step``.
 
-    ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own
-    program.  ``resumed``: a failure has interrupted the step.  ``givers``: from whom data comes that an evaluation
-    needs here and that this worker has not read.  ``share``: which part of the replicas contributes to the step.
-    ``applied``: somebody has applied it already.
+    ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; empty in a plan's own program.
+    ``resumed``: a failure has interrupted the step. ``givers``: the seats that send data which an evaluation needs
+    here. ``share``: which part of the replicas contributes to the step. ``applied``: a worker has applied the step
+    already.
     """
 
     step: int
@@ -64,102 +64,94 @@ class StepRunner(Protocol):
         """The generation from which this worker's data is valid."""
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
-        """Runs ``program``; raises Interrupted."""
+        """Run ``program``. Raises Interrupted."""
 
     def held(self) -> Iterable[Datum]:
-        """The data that this worker has of steps that are not committed, but parameters."""
+        """Return the data that this worker has of uncommitted steps, except parameters."""
 
     def held_draws(self) -> dict[str, str]:
-        """The data of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
+        """Return the batches of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
 
     @property
     def places(self) -> dict[str, Place]:
-        """Where this worker's plain iterator stood behind the last applied step, and behind the next where that was
-        begun, by their numbers; nothing where it does not stand at its replica's place, or there is none.
+        """By step, where its plain iterator stood after the last applied step, and the next if begun; empty as for
+        ``place_behind``.
         """
 
     def place_behind(self, step: int) -> Place | None:
-        """Where this worker's plain iterator stood behind ``step``; None where that is not its replica's place, or
-        there is none.
-        """
+        """Return where its plain iterator stood after ``step``; None if it has none, or not at its replica's place."""
 
     @property
     def ended(self) -> int:
-        """The number of this worker's plain iterator, if it has given all that it has; else 0."""
+        """The number of this worker's plain iterator if that has ended, else 0."""
 
     @property
     def lacks(self) -> int:
         """The step for which this worker has found nothing to draw; 0 for none."""
 
     def leave_out(self, step: int, valid_from: int) -> None:
-        """Drops all that there is of ``step``, which plain iterators can't fill; data is valid from generation
-        ``valid_from`` now.
-        """
+        """Drop all data of ``step``, which iterators can't fill; data is valid from generation ``valid_from``."""
 
     def take_state(self, iterator_state: IteratorState) -> None:
-        """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
+        """Take what all know of plain iterators; it holds until the next call."""
 
     def undo(self, step: int) -> None:
-        """Takes ``step``, the last applied one, back."""
+        """Take ``step``, the last applied one, back."""
 
     def record_norm(self, step: int, norm: float) -> None:
-        """Notes the ``norm`` that ``step`` was rejected for (core/coordinator/facts/step_validation.py): it is to be
-        applied with regard to that.
-        """
+        """Record the ``norm`` that ``step`` was rejected for: the step is applied with regard to that."""
 
     def discard_after(self, after: int, valid_from: int) -> None:
-        """Discards what is here of the steps after ``after``, which was computed with rejected weights.
+        """Drop data of the steps after ``after``, which was computed with rejected weights.
 
-        What still comes from workers that went on from them, those of a generation before ``valid_from``, is dropped.
+        Data that still arrives from workers of a generation before ``valid_from`` is dropped too.
         """
 
     def without(self, batches: StepBatches) -> None:
-        """Drops what counts no more of void steps (core/vocabulary/step_batches.py)."""
+        """Drop what no longer counts of void steps (core/vocabulary/step_batches.py)."""
 
     def listen_to(self, members: Iterable[str]) -> None:
-        """Takes from now on also what workers at these addresses send."""
+        """Also take data from workers at these addresses from now on."""
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Drops the connections to all workers but those at these addresses, which are left."""
+        """Drop the connections to all workers except those at these addresses."""
 
     def park(self) -> None:
-        """Gets ready to wait long for others, who read what this worker has logged."""
+        """Prepare to wait long for others, who read what this worker has logged."""
 
     def accompany(self, replay: Replay) -> Iterator[Any]:
-        """Replays this worker's stage beside its state, for others that are replayed."""
+        """Replay this worker's stage beside its state, for other stages that are replayed."""
 
     def asked_to_help(self) -> bool | None:
-        """Whether a worker that replays a stage wants something of this one: True, or None."""
+        """Return True if a worker that replays a stage wants this one's help, else None."""
 
     def help(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
-        """Does what such a worker wants.  ``wanted(stage)``: whether that stage is still replayed."""
+        """Help such a worker. ``wanted(stage)``: whether that stage is still replayed."""
 
     def stop_helping(self) -> None:
-        """Lets go of what was made to help."""
+        """Drop what was made to help."""
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
-        """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
+        """Send a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
 
 
 class Planner(Protocol):
     """The planner as the training loop needs it; the same arguments give the same result on every worker."""
 
     def plan(self, view: ClusterView, generation: Generation) -> Plan:
-        """The plan for the live seats of ``view``, with the slowness that ``generation``, which is entered, names."""
+        """Return the plan for the live seats of ``view``, with the slowness that ``generation`` names."""
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        """The program of ``seat`` in ``plan`` for ``step``, with its sends, receives and loads."""
+        """Return the program of ``seat`` in ``plan`` for ``step``, with its sends, receives and loads."""
 
     def recover(
         self, plan: Plan, batches: StepBatches, step: int, held: Held, also_back: frozenset[Seat] = frozenset()
     ) -> RecoveryPlan:
-        """What is left of ``step``, whose micro-batches are those of ``batches``, as core.vocabulary.recovery_plan has
-        it.
-        """
+        """Return what is left of ``step``, with micro-batches by ``batches`` (core.vocabulary.recovery_plan)."""
 
 
 class LoopPort(Protocol):
-    """The means by which the training loop waits, and talks to the coordinator."""
+    """How the training loop waits, and talks to the coordinator."""
 
     @property
     def control_view(self) -> ControlView:
@@ -172,17 +164,17 @@ class LoopPort(Protocol):
         interruptible: bool = True,
         at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words;
-        ``at_least_s``: its deadline is not sooner.
+        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words; ``at_least_s``: the
+        least deadline, in seconds.
 
         Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
         """
 
     def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
+        """Send ``message`` to the coordinator."""
 
     def clock(self) -> float:
-        """The time in seconds."""
+        """Return the time in seconds."""
 
     def reach(self, point: str) -> None:
-        """Tells that a point of the recovery is reached: injected faults strike here."""
+        """Report that a point of the recovery is reached; injected faults strike here."""

@@ -1,10 +1,10 @@
 """A newcomer, from its script's first step to the one from which it is a member.
 
-Its script runs from the top.  What the others have committed it is told of, and nothing is computed: the step of a
-replayed script returns at once.  Once it has come to the present the state is caught up with
-(core/worker/catching_up.py), and from then on each step returns when the others have committed it and it is applied
-here.  Only then does the newcomer ask to take part; it enters a generation that holds from a step to come, and from
-that step on it runs programs as everybody does (core/worker/training_loop.py), at first without work of its own.
+Its script runs from the top. It is told what the others have committed and computes nothing: the step of a replayed
+script returns at once. When it has come to the present, its state catches up (core/worker/catching_up.py). From then on
+each step returns when the others have committed it and it is applied here. Only then does the newcomer ask to take
+part. It enters a generation that holds from a later step, and from that step on it runs programs like all members
+(core/worker/training_loop.py), at first without work of its own.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 
-PROGRESS_S = 1.0  # between two words on how far it has come
-BEHIND_S = 5.0  # between two words on a script that is not at the others' step yet
+PROGRESS_S = 1.0  # between two reports of its progress
+BEHIND_S = 5.0  # between two reports that its script is behind the others
 
 
 class HelpWanted:
-    """The one that replays this newcomer's stage wants its help."""
+    """The worker that replays this newcomer's stage wants its help."""
 
 
 ASKED = HelpWanted()
 
 
 class Newcomer:
-    """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (from_workers.Serving
-    says where).  ``skip(place, enters)``: reads its plain iterator up to there, before that and as it ``enters``.
-    ``wants_script()``: its script asks a peer's for what is theirs alone; ``replay``: how the stage is replayed, where
-    nobody has it, in a job that logs; ``from_top``: its script goes through all steps, and does not begin where the
-    others are; ``handed`` is that, once it is a member, b""
-    where the peer has gone before it was there.
+    """The worker of ``loop`` before it is a member.
+
+    ``open_line``: opens the line to a source, given its Serving. ``skip(place, enters)``: reads its plain iterator up
+    to a place, before it enters and as it ``enters``. ``wants_script()``: whether its script asks a peer's for what is
+    theirs alone; ``handed`` is that, once it is a member, b"" if the peer went before. ``replay``: replays the stage if
+    nobody has it, in a job that logs. ``from_top``: its script goes through all steps, instead of beginning where the
+    others are.
     """
 
     def __init__(
@@ -56,19 +57,21 @@ class Newcomer:
         from_top: bool = True,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
-        self.asked = self._said = False  # for the state, and that it is here
-        self._renewed = 0  # how often a part of the state had been asked for anew when that was said
+        self.asked = self._said = False  # whether it has asked for the state, and reported that it is here
+        self._renewed = 0  # ``CatchingUp.renewed`` at that report
         self._hash_at: set[int] = set()  # the steps after which the coordinator wants the state's hash
-        self._heard = 0  # words of those that replay
+        self._heard = 0  # messages of stages that are replayed
         self._position = 0  # the last step that the script has gone through, or is at
         self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
         self._called_off = -1  # the last generation without this worker that it has said to have passed over
-        self._entered = False  # it is a member, whose script may still have to hear that the data had ended
+        self._entered = False  # it is a member; its script may still have to hear that the data had ended
         self._skip = skip
         self._wants_script, self._from_top = wants_script, from_top
         self._catching_up, self._replay = CatchingUp(state, wants_script), replay
-        self._behind: tuple[float, int, int] | None = None  # when that was told of last, its step, and the others'
-        self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
+        self._behind: tuple[float, int, int] | None = None  # when the last report was made, its step, and the others'
+        self._progress: tuple[float, int] | None = (
+            None  # when the last report was made, and the bytes that had come by then
+        )
         self.handed = b""
 
     @property
@@ -76,12 +79,12 @@ class Newcomer:
         return self._catching_up
 
     def start(self) -> Iterator[Any]:
-        """Returns when the newcomer knows where the job is.  Raises JobEnded."""
+        """Return when the newcomer knows where the job is. Raises JobEnded."""
         yield from self._port.wait("word of where the job is", lambda: self._view.present or None, interruptible=False)
 
     def train(self, step: int) -> Waits[bool]:
-        """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
-        step on the worker is a member.  Raises JobEnded, and DataEnded where the others' data had ended before it.
+        """Yield until ``step`` is committed by the others, and applied here if need be: True. False if the worker is a
+        member from this step on. Raises JobEnded, and DataEnded if the others' data had ended before the step.
         """
         self._check_data(step)
         if self._entered:
@@ -89,7 +92,7 @@ class Newcomer:
         self._position = step
         if not self.asked and step < self._view.committed:
             self._tell_behind(step)
-            return True  # not the last one: behind that the script may end, with a state that it does not have
+            return True  # not for the last step: the script may end behind that, with a state that it does not have
         if not self.asked:
             self.asked = True
             self._port.send(CatchUp(self._view.rank))
@@ -113,8 +116,8 @@ class Newcomer:
                 return False
 
     def meets(self, place: str) -> Waits[bool]:
-        """Whether the others may be waiting, for this worker too, at what ends with the barrier ``place``, behind the
-        step that the script has just gone through; then this worker is a member now.  Raises JobEnded.
+        """Return whether the others may be waiting for this worker too at the barrier ``place``, behind the step that
+        the script has just gone through; then this worker is a member now. Raises JobEnded.
         """
         if self.replayed is None or self.replayed != self._position or place in self._passed:
             return False
@@ -126,22 +129,22 @@ class Newcomer:
 
     @property
     def enters(self) -> bool:
-        """Whether the script's next step is, as far as is known, the first that it trains itself: then what it changes
-        before that is as good as what the others' scripts do, who wait for it.
+        """Whether the script's next step is, as far as known, the first that it trains itself. Then its changes before
+        that step count like those of the others' scripts, which wait for it.
         """
         planned = self._view.pending
         return planned is not None and planned.from_step == self._position + 1 and self.clock == self._position
 
     @property
     def clock(self) -> int | None:
-        """The step after which the state is here, all of it; None as long as it is not."""
+        """The step after which the whole state is here; None while it is not."""
         if self.replayed is not None:
             return self.replayed
         return self._catching_up.clock if self._catching_up.whole else None
 
     @property
     def replayed(self) -> int | None:
-        """The step up to which this worker has replayed its stage; None where it has not."""
+        """The step up to which this worker has replayed its stage; None if it has not."""
         return None if self._replay is None else self._replay.clock
 
     def _run_replay(self, replay: Replay) -> Iterator[Any]:
@@ -162,7 +165,7 @@ class Newcomer:
                 self._skip(self._view.place, False)
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
-        """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
+        """Wait for what a peer's script hands over: that of the stage's first worker that was a member before."""
         peers, before = generation.roster.peers(self._loop.seat.stage, self._view.shard), self._view.others
         known = self._catching_up.sources if before is None else before.workers
         giver = next((each for each in peers if each.worker in known), peers[0])
@@ -173,8 +176,8 @@ class Newcomer:
         )
 
     def _await_changes(self) -> Iterator[Any]:
-        """Waits for what the others' scripts have changed since the last step: this one's begins behind that.  A source
-        that is no member any more does not come to that.  Where all are lost nobody has it, and it says so.
+        """Wait for what the others' scripts have changed since the last step, behind which this one's script begins.
+        Sources that are no longer members don't reach that step. If all are lost nobody has the changes; then warn.
         """
         catching_up, clock = self._catching_up, self._catching_up.clock or 0
         changed = f"what the other scripts of stage {self._loop.seat.stage} have changed since step {clock}"
@@ -191,9 +194,7 @@ class Newcomer:
             self._port.send(Note(self._view.rank, "warning", text, {"seat": str(self._loop.seat), "step": clock}))
 
     def _enter(self, generation: Generation) -> Waits[bool]:
-        """Enters the generation; returns whether it is in force here, and has not been replaced by one without this
-        worker.
-        """
+        """Enter the generation; return whether it is in force here, not replaced by one without this worker."""
         if self.replayed is None and self._view.place is not None:
             self._skip(self._view.place, True)
         if self._view.reported_first is None:
@@ -207,12 +208,11 @@ class Newcomer:
             raise DataEnded(step)
 
     def _followed(self, step: int) -> bool | Generation | Replay | HelpWanted | None:
-        """What there is to replay, where nobody else has the state; where another one replays it, that this one's help
-        is wanted.  Else True once ``step`` is followed; the generation that is to be entered before it; before that
-        False where it has come closer, and None where nothing has come.
+        """Return what the newcomer has to do next: a Replay of its stage, if nobody else has the state; ASKED if the
+        worker that replays it wants help; True once ``step`` is followed; the generation to enter before ``step``; else
+        False if it has come closer, None if nothing has come.
 
-        So the deadline of a wait is one for the next piece, and not for all of a state, which may be large and the
-        rate low.
+        So a wait's deadline is one for the next piece, and not for a whole state, which may be large and the rate low.
         """
         if (replay := self._view.take_replay()) is not None:
             return replay
@@ -234,7 +234,9 @@ class Newcomer:
             self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
         closer = self._follow()
-        if self._catching_up.deserted and self._catching_up.renewed > renewed:  # also by lines to those that live
+        if (
+            self._catching_up.deserted and self._catching_up.renewed > renewed
+        ):  # also if only the lines to live sources broke
             self._port.send(CatchUp(self._view.rank))
         self._said &= self._renewed == self._catching_up.renewed
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
@@ -246,7 +248,7 @@ class Newcomer:
         if clock is not None and clock >= step:
             return True
         if planned is not None and self._said and (not planned.from_step or clock == planned.from_step - 1 == step - 1):
-            return planned  # one that holds at once has taken the place of one that this worker has reported for
+            return planned  # one that holds at once has replaced one that this worker has reported for
         if not self._said:
             self._said, self._renewed = True, self._catching_up.renewed
             if self._view.place is not None:
@@ -258,10 +260,10 @@ class Newcomer:
         return False if closer else None
 
     def _follow(self) -> bool:
-        """Takes in what has come of the state, and follows; returns whether anything has changed.
+        """Handle what has come of the state, and follow; return whether anything has changed.
 
-        Not beyond what the coordinator says is committed: its word that the state after a step is to be hashed has come
-        by then.  A part of the state may come too late for that hash; then the newcomer asks for another one.
+        It follows no further than the coordinator's commits: a request to hash the state after a step has come by then.
+        If a part of the state comes too late for that hash, the newcomer asks for another one.
         """
         catching_up, changed = self._catching_up, False
         while True:
@@ -278,7 +280,7 @@ class Newcomer:
             self._hash_at = {step for step in self._hash_at if step > clock}
 
     def _tell_behind(self, step: int) -> None:
-        """Says how far the script is behind the others, every so often, and what it can leave out to come to them."""
+        """Report at intervals how far the script is behind the others, and what it can leave out to reach them."""
         now, committed = self._port.clock(), self._view.committed
         at, before, others = self._behind or (now, step, committed)
         if self._behind is None or now - at >= BEHIND_S:
@@ -296,7 +298,7 @@ class Newcomer:
         self._port.send(Note(self._view.rank, "behind", text, details))
 
     def _tell_progress(self) -> None:
-        """Says how far it has come, every so often."""
+        """Report at intervals how much of the state has come."""
         now, taken, share = self._port.clock(), self._catching_up.taken, self._catching_up.progress
         if self._progress is None:
             self._progress = now, taken

@@ -1,18 +1,18 @@
 """A worker whose script runs its own loop: it calls forward, backward and step, and pushes what a program asks for.
 
 The program stands at an instruction until the script has come to it, and the script stands in its call until the
-program needs it again.  So a wait for the script is yielded, by a real worker too, and nothing that the script is not
-in the middle of may wait for it: a membership change is heard of in its next call.
+program needs it again. So a wait for the script is yielded, by a real worker too. Nothing that the script is not in the
+middle of may wait for it: a membership change is heard of in its next call.
 
-* LOAD waits for the next micro-batch of the script, whichever that is: what the script draws has no number.  One that
-  was given and not computed, since the membership has changed between, is the next one that is asked for.
-* F is the script's forward and backward, and what B adds up is what they have made.
-* REDUCE is made in the call that has run the last micro-batch, so that the script finds the sum of all behind that.
-  Where nobody has it, and a lost replica's micro-batches have come to this seat, the program asks for a micro-batch
-  instead: the boundary has moved.
-* What follows waits for the script's step.  Until then the script may have changed what it finds of the sum, each its
-  own.  Before STEP all take one of these changes, that of the lowest rank; and none applies it before all have it: so
-  where somebody has applied the step, nobody asks once more, and where nobody has, any change is as good.
+* LOAD waits for the script's next micro-batch, whichever that is: what the script draws has no number. One that was
+  given and not computed, because the membership changed, is the next one asked for.
+* F is the script's forward and backward, and B adds up what they have made.
+* REDUCE is made in the call that has run the last micro-batch, so that the script finds the sum of all behind that. If
+  nobody has it, and a lost replica's micro-batches have come to this seat, the program asks for a micro-batch instead:
+  the boundary has moved.
+* What follows waits for the script's step. Until then each script may have changed the sum that it finds. Before STEP
+  all take one of these changes, that of the lowest rank, and none applies it before all have it. So if a worker has
+  applied the step, nobody asks again, and if none has, any change is as good.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Need(Enum):
 
 @dataclass
 class Script:
-    """Where the script is.  ``gives``: it has a micro-batch at hand; ``closes``: a step may end in the call that it is
-    in; ``left``: micro-batches that this worker has not begun yet of the program that it runs; ``given``: how many it
-    has run so far, and those that held its seat before it in steps that were committed; ``behind``: the last applied
-    step, and how many were given when it was applied.
+    """Where the script is. ``gives``: it has a micro-batch at hand; ``closes``: a step may end in the current call;
+    ``left``: micro-batches of the program that this worker has not begun; ``given``: micro-batches run at this seat in
+    all, by its earlier holders in committed steps too; ``behind``: the last applied step, and ``given`` when it was
+    applied.
     """
 
     gives: bool = False
@@ -59,13 +59,13 @@ class Script:
     behind: tuple[int, int] = (0, 0)
 
     def lacks(self, instruction: Instruction) -> Need | None:
-        """What the script has to do before ``instruction`` can begin; None where that is nothing."""
+        """Return what the script has to do before ``instruction`` can begin; None for nothing."""
         if instruction.op in (Op.LOAD, Op.F) and not self.gives:
             return Need.MICRO_BATCH
         return Need.STEP if instruction.op in CLOSING and not self.closes else None
 
     def passing(self) -> Iterator[Need]:
-        """Yields until the script has run its micro-batch forward and backward, which is a machine's time for F."""
+        """Yield until the script has run its micro-batch forward and backward, which is a machine's time for F."""
         yield Need.PASS
         self.gives = False
         self.left -= 1
@@ -73,56 +73,51 @@ class Script:
 
 
 class Agreement(Protocol):
-    """The means by which those who have a sum come to one change of it by their scripts."""
+    """How the workers that have a sum agree on one change of it by their scripts."""
 
     def exchange(self, step: int) -> Waits[bool]:
-        """Takes one change of the sum of ``step`` for all; the value is whether there was anything to take.
-
-        Raises Interrupted.
-        """
+        """Take one change of the sum of ``step`` for all; the value is whether there was any. Raises Interrupted."""
 
     def confirm(self, step: int) -> Iterator[Any]:
-        """Returns when all have been through :meth:`exchange`.  Raises Interrupted."""
+        """Return when all have been through :meth:`exchange`. Raises Interrupted."""
 
     def adopt(self, step: int) -> None:
-        """Puts the change in the place of the sum of ``step``, which is applied next."""
+        """Replace the sum of ``step``, which is applied next, by the change."""
 
 
 class PushedWorker(Worker):
-    """A worker for whose ``script`` programs wait; ``agreement``: on what scripts have made of a sum."""
+    """A worker whose programs wait for ``script``; ``agreement``: on what scripts have made of a sum."""
 
     script: Script
     agreement: Agreement
     called = False
-    _adopted = 0  # the step whose sum is what is applied
+    _adopted = 0  # the step whose sum is the one to apply
 
     @property
     def places(self) -> dict[str, Place]:
-        """The place in this seat's data behind the last applied step, by that step's number."""
+        """The place in this seat's data after the last applied step, by that step's number."""
         step = self._steps.stepped
         return {str(step): self.place_behind(step)}
 
     def place_behind(self, step: int) -> Place:
-        """The place in this seat's data behind ``step``, the last one that is applied; what the script has given to the
-        next one since does not count.
-        """
+        """Return the place in this seat's data after ``step``, the last applied one, without what the next has."""
         if self.script.behind[0] != step:  # it is being applied
             self.script.behind = step, self.script.given
         return Place(read=self.script.behind[1])
 
     def skip_to(self, place: Place, enters: bool = False) -> None:
-        """Counts on from where who held this seat before has come to."""
+        """Count on from where this seat's earlier holders had come to."""
         self.script.given = place.read
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
-        """Runs ``program``; yields what it needs of the script.  Raises Interrupted."""
+        """Run ``program``; yield what it needs of the script. Raises Interrupted."""
         self.script.left = sum(instruction.op is Op.F for instruction in program.instructions)
         if self._steps.stepped < program.step:
             self.servings.say_changes(self._control_view.roster.workers, self._steps.stepped)
         yield from super().execute(program)
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Waits for the script, and then as every worker does; a membership change may have come meanwhile."""
+        """Wait for the script, and then as every worker does; a membership change may have come meanwhile."""
         lockstep = self._lockstep
         while (lockstep is None or not lockstep.stops) and (need := self.script.lacks(instruction)) is not None:
             yield need
@@ -151,12 +146,12 @@ class PushedWorker(Worker):
         return step == self._adopted
 
     def _summed(self, step: int) -> None:
-        """Nothing: the script may change it."""
+        """Do nothing: the script may change the sum."""
 
 
 def steps(loop: TrainingLoop) -> Iterator[Any]:
-    """Trains step after step; yields what it needs of the script, which is nothing once a step is committed, and, where
-    waits do not block, what it waits for.
+    """Train step after step; yield what the script has to do (NOTHING once a step is committed) or, if waits don't
+    block, waits.
     """
     while True:
         yield from loop.advance(loop.machine.stepped + 1)
@@ -165,7 +160,7 @@ def steps(loop: TrainingLoop) -> Iterator[Any]:
 
 
 def follow(newcomer: Newcomer, view: ControlView) -> Iterator[Any]:
-    """Returns when ``newcomer``, whose script begins where the others are, is a member with its stage's state."""
+    """Return when ``newcomer``, whose script begins where the others are, is a member with its stage's state."""
     yield from newcomer.start()
     step = max(1, view.committed)
     while (yield from newcomer.train(step)):
@@ -175,8 +170,8 @@ def follow(newcomer: Newcomer, view: ControlView) -> Iterator[Any]:
 class PushedSteps:
     """The calls of a script, each of which goes on with the program until that needs the script again.
 
-    ``make()``: the steps (:func:`steps`), made in the first call.  Generators, as all waits are.  Every call returns
-    with all that is over committed.  ``need``: what the program waits for.
+    ``make()``: the steps (:func:`steps`), made in the first call. All calls are generators, as all waits are, and
+    return with all that is over committed. ``need``: what the program waits for.
     """
 
     def __init__(self, script: Script, make: Callable[[], Iterator[Any]]) -> None:
@@ -191,32 +186,30 @@ class PushedSteps:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the micro-batch that the script runs, or has run last, is the last one that this worker has in its
-        step, as far as is known; not before one has begun.
-        """
+        """Whether the script's current or last micro-batch is this worker's last in its step, as far as known."""
         if self.need is Need.PASS:
             return self._script.left == 1
         return self.need is Need.STEP or (self._script.left == 1 and not self.ran)
 
     def open(self) -> Iterator[Any]:
-        """Returns when the next step has begun as far as it can without a micro-batch: those who come back in it are
-        members then, and so is this worker, if it is one of them.
+        """Return when the next step has begun up to its first micro-batch: newcomers that enter in it are
+        members then.
         """
         yield from self._go_on(Need.MICRO_BATCH)
 
     def begin(self) -> Iterator[Any]:
-        """Returns when the script may run the micro-batch forward that it has at hand."""
+        """Return when the script may run the micro-batch at hand forward."""
         self._script.gives = True
         yield from self._go_on(Need.PASS)
 
     def run(self) -> Iterator[Any]:
-        """Goes on with what the script's forward and backward have made of the micro-batch."""
+        """Go on with the result of the script's forward and backward."""
         self.ran = True
         self.need = yield from self._resume(closes=False)
 
     def close(self) -> Waits[bool]:
-        """Applies the step, if the program has come to its end; the value is whether it was applied.  Where a loss has
-        moved the boundary meanwhile it was not.
+        """Apply the step if the program is at its end; the value is whether it was. A loss may have moved the
+        boundary.
         """
         self.ran = False
         while self.need is Need.STEP:
@@ -224,16 +217,16 @@ class PushedSteps:
         return self.need is Need.NOTHING
 
     def hear(self) -> Iterator[Any]:
-        """Recovers from a membership change that the script meets between two micro-batches of a step."""
+        """Recover from a membership change that the script meets between two micro-batches of a step."""
         self.need = yield from self._resume(closes=False)
 
     def _go_on(self, until: Need) -> Iterator[Any]:
-        """Goes on until the script has to do just that; a step may end meanwhile."""
+        """Go on until the script has to do exactly ``until``; a step may end meanwhile."""
         while self.need is not until:
             self.need = yield from self._resume(closes=True)
 
     def _resume(self, closes: bool) -> Waits[Need]:
-        """Goes on with the program; the value is what it needs of the script."""
+        """Go on with the program; the value is what it needs of the script."""
         if self._steps is None:
             self._steps = self._make()
         self._script.closes = closes

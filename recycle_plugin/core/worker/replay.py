@@ -1,12 +1,12 @@
-"""The replay of a stage that nobody holds: from a checkpoint, by what the logs have, up to the last committed step
-(SWIFT, PPoPP'23, section 5).
+"""The replay of an empty stage: from a checkpoint, by the logs, up to the last committed step (SWIFT, PPoPP'23, section
+5).
 
-It is the stage's own work once more, micro-batch by micro-batch, with the same instructions and the same optimizer:
-what comes from its neighbours comes from their logs, what it would send goes to its own log only, and the sum over its
-workers is all here.  Where several stages are replayed at once, each reads what the others write meanwhile.
+It is the stage's own work once more, micro-batch by micro-batch, with the same instructions and the same optimizer.
+Inputs from neighbours come from their logs, outputs go to its own log only, and the sum over its workers is all here.
+If several stages are replayed at once, each reads what the others write meanwhile.
 
-Every step costs the stage's own computing of all its micro-batches, whoever had run them; or a part of that, where
-others help (core/worker/shared_replay.py).
+Every step costs the stage's computing of all its micro-batches, whoever had run them; or a part of that, if others help
+(core/worker/shared_replay.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 
 
 class Replayed(NamedTuple):
-    """What a replay has taken: ``bytes`` of a checkpoint, and how many have helped to the end."""
+    """What a replay took: ``bytes`` of a checkpoint, and how many ``helpers`` stayed to the end."""
 
     bytes: int
     helpers: int
@@ -36,8 +36,8 @@ class Replayed(NamedTuple):
 class StageReplay:
     """The replay of the stage of ``store``, whose steps are counted in ``steps``, in a pipeline of ``shape``.
 
-    ``splits``: backwards are split; ``log``: what is made again is logged there; ``helpers``: who may make gradients of
-    it too.
+    ``splits``: backwards are split; ``log``: where its outputs are logged; ``helpers``: workers that may make its
+    gradients too.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StageReplay:
         self.clock: int | None = None
 
     def run(self, replay: Replay) -> Waits[Replayed]:
-        """Replays what ``replay`` says; the value says how.  Raises JobEnded and CantReplay."""
+        """Carry out ``replay``; the value says what it took. Raises JobEnded and CantReplay."""
         self.clock = None
         self._steps.stepped = self._steps.committed = replay.step
         self._store.rewind(replay.step, self._store.valid_from)
@@ -99,10 +99,10 @@ class StageReplay:
         store.commit(step)
 
     def _keep(self, work: StageWork, datum: Datum, value: Any) -> None:
-        """Logs anew what was made once more.
+        """Log what was made once more.
 
-        Of each step one micro-batch is compared with what the stage's workers had sent of it themselves, as far as that
-        is logged: a script may have done something to layers that no replay knows of.  Raises CantReplay.
+        Of each step one micro-batch is compared with what the stage's workers had sent, as far as that is logged: a
+        script may have done something to layers that no replay knows of. Raises CantReplay.
         """
         batch = self._shape.batch
         if datum.kind in TRAVELS and datum.micro_batch == batch[datum.step % len(batch)]:

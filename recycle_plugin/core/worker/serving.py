@@ -1,9 +1,9 @@
-"""A source's side of catching up: it hands the state of its stage out to newcomers, while it trains.
+"""A source's side of catching up: it sends the state of its stage to newcomers, while it trains.
 
-Nobody waits for a newcomer.  Units are read between two steps, and only while all that is applied here is known to be
-committed, so that nothing is handed out that may be taken back; where the sum of the next step is there already, it
-goes after the unit.  Sums go out as soon as they are made, markers once the commit is known; what the script changes
-between two steps, once it is in the next one (core/vocabulary/state_stream.py).
+Nobody waits for a newcomer. Units are read between two steps, and only while every applied step is known to be
+committed, so that nothing sent may be taken back; if the sum of the next step is there already, it follows the unit.
+Sums go out as soon as they are made, markers once the commit is known, and the script's changes between two steps once
+it is in the next one (core/vocabulary/state_stream.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 
 
 class Applied(NamedTuple):
-    """How a step was applied: with regard to which ``norm``, with which ``settings`` of the optimizer, and which part
-    of the replicas had contributed.
-    """
+    """How a step was applied: its ``norm``, the optimizer's ``settings``, the contributing part of the replicas."""
 
     norm: Any = None
     settings: Any = None
@@ -28,45 +26,44 @@ class Applied(NamedTuple):
 
 
 class SharedState(Protocol):
-    """A worker's state of its stage, as others are given it."""
+    """A worker's state of its stage, as it is sent to others."""
 
     def head(self) -> tuple[Any, Mapping[str, int]]:
-        """What goes by value, and the weight of each unit in bytes, by name."""
+        """Return what goes by value, and the weight of each unit in bytes, by name."""
 
     def read(self, name: str, rest: bool) -> Any:
-        """A copy of a unit; None as long as some of it is still to be read, by the next calls.
-
-        ``rest``: all that is left of it, however long that takes.  Nothing of it changes between the calls.
+        """Return a copy of a unit; None while some of it is left to be read by the next calls, between which it does
+        not change. ``rest``: read all that is left, however long that takes.
         """
 
     def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
-        """What ``step`` applies to each of these units."""
+        """Return what ``step`` applies to each of these units."""
 
     def changed(self, names: Iterable[str]) -> Iterable[str]:
-        """Those of these units that the script has changed since the last step."""
+        """Return those of these units that the script has changed since the last step."""
 
     def settings(self) -> Any:
-        """What the optimizer applies its next step with."""
+        """Return what the optimizer applies its next step with."""
 
 
 class Outlet(Protocol):
-    """A line to one newcomer; nothing that is called here blocks."""
+    """A line to one newcomer; no call blocks."""
 
     def asked(self) -> Iterable[Asked]:
-        """What the newcomer has asked for since this was called last."""
+        """Return what the newcomer has asked for since the last call."""
 
     def send(self, item: Item) -> None:
-        """Sends one item, after all before it."""
+        """Send one item, after all before it."""
 
     def has_room(self, waiting: bool) -> bool:
-        """Whether something may be read for this newcomer now.  ``waiting``: this worker has nothing else to do."""
+        """Return whether to read for this newcomer now. ``waiting``: this worker has nothing else to do."""
 
     @property
     def broken(self) -> bool:
         """Whether the newcomer is gone."""
 
     def close(self) -> None:
-        """Ends it; what was sent still gets there."""
+        """Close the line; what was sent still gets there."""
 
 
 class Service:
@@ -78,20 +75,20 @@ class Service:
         self._wants_head = False
         self._handed: set[str] = set()
         self._at: int | None = None  # the last marker's step
-        self._ended: int | None = None  # the step after which the state is what the next one finds, as was said
-        self._reading: tuple[str, int] | None = None  # a unit that is half read, and of which step
+        self._ended: int | None = None  # the step whose ending marker was sent
+        self._reading: tuple[str, int] | None = None  # a unit that is partly read, and its step
         self._script: Handed | None = None
         self._wants_script = False
 
     def between(self, stepped: int, valid_from: int, summed: bool, waiting: bool, final: bool) -> bool:
-        """Hands out what may be now, a unit or a part of one, where the state is that after the committed step
-        ``stepped``; returns whether it has done something.
+        """Send a unit or a part of one, if allowed, while the state is that after the committed step ``stepped``;
+        return whether anything was done.
 
         ``valid_from``: of this worker's data; ``summed``: the sum of the next step is there; ``waiting``: this worker
-        has nothing else to do; ``final``: the script changes the state no more before the next step.
+        has nothing else to do; ``final``: the script no longer changes the state before the next step.
         """
         self._hear()
-        if self._at is None:  # also where nothing is asked for: the newcomer goes on when all its sources have
+        if self._at is None:  # also if nothing is asked for: the newcomer goes on when all its sources have
             self._at = stepped
             self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))
         if final:
@@ -120,29 +117,27 @@ class Service:
                     self.outlet.send(self._script)
 
     def hand_over(self, step: int, state: Callable[[], bytes]) -> None:
-        """Sends what this worker's script hands over, if the newcomer has asked for that; ``step`` is its last one."""
+        """Send what this worker's script hands over, if the newcomer has asked for it; ``step`` is its last one."""
         self._hear()
         if self._wants_script:
             self._script = Handed(step, state())
             self.outlet.send(self._script)
 
     def before_step(self, stepped: int) -> None:
-        """Reads the rest of a unit of which some was read, since STEP changes it."""
+        """Read the rest of a partly read unit, since STEP changes it."""
         self._end_changes(stepped, True)
         if self._reading is not None:
             self._read(stepped, True, rest=True)
 
     def _end_changes(self, stepped: int, summed: bool) -> None:
-        """Says once that the script changes the state after ``stepped`` no more, behind what it has changed of what was
-        handed out.
-        """
+        """Send once that the script no longer changes the state after ``stepped``, after what it has changed."""
         if self._at != stepped or self._ended == stepped:
             return
         self._ended = stepped
         self.say_changes(stepped, summed)
 
     def say_changes(self, stepped: int, summed: bool = False) -> None:
-        """Says which rates the script has set since ``stepped``, behind what it has changed of what was handed out."""
+        """Send the units handed out that the script has changed since ``stepped``, then its settings."""
         if self._reading is not None:
             self._read(stepped, summed, rest=True)
         for name in self._state.changed(sorted(self._handed)):
@@ -150,12 +145,12 @@ class Service:
         self.outlet.send(Marker(stepped, ends=True, settings=self._state.settings()))
 
     def summed(self, step: int) -> None:
-        """Sends what ``step`` applies to the units that were handed out: it is there now."""
+        """Send what ``step`` applies to the units that were handed out, now that it exists."""
         if self._handed:
             self.outlet.send(Sums(step, self._state.sums(step, sorted(self._handed))))
 
     def committed(self, step: int, applied: Mapping[int, Applied], valid_from: int) -> None:
-        """Says that all up to ``step`` is committed.  ``applied``: how steps were."""
+        """Send that all steps up to ``step`` are committed. ``applied``: how each was applied."""
         while self._at is not None and self._at < step:
             self._at += 1
             how = applied.get(self._at, Applied())
@@ -189,24 +184,22 @@ class Servings:
         return bool(self._by_newcomer)
 
     def add(self, newcomer: WorkerId, serving: Service) -> None:
-        """Serves one more, or one that has lost its line by another line."""
+        """Serve one more newcomer, or one by a new line after it lost its line."""
         self.end([newcomer])
         self._by_newcomer[newcomer] = serving
 
     def hand_over(self, newcomer: WorkerId, step: int, state: Callable[[], bytes]) -> None:
-        """Hands over to a newcomer's script, where it is served here; as :meth:`Service.hand_over` does."""
+        """Hand over to a newcomer's script, if it is served here, as :meth:`Service.hand_over` does."""
         if newcomer in self._by_newcomer:
             self._by_newcomer[newcomer].hand_over(step, state)
 
     def say_changes(self, members: Collection[WorkerId], stepped: int) -> None:
-        """Says to those who are ``members`` now what the script has changed since ``stepped``, before the next step's
-        first forward.
-        """
+        """Send to newcomers among ``members`` the script's changes since ``stepped``, before the next first forward."""
         for newcomer in self._by_newcomer.keys() & members:
             self._by_newcomer[newcomer].say_changes(stepped)
 
     def end(self, newcomers: Iterable[WorkerId]) -> None:
-        """Serves these no more."""
+        """Stop serving these newcomers."""
         for newcomer in set(newcomers) & self._by_newcomer.keys():
             self._by_newcomer.pop(newcomer).outlet.close()
 
@@ -214,8 +207,8 @@ class Servings:
         self.end([*self._by_newcomer])
 
     def between(self, stepped: int, committed: int, valid_from: int, summed: bool, waiting: bool, final: bool) -> bool:
-        """Serves, where the state is that after step ``stepped``, and ``committed`` is known to be committed; returns
-        whether there was something to do.  The others: see :meth:`Service.between`.
+        """Serve while the state is that after ``stepped``, and ``committed`` is known to be committed; return whether
+        there was something to do. The other arguments: see :meth:`Service.between`.
         """
         self.end([newcomer for newcomer, serving in self._by_newcomer.items() if serving.outlet.broken])
         self._say_committed(min(stepped, committed), valid_from)
@@ -225,18 +218,18 @@ class Servings:
         return sum(serving.between(stepped, valid_from, summed, waiting, final) for serving in servings) > 0
 
     def before_step(self, stepped: int, valid_from: int) -> None:
-        """Gets ready for STEP, where the state is that after the committed step ``stepped``."""
+        """Prepare for STEP, while the state is that after the committed step ``stepped``."""
         self._say_committed(stepped, valid_from)
         for serving in self._by_newcomer.values():
             serving.before_step(stepped)
 
     def summed(self, step: int) -> None:
-        """Sends on what ``step`` applies."""
+        """Send on what ``step`` applies."""
         for serving in self._by_newcomer.values():
             serving.summed(step)
 
     def stepped(self, step: int, applied: Applied) -> None:
-        """Notes how ``step`` was applied."""
+        """Record how ``step`` was applied."""
         before = {step - 1: self._applied[step - 1]} if step - 1 in self._applied else {}
         self._applied = before | {step: applied}
 

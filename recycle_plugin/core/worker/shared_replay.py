@@ -1,21 +1,20 @@
-"""Who helps the worker that replays its stage, and what each of them does of a step (SWIFT, PPoPP'23, section 5.2).
+"""Who helps the worker that replays its stage, and what each does of a step (SWIFT, PPoPP'23, section 5.2).
 
-While a stage is replayed all live workers wait for it.  So each can make gradients of it (core/worker/helper.py), given
+While a stage is replayed all live workers wait for it. So each can make gradients of it (core/worker/helper.py), given
 its layer specs, the logs, and its weights before each step:
 
-* The blocks of a step (core/vocabulary/blocks.py) are dealt in turn, to the worker that replays and then to each
-  helper: block ``i`` of ``n`` goes to the ``i mod (helpers + 1)``-th, so that a step takes as long as
-  ``ceil(n / (helpers + 1))`` blocks.  What each helper is to make is its *lot*.
-* A lot comes with the weights, and a *share* comes back: the sums of its gradients, which are added up in the blocks'
+* The blocks of a step (core/vocabulary/blocks.py) are dealt in turn, to the replaying worker and then to each helper:
+  block ``i`` of ``n`` goes to number ``i mod (helpers + 1)``, so that a step takes as long as ``ceil(n / (helpers +
+  1))`` blocks. A helper's part is its *lot*.
+* A lot comes with the weights, and a *share* comes back: the sums of its gradients, which are added in the blocks'
   order, so that in exact mode they have the same bits whoever made them; and the boundary tensors, which are logged.
-* Who comes to the same stage meanwhile, as the next process of another worker that it had, waits for it and helps like
-  the others, from the step on before which it has answered.
-* Whoever is lost, says no or is late helps no more.  Its lot is void, whatever still comes of it, and its blocks are
-  dealt anew among those left, of whom there is always one: the worker that replays.
+* A newcomer of the same stage waits for it and helps like the others, from the step on before which it has answered.
+* A helper that is lost, refuses or is late helps no more. Its lot is void, whatever still comes of it, and its blocks
+  are dealt anew among those left, of whom there is always one: the replaying worker.
 
-Only the worker that replays sums, steps, logs, and knows who does what: so there is nothing to be agreed on, and its
-own death ends the help.  Each step costs a copy of the weights for each helper, a sum of gradients for each helper (in
-exact mode for each block), and one look at each member of the job.
+Only the replaying worker sums, steps, logs, and knows who does what. So there is nothing to agree on, and its own death
+ends the help. Each step costs a copy of the weights and a sum of gradients for each helper (in exact mode for each
+block), and one look at each member of the job.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.stage_work import PartTimes, ReplayingMachine, StageWork
 from recycle_plugin.core.worker.step_store import StepStore
 
-SPAWN_S = 20.0  # how long all wait for those who make the stage to help
-LATE_S = 5.0  # by how much a share may come later than
-LATE = 4  # so many times what this worker's own share took
+SPAWN_S = 20.0  # seconds for which all wait for helpers to make the stage
+LATE_S = 5.0  # seconds by which a share may come later than
+LATE = 4  # so many times this worker's own share took
 
 
 class Weights(Protocol):
@@ -45,7 +44,7 @@ class Weights(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes that is."""
+        """Their size in bytes."""
 
 
 class SharingMachine(ReplayingMachine, Protocol):
@@ -56,24 +55,22 @@ class SharingMachine(ReplayingMachine, Protocol):
         """Where other workers find this one."""
 
     def words(self) -> list[Word]:
-        """What has been said to this worker of its replay since this was asked last."""
+        """Return what this worker was told of its replay since the last call."""
 
     def tell(self, address: str, word: Word) -> None:
-        """Says something of its replay to the worker at ``address``, who may be gone."""
+        """Send a word about its replay to the worker at ``address``, which may be gone."""
 
     def wait_share(self, what: str, until: float) -> Iterator[Any]:
-        """Yields until something may have been said to this worker, somebody may be gone, or the clock is at ``until``.
-        Raises JobEnded.
-        """
+        """Yield until a word may have come, a worker may be gone, or the clock is at ``until``. Raises JobEnded."""
 
     def weights(self) -> Weights:
-        """The weights of this worker's stage, as they are now."""
+        """Return the current weights of this worker's stage."""
 
     def add_share(self, step: int, sums: Any) -> None:
-        """Adds what a share has to this worker's own sums."""
+        """Add a share's sums to this worker's own."""
 
     def why_alone(self) -> str:
-        """Why nobody else can make this worker's stage, in words; empty where others can."""
+        """Return in words why nobody else can make this worker's stage; empty if others can."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +97,20 @@ class Helpers:
     ) -> None:
         self._machine, self._store, self._shape, self._limit = machine, store, shape, limit
         self._stage, self._members = store.seat.stage, blocks.members()
-        self._called: dict[WorkerId, Member] = {}  # who has not answered
-        self._ready: dict[WorkerId, Member] = {}  # who helps, in the order in which they were called
+        self._called: dict[WorkerId, Member] = {}  # called, and not answered yet
+        self._ready: dict[WorkerId, Member] = {}  # helpers, in the order in which they were called
         self._dealt: dict[int, Dealt] = {}
-        self._shares: dict[int, tuple[Lot, Share]] = {}  # of the step that is being made
-        self._beside: set[WorkerId] = set()  # who was called that has come to this stage too
+        self._shares: dict[int, tuple[Lot, Share]] = {}  # of the current step
+        self._beside: set[WorkerId] = set()  # newcomers of this stage that were called
         self._most = self._size = 0  # how many may help, and the bytes of the weights
         self._number = self._lots = self._bytes = 0
-        self._left: list[str] = []  # who did not help, or no more, and why
+        self._left: list[str] = []  # who did not help, or no longer, and why
         self._why_alone = ""
 
     # --- who ---------------------------------------------------------------------------------------
 
     def call(self, replay: Replay) -> None:
-        """Asks who is live to make the stage ready, unless there is nothing that could be shared."""
+        """Ask live workers to make the stage ready, unless nothing can be shared."""
         self._called, self._ready, self._dealt, self._shares = {}, {}, {}, {}
         self._left, self._lots, self._bytes = [], 0, 0
         self._beside, self._most = set(), 0
@@ -130,7 +127,7 @@ class Helpers:
         self._tell(member, Call(self._worker, self._machine.address, self._stage, self._size, self._places))
 
     def _ask_beside(self) -> None:
-        """Asks those who have come to this stage too, once each."""
+        """Ask newcomers of this stage, once each."""
         for member in self._machine.control_view.beside:
             if member.worker not in self._beside and len(self._called) + len(self._ready) < self._most:
                 self._beside.add(member.worker)
@@ -152,9 +149,7 @@ class Helpers:
         return self._machine.why_alone()
 
     def gather(self) -> Iterator[Any]:
-        """Returns when all who were called have answered, or are gone, or after a while; who answers later helps from
-        then on.
-        """
+        """Return when all who were called have answered or are gone, or after SPAWN_S; a later answer still counts."""
         until = self._machine.clock() + SPAWN_S
         while self._called and self._machine.clock() < until:
             self._listen()
@@ -164,7 +159,7 @@ class Helpers:
                 yield from self._machine.wait_share(f"{len(self._called)} who are to help with the replay", until)
 
     def _lost(self, members: Any, until: float) -> list[Member]:
-        """Those of ``members`` that are gone, or late where the clock is at ``until``."""
+        """Return those of ``members`` that are gone, and all of them if the clock is at ``until``."""
         late = self._machine.clock() >= until
         found = [(member, "it was lost" if self._is_gone(member) else "it was late") for member in members]
         return [self._note_left(member, why) for member, why in found if late or why == "it was lost"]
@@ -182,7 +177,7 @@ class Helpers:
     # --- a step ------------------------------------------------------------------------------------
 
     def run(self, work: StageWork, step: int, times: PartTimes) -> Iterator[Any]:
-        """Has all of the stage's gradients of ``step`` made, here and by others."""
+        """Have all of the stage's gradients of ``step`` made, here and by helpers."""
         blocks = sorted(self._members)
         self._shares = {}
         while blocks:
@@ -199,7 +194,7 @@ class Helpers:
                 self._take(work, *self._shares[number])
 
     def _deal(self, step: int, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Deals ``blocks`` of ``step``; returns those that are this worker's own."""
+        """Deal ``blocks`` of ``step``; return those that are this worker's own."""
         helpers = [self._ready[worker] for worker in sorted(self._ready)][: len(blocks) - 1]
         weights = self._machine.weights() if helpers else None
         for place, member in enumerate(helpers, 1):
@@ -212,7 +207,7 @@ class Helpers:
         return blocks[:: len(helpers) + 1]
 
     def _collect(self, step: int, until: float) -> Waits[list[Block]]:
-        """Waits for what was dealt; the value is the blocks of those who are gone, have said no, or are late."""
+        """Wait for the shares; the value is the blocks of helpers that are gone, have refused, or are late."""
         void: list[Block] = []
         while True:
             self._listen()
@@ -244,7 +239,7 @@ class Helpers:
             self._ready[word.by] = self._called.pop(word.by)
 
     def _take(self, work: StageWork, lot: Lot, share: Share) -> None:
-        """Takes in what a helper has made: its gradients count, and what it has sent is logged."""
+        """Add a helper's share: its gradients count, and what it has sent is logged."""
         for micro_batch in [one for block in lot.blocks for one in self._members[block]]:
             self._store.put(Datum("wgrad", self._stage, micro_batch, lot.step))  # which may be there once only
         self._machine.add_share(lot.step, share.sums)
@@ -254,7 +249,7 @@ class Helpers:
     # --- what is said ------------------------------------------------------------------------------
 
     def report(self, replay: Replay, times: PartTimes) -> int:
-        """Says who has helped, or why nobody did, and what has taken how long; returns how many have to the end."""
+        """Report who has helped, or why nobody did, and how long each part took; return how many helped to the end."""
         helped = sorted(self._ready)
         left = [*self._left, *(f"{member}: it has not answered" for member in self._called.values())]
         why = self._why_alone or "; ".join(left) or "nobody else is there"

@@ -1,8 +1,7 @@
-"""What the worker that replays a stage and those who help it say to each other (core/worker/shared_replay.py).
+"""What the worker that replays a stage and its helpers say to each other (core/worker/shared_replay.py).
 
-It goes from worker to worker, beside the boundary tensors and as these do: a lot brings the weights of a stage, and a
-share brings its gradients.  What is lost on the way, or comes too late, is somebody else's work; so nobody is asked for
-it again.
+It goes from worker to worker, as the boundary tensors do: a lot brings the weights of a stage, and a share its
+gradients. Nobody asks again for what is lost or late: it is dealt to another worker.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass(frozen=True)
 class Call:
-    """From the worker ``by``, which is found at ``address``: make ``stage``, whose weights have so many ``bytes``, and
-    answer.  ``logs``: where those are that it is made by.
+    """From worker ``by`` at ``address``: make ``stage``, of ``bytes`` bytes of weights, and answer. ``logs``:
+    its logs.
     """
 
     by: WorkerId
@@ -31,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """To the worker ``to``: the one ``by`` has its stage ready, or, where it says ``why``, does not help it."""
+    """To the worker ``to``: the worker ``by`` has its stage ready or, with a reason ``why``, does not help."""
 
     by: WorkerId
     to: WorkerId
@@ -51,9 +50,9 @@ class Lot:
 
 @dataclass(frozen=True)
 class Share:
-    """To the worker ``to``, from ``by``: what has come of the lot with this ``number``.
+    """To the worker ``to``, from ``by``: the result of lot ``number``.
 
-    ``sums``: of the weight gradients, by block where sums have blocks; ``kept``: what a log is to have of it.
+    ``sums``: of the weight gradients, by block if sums have blocks; ``kept``: what the log is to have of it.
     """
 
     by: WorkerId
