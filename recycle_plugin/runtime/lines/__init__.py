@@ -1,1 +1,1 @@
-"""Lines between two processes of a job: framing, seals, and the one way in which anybody is let in."""
+"""Lines between two processes of a job: framing, seals, and the only way to be let in."""

@@ -1,4 +1,4 @@
-"""What is said on a line, as bytes: messages of a Language, each with its seal; behind some come bytes without one."""
+"""The bytes on a line: messages of a Language, each with its seal. Some are followed by unsealed bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSEALED = "a message that does not fit its seal: somebody on the way has change
 
 
 class Nonsense(ValueError):
-    """Something has come that nobody says on such a line; the message says what is wrong with it."""
+    """Bytes that are no message of the line; the error's text tells what is wrong."""
 
 
 class Framing:
@@ -27,13 +27,13 @@ class Framing:
         self._language = language
 
     def frame(self, message: object, seal: Seal) -> bytes:
-        """The bytes of the next message, with their ``seal`` behind them."""
+        """Return the bytes of the next message, followed by their ``seal``."""
         made = self._language.encode(message)
         return made + seal.of(made)
 
     def receive(self, connection: Connection, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
-        """The next message, which is of this ``kind``, and has at most ``limit`` bytes.  Raises Nonsense where
-        something else comes, EOFError where the other end closes first, OSError.
+        """Return the next message, of this ``kind`` and at most ``limit`` bytes. Raises Nonsense for anything else,
+        EOFError if the other end closes first, OSError.
         """
         head = exactly(connection, HEAD.size)
         rest = exactly(connection, self._size(head, limit) + SEAL)
@@ -43,9 +43,8 @@ class Framing:
         return message
 
     def taken(self, received: bytearray, seal: Seal, limit: int = LIMIT) -> object | None:
-        """The message at the beginning of ``received``, which is taken out of it; None while it is not whole.
-
-        Raises Nonsense where there is none that fits the next ``seal``.
+        """Return the message at the beginning of ``received``, and remove it there; None until it is whole. Raises
+        Nonsense if it does not fit the next ``seal``.
         """
         if len(received) < HEAD.size:
             return None
@@ -72,14 +71,14 @@ class Framing:
 
 
 def exactly(connection: Connection, length: int) -> bytearray:
-    """Exactly ``length`` bytes.  Raises EOFError where the other end closes first, OSError."""
+    """Return exactly ``length`` bytes. Raises EOFError if the other end closes first, OSError."""
     received = bytearray(length)
     fill(connection, memoryview(received))
     return received
 
 
 def fill(connection: Connection, target: memoryview) -> None:
-    """Read into all of ``target``.  Raises EOFError where the other end closes first, OSError."""
+    """Read into all of ``target``. Raises EOFError if the other end closes first, OSError."""
     while target:
         received = connection.recv_into(target, 0, socket.MSG_WAITALL)
         if not received:
@@ -88,20 +87,20 @@ def fill(connection: Connection, target: memoryview) -> None:
 
 
 def end(connection: Connection) -> None:
-    """Shut a connection, or a listener, which wakes whoever is blocked on it."""
+    """Shut down a connection or a listener, which wakes any thread blocked on it."""
     with suppress(OSError):  # not connected any more, or closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def peer_at(address: str) -> tuple[str, int]:
-    """Host and port of an ``address`` ("tcp://host:port")."""
+    """Return host and port of an ``address`` ("tcp://host:port")."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
 
 def proved(connection: socket.socket, secret: Secret, port: Port, answer_s: float) -> Proved:
-    """What goes on over a ``connection`` that was made to such a ``port``, once both ends have proved who they are,
-    each within ``answer_s`` seconds; nothing that is said then has a deadline.  Raises OSError.
+    """Return the line over a ``connection`` to such a ``port`` once both ends have proved who they are, each within
+    ``answer_s`` seconds. The line has no timeout. Raises OSError.
     """
     line = call(connection, secret, port, answer_s)
     line.connection.settimeout(None)

@@ -1,7 +1,6 @@
-"""The one way in: a port of a process of the job, at which others of it come.
+"""The only way into a process of the job: a port at which the job's other processes connect.
 
-Whoever connects proves to know the job's secret (authentication/door.py), says what it wants, and is served in a thread
-of its own.
+A caller proves to know the job's secret (authentication/door.py), says what it wants, and is served on its own thread.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from recycle_plugin.runtime.lines.frames import Nonsense, end
 from recycle_plugin.runtime.system import forked
 from recycle_plugin.runtime.system.accepting import Refusals
 
-END_S = 1.0  # how long each thread may take to end
+END_S = 1.0  # seconds that each thread may take to end
 Peer = tuple[str, int]
 
 
 class Listener:
-    """Serves whoever the ``door`` lets in at a free port of ``host``.
+    """Serves whoever the ``door`` lets in, at a free port of ``host``.
 
-    ``serve(connection, proved)``: one of them, over ``proved``, whose next word has ``hello_s`` seconds; it returns
-    whether it keeps the connection, and raises Nonsense, EOFError and OSError.  ``comes(connection, peer)`` is called
-    as each one is accepted, in their order: where it says False, it is not served; ``gone(connection)`` once it is not
-    served any more.  ``most``: of them at a time.  ``say`` gets a line on the first that talks nonsense, and on the
-    first for whom there is no room.  Raises OSError where nobody can come to ``host``.
+    ``serve(connection, proved)`` serves a caller over ``proved``, whose next message has to come within ``hello_s``
+    seconds. It returns whether it keeps the connection, and raises Nonsense, EOFError and OSError. ``comes(connection,
+    peer)`` is called for each accepted connection, in order; if it returns False the connection is not served.
+    ``gone(connection)`` is called when a connection is no longer served. ``most``: connections served at a time.
+    ``say`` gets a line on the first caller that sends nonsense, and on the first for which there is no room. Raises
+    OSError if ``host`` can't be listened on.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Listener:
         self._accepting.start()
 
     def close(self) -> None:
-        """Let nobody in any more, and end all that are served."""
+        """Let nobody in any more, and end all connections that are served."""
         self._closed.set()
         end(self._listener)
         self._accepting.join(END_S)
@@ -80,9 +80,9 @@ class Listener:
                     self._closed.wait(self._refusals.pause_s(error))
 
     def _let_in(self, connection: socket.socket, peer: Peer) -> None:
-        """Serve who has connected, in a thread: everybody comes in here, and nowhere else."""
+        """Serve a new connection on a thread. All callers come in here, and nowhere else."""
         if len(self._served) >= self._most or not self._comes(connection, peer):
-            connection.close()  # who means it comes again
+            connection.close()  # a real caller comes again
             return
         name = f"recycle: {self._name}"
         thread = threading.Thread(target=self._attend, args=(connection, peer), name=name, daemon=True)
@@ -91,7 +91,7 @@ class Listener:
             self._served[connection] = thread
         try:
             thread.start()
-        except RuntimeError:  # no room for a thread: the other end finds its connection broken, and comes again
+        except RuntimeError:  # the other end finds its connection broken, and comes again
             self._let_go(connection, keeps=False)
             raise OSError(errno.EAGAIN, "no thread") from None
 
@@ -106,7 +106,7 @@ class Listener:
             self._say_once(peer, nonsense)
         except (OSError, EOFError):
             pass
-        finally:  # whatever has happened, the other end is not to wait
+        finally:  # in any case the other end must not wait
             self._let_go(connection, keeps)
 
     def _let_go(self, connection: socket.socket, keeps: bool) -> None:
@@ -117,7 +117,7 @@ class Listener:
         self._gone(connection)
 
     def _say_once(self, peer: Peer, nonsense: Nonsense) -> None:
-        """Warn of the first nonsense: whoever says it may go on."""
+        """Warn of the first nonsense only: its sender may go on."""
         with self._lock:
             first, self._said = not self._said, True
         if first:

@@ -12,34 +12,34 @@ from recycle_plugin.runtime.log.segment import Buffer
 
 
 class GrowingFile(Protocol):
-    """A file that grows.  Each method raises OSError."""
+    """A file that grows. Each method raises OSError."""
 
     def append(self, pieces: Sequence[Buffer]) -> None:
-        """Writes all the pieces at the file's end."""
+        """Write all the pieces at the file's end."""
 
     def cut(self, size: int) -> None:
-        """Takes away what is behind the first ``size`` bytes."""
+        """Drop everything after the first ``size`` bytes."""
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Wait until all that was written is on the disk."""
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
 
 
 class Disk:
-    """The file system.  Each method raises OSError."""
+    """The file system. Each method raises OSError."""
 
     def create(self, path: Path) -> GrowingFile:
-        """A new, empty file; FileExistsError where there is one."""
+        """Create and return an empty file. Raises FileExistsError if it exists."""
         return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666))
 
     def sync(self, path: Path) -> None:
-        """Flushes a file or folder to the disk."""
+        """Flush a file or folder to the disk."""
         folders.sync(path)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, which may be gone already."""
+        """Remove a file, which may be gone already."""
         path.unlink(missing_ok=True)
 
 
@@ -66,4 +66,4 @@ class _File:
         os.close(self._descriptor)
 
 
-MOST = 1024  # pieces that the system takes at once
+MOST = 1024  # pieces in one system call

@@ -1,16 +1,16 @@
-"""Reads a folder of logs: which steps can be replayed from it, and what was kept of them.
+"""Reads a folder of logs: which steps can be replayed from it, and what was logged of them.
 
-The streams of a folder are read together, because what counts of one is said in any of them: the generations are those
-of the whole job.  A step's data counts
+The streams of a folder are read together: what counts in one may be written in any of them, since generations are those
+of the whole job. A step's data counts
 
-* where the step is *committed*: a stream has a Commit of it that counts itself;
-* and where it is valid from the generation that the latest of these allow: a Void of the steps after an earlier one, or
-  the Commit of this or an earlier step.
+* if the step is *committed*: a stream has a Commit of it that counts itself;
+* and if it is valid from the latest generation required by a Void of the steps after an earlier one, or by the Commit
+  of this or an earlier step.
 
-So records of rejected and abandoned attempts are never given.  What a log can't know is a Void that none of its writers
-lived to write; whoever replays has it from the coordinator and gives it to the reader.
+So records of rejected and abandoned attempts are never returned. A log can't know a Void that none of its writers lived
+to write; a replaying worker gets it from the coordinator and passes it to the reader.
 
-What says what counts is read at once, all else when it is asked for, each with its CRC checked.
+Commits, Voids and Gaps are read at once, everything else on request, each with its CRC checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recycle_plugin.runtime.log.segment import NAME, Damaged, Found, LogFault, S
 
 
 class KeptDatum(NamedTuple):
-    """A datum of a log: its record, and the bytes of its tensors, each in memory of its own."""
+    """A datum of a log: its record, and the bytes of its tensors, each in its own memory."""
 
     record: DatumRecord
     tensors: tuple[bytearray, ...]
@@ -49,16 +49,15 @@ class _Place(NamedTuple):
 
 
 class NotKept(RecycleError):
-    """A log does not have what it was asked for; the message says why."""
+    """A log does not have what was requested; the message tells why."""
 
 
 class LogReader:
-    """The logs of the run ``run_id`` in ``folder``, and those of other workers that are in the folders ``also``.
+    """The logs of the run ``run_id`` in ``folder``, and those of other workers in the folders ``also``.
 
-    ``voids``: what the job has taken back, as far as the caller knows.  ``before``: a reader of the same logs, from
-    which what has not changed since is taken.  Read-only: ``segments``, by stream and in
-    order; ``gaps`` of each stream; ``faults``: what can't be read, of these and of any other segment in the folder.
-    Raises nothing for a damaged log.
+    ``voids``: what the job has voided, as far as the caller knows. ``before``: a reader of the same logs, from which
+    unchanged parts are taken. Read-only: ``segments``, by stream and in order; ``gaps`` of each stream; ``faults``:
+    what is unreadable in these and in any other segment of the folder. Raises nothing for a damaged log.
     """
 
     def __init__(
@@ -95,16 +94,16 @@ class LogReader:
 
     @property
     def committed(self) -> tuple[int, ...]:
-        """The steps of which something is kept that counts."""
+        """The steps of which something is logged that counts."""
         return tuple(sorted(step for step in self._commits if self._counting(step)))
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The committed steps of which everything is there that these streams have kept."""
+        """The committed steps of which everything is readable that these streams have logged."""
         return tuple(step for step in self.committed if not self.why_not(step))
 
     def why_not(self, step: int) -> list[str]:
-        """The reasons why ``step`` is not whole; none where it is.  Tensors are not read for it."""
+        """Return why ``step`` is not whole, [] if it is. Reads no tensors."""
         counting = self._counting(step)
         if not counting:
             given_up = step in self._commits
@@ -128,11 +127,11 @@ class LogReader:
         return found
 
     def data(self, step: int) -> tuple[Datum, ...]:
-        """The data of ``step`` that count; none where it is not committed."""
+        """Return the data of ``step`` that count; () if the step is not committed."""
         return tuple(datum for datum, _ in self._that_count(step)) if self._counting(step) else ()
 
     def missing(self, wanted: Iterable[Datum]) -> dict[Datum, str]:
-        """Each datum of ``wanted`` that is not here, and why."""
+        """Return each datum of ``wanted`` that is not here, and why."""
         found = {}
         for datum in wanted:
             if not self._counting(datum.step):
@@ -145,9 +144,7 @@ class LogReader:
     # --- what was kept -------------------------------------------------------------------------------
 
     def get(self, datum: Datum) -> KeptDatum:
-        """The datum, its CRC checked.  Raises NotKept where it is not here or does not count, Damaged where none of its
-        copies can be read.
-        """
+        """Return the datum, its CRC checked. Raises NotKept if none here counts, Damaged if no copy is readable."""
         if why := self.missing([datum]).get(datum):
             raise NotKept(why)
         fault: Damaged | None = None
@@ -163,8 +160,8 @@ class LogReader:
         raise fault
 
     def step_records(self, step: int) -> list[KeptStep]:
-        """The record of ``step`` by each stream that has one that counts and can be read: of several the last.  What
-        can't be read is among the faults afterwards.
+        """Return the record of ``step`` from each stream that has a readable one that counts, the last of several.
+        Unreadable ones are added to the faults.
         """
         found = []
         for places in self._steps.get(step, {}).values() if self._counting(step) else ():
@@ -179,16 +176,16 @@ class LogReader:
         return found
 
     def verify(self) -> list[LogFault]:
-        """Reads every record of every segment; returns all that is wrong."""
+        """Read every record of the sealed segments; others were read when opened. Returns all faults."""
         sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
         return list(dict.fromkeys([*self.faults, *(fault for each in sealed for fault in each.damaged())]))
 
     def counts_from(self, step: int) -> int:
-        """The generation from which data of ``step`` has to be valid to count."""
+        """Return the generation from which data of ``step`` has to be valid to count."""
         return self._since.of(step)
 
     def incomplete(self, stage: int) -> str:
-        """What says that something is lost of what ``stage`` has logged, in words; empty where nothing does."""
+        """Return a sign that something is lost of what ``stage`` has logged, in words; "" if there is none."""
         of = {worker for worker, segments in self.segments.items() if segments[0].stream.seat.stage == stage}
         if not of:
             return f"no log of stage {stage} is in {self.folder}"
@@ -202,12 +199,12 @@ class LogReader:
     # --- which of it counts --------------------------------------------------------------------------
 
     def _counting(self, step: int) -> dict[WorkerId, Commit]:
-        """The commits of a step that were not taken back."""
+        """Return the commits of a step that were not voided."""
         since = self._since.of(step)
         return {worker: each for worker, each in self._commits.get(step, {}).items() if each.valid_from >= since}
 
     def _counted(self, step: int, places: Iterable[_Place]) -> list[_Place]:
-        """The places of what counts of a step; the last one is the latest."""
+        """Return the places of what counts of a step, the latest last."""
         since = self._since.of(step)
         return sorted(
             (each for each in places if each.entry.valid_from >= since), key=lambda each: each.entry.valid_from
@@ -229,7 +226,7 @@ class LogReader:
             try:
                 segment = load(path, self._known.get(path))
             except Damaged as error:
-                if path.exists():  # else it has just been let go
+                if path.exists():  # else it was just deleted
                     there.append(sequence)
                     self.faults.append(error.fault)
                 continue
@@ -250,14 +247,14 @@ class LogReader:
             self.segments[worker] = segments
         for segment in others:
             place = segment.head.sequence
-            if not there or there[0] < place < there[-1]:  # else the folder was used before, or once more
+            if not there or there[0] < place < there[-1]:  # else the folder was used before, or again later
                 self._fault_of_run(segment)
 
     def _fault_of_run(self, segment: Segment) -> None:
         self._fault(segment.path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
 
     def _read(self, worker: WorkerId, segments: Sequence[Segment]) -> list[Void]:
-        """Takes in what a stream has; returns what it takes back."""
+        """Index a stream's records. Returns its Voids."""
         voids: list[Void] = []
         gaps: list[Gap] = []
         for segment in segments:
@@ -269,7 +266,7 @@ class LogReader:
                 elif place.datum is not None:
                     of = self._data.setdefault(place.step, {})
                     of.setdefault(place.datum, []).append(_Place(segment, place))
-                elif place.what == "Void":  # the index has all of it, so that it is known where the record is damaged
+                elif place.what == "Void":  # the index has all of it, so it is known even if the record is damaged
                     voids.append(Void(place.step, place.valid_from))
                 else:
                     small.append(place)
@@ -290,7 +287,7 @@ class LogReader:
 
 
 def runs(folder: Path) -> list[str]:
-    """The runs that have segments in ``folder``, whose heads can be read."""
+    """Return the runs that have segments with readable heads in ``folder``."""
     found = set()
     for paths in files(folder).values():
         for path in paths.values():

@@ -1,11 +1,10 @@
-"""The records of a log: what a worker keeps of its steps, so that a lost stage can be replayed (SWIFT, PPoPP'23).
+"""The records of a log: what a worker logs of its steps, so that a lost stage can be replayed (SWIFT, PPoPP'23).
 
-A worker writes one *stream* of records, for itself alone, in the order in which things came to it.  It knows nothing of
-later steps, so a record never says that it counts: the :class:`Commit` of its step does, and a :class:`Void` takes that
-back.  Which records count follows from all streams of a run (:class:`~recycle_plugin.runtime.log.reader.LogReader`).
+A worker writes one *stream* of records, for itself alone, in the order in which data came to it. It knows nothing of
+later steps, so a record never says that it counts: the :class:`Commit` of its step does, and a :class:`Void` revokes
+that. Which records count follows from all streams of a run (:class:`~recycle_plugin.runtime.log.reader.LogReader`).
 
-Payloads are not in the records: they come behind them as raw bytes, little-endian and without gaps, one for each
-:class:`Part`.
+Payloads follow their records as raw bytes, little-endian and without gaps, one for each :class:`Part`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ _BY_BYTES = {
     16: "complex128",
 }
 ITEM_BYTES = {name: size for size, names in _BY_BYTES.items() for name in names.split()}
-"""The bytes of a number of each type, by torch's name for it."""
+"""The bytes of a number of each type, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The owner of a stream: the worker that writes it, of which run, and its seat.  ``shard``: its place in the seat's
-    group.
-    """
+    """The owner of a stream: the worker that writes it, its run, its seat, and ``shard``, its place in the seat."""
 
     run_id: str
     worker: WorkerId
@@ -49,7 +46,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first record of a segment: whose it is, and which one of the stream, counted from 0."""
+    """The first record of a segment: its stream, and its number in the stream, from 0."""
 
     stream: Stream
     sequence: int
@@ -57,8 +54,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a payload; ``dtype`` is torch's name for it, without ``torch.``.  Raises ValueError for a type that
-    nobody knows, and a shape that is none.
+    """A tensor of a payload. ``dtype`` is torch's name without ``torch.``. Raises ValueError for an unknown type or an
+    invalid shape.
     """
 
     name: str
@@ -82,7 +79,6 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class DatumRecord:
     """A datum with its tensors: an activation or gradient over a logged boundary, or a batch that can't be read again.
-
     ``valid_from``: the generation from which its maker's data is valid (core/worker/step_store.py).
     """
 
@@ -97,8 +93,8 @@ class DatumRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The part of a step that a replay needs of other stages: the global ``norm`` of the gradients with regard to which
-    it was applied, or skipped, None where nobody asked for it; as a tensor of ``dtype``, or where that is "" a number.
+    """What a replay needs to know of a step from other stages: the global gradient ``norm`` by which it was applied or
+    skipped, None if nobody asked for it. The norm is a tensor of ``dtype``, or a number if that is "".
     """
 
     step: int
@@ -116,9 +112,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Step ``step`` is committed, and what is valid from generation ``valid_from`` or later counts of it.
-
-    ``tensors``: how many different data of the step this stream has kept that count.
+    """Step ``step`` is committed, and what is valid from generation ``valid_from`` or later counts. ``tensors``: how
+    many different data of the step that count this stream has logged.
     """
 
     step: int
@@ -129,7 +124,7 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Void:
     """Nothing counts of the steps after ``after`` that is valid from before generation ``valid_from``: it was computed
-    with weights that were rejected, or the job has gone back to a checkpoint.
+    with rejected weights, or the job has gone back to a checkpoint.
     """
 
     after: int
@@ -137,13 +132,13 @@ class Void:
 
     @property
     def step(self) -> int:
-        """The last step that it leaves alone."""
+        """The last step that stays valid."""
         return self.after
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Not everything was kept of the steps ``first`` to ``last`` (None: nobody knows yet), and ``why``."""
+    """Not everything was logged of the steps ``first`` to ``last`` (None: not known yet), and ``why``."""
 
     first: int
     last: int | None
@@ -151,11 +146,11 @@ class Gap:
 
     @property
     def step(self) -> int:
-        """The last step that is known to be in it."""
+        """The last step that is known to be in the gap."""
         return self.first if self.last is None else self.last
 
     def covers(self, step: int) -> bool:
-        """Whether ``step`` is one of its steps."""
+        """Whether the gap includes ``step``."""
         return self.first <= step and (self.last is None or step <= self.last)
 
     def __str__(self) -> str:
@@ -167,9 +162,8 @@ class Gap:
 
 
 class IndexEntry(NamedTuple):
-    """A record's place in its segment: ``size`` bytes from ``offset`` on, payload included.
-
-    ``what``: the name of its type; ``datum`` is None where it has none; ``valid_from`` is 0 where it has none.
+    """A record's place in its segment: ``size`` bytes from ``offset``, payload included. ``what``: the name of its
+    type. ``datum`` is None, and ``valid_from`` 0, if the record has none.
     """
 
     what: str
@@ -182,7 +176,7 @@ class IndexEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The last record of a segment that is complete: where all others are."""
+    """The last record of a complete segment: the places of all others."""
 
     entries: tuple[IndexEntry, ...]
 

@@ -1,4 +1,4 @@
-"""The files of a log: append-only segments, of which each record can be told from a damaged one.
+"""The files of a log: append-only segments, in which each damaged record is detected.
 
 The format, all numbers big-endian::
 
@@ -9,14 +9,13 @@ The format, all numbers big-endian::
     payload  = the tensors of the record's parts, one behind the other, raw and little-endian
     end      = END_MAGIC (8), offset of the Index's record (8), CRC (4)
 
-The frame's version is a checksum of what every record has in it (core/messages/encoding.py).  A CRC (zlib.crc32) is of
-all of its record behind it, and starts from the CRC of the segment's Head and the record's offset.  So what stands at a
-wrong place, or in another file, is damaged too: a file system may leave old blocks behind the end of a file after a
-loss of power.
+The frame's version is a checksum of the record types and their fields (core/messages/encoding.py). A CRC (zlib.crc32)
+covers all of its record after it, and is seeded with the CRC of the segment's Head and the record's offset. So a record
+at a wrong place, or in another file, is damaged too: after a loss of power a file system may leave old blocks at a
+file's end.
 
-A segment is called ``RANK.INCARNATION-SEQUENCE.log``.  It has its name from the beginning and grows behind its end.
-Where its writer was killed it has no Index, and is read from its beginning; what is behind its last whole record is a
-torn tail.
+A segment is named ``RANK.INCARNATION-SEQUENCE.log`` from the beginning, and grows at its end. If its writer was killed
+it has no Index and is read from its beginning; what follows its last whole record is a torn tail.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ START = Struct(">8sI")
 CRC, PAYLOAD, OFFSET = Struct(">I"), Struct(">Q"), Struct(">Q")
 END = Struct(">8sQI")
 FRONT = CRC.size + PAYLOAD.size + HEAD.size
-CHUNK = 1 << 20  # bytes that are read at once where nobody wants them
+CHUNK = 1 << 20  # bytes read at once where only the CRC is needed
 NAME = re.compile(r"(\d{1,9})\.(\d{1,9})-(\d{1,18})\.log")
 
 Buffer = bytes | bytearray | memoryview
 
 
 class LogFault(NamedTuple):
-    """A fault of a log: in which file, from which byte on, and what is wrong there or was expected."""
+    """A fault of a log: in which file, from which byte, and what is wrong or was expected there."""
 
     file: Path
     offset: int
@@ -63,7 +62,7 @@ class LogFault(NamedTuple):
 
 
 class Damaged(RecycleError):
-    """A record of a log can't be read; ``fault`` says where and why."""
+    """A record of a log is unreadable; ``fault`` tells where and why."""
 
     def __init__(self, fault: LogFault) -> None:
         super().__init__(str(fault))
@@ -74,12 +73,12 @@ class Damaged(RecycleError):
 
 
 def called(worker: WorkerId, sequence: int) -> str:
-    """The name of a segment's file."""
+    """Return the name of a segment's file."""
     return f"{worker.rank}.{worker.incarnation}-{sequence:06d}.log"
 
 
 def files(folder: Path) -> dict[WorkerId, dict[int, Path]]:
-    """The segments in a folder, by the worker and the number that they are called by, in order."""
+    """Return the segments in a folder by the worker and the number in their names, in order."""
     found: dict[WorkerId, dict[int, Path]] = {}
     named = [(NAME.fullmatch(path.name), path) for path in folder.glob("*.log")]
     for worker, sequence, path in sorted(
@@ -90,8 +89,8 @@ def files(folder: Path) -> dict[WorkerId, dict[int, Path]]:
 
 
 def payload(parts: Sequence[Part], tensors: Sequence[Buffer]) -> tuple[memoryview, ...]:
-    """The bytes of tensors that ``parts`` describe, without a copy.  Raises ValueError where they don't fit, TypeError
-    for memory with gaps.
+    """Return the bytes of the tensors that ``parts`` describe, without copying. Raises ValueError if they don't fit,
+    TypeError for non-contiguous memory.
     """
     found = tuple(_flat(tensor) for tensor in tensors)
     if [part.nbytes for part in parts] != [each.nbytes for each in found]:
@@ -101,13 +100,11 @@ def payload(parts: Sequence[Part], tensors: Sequence[Buffer]) -> tuple[memoryvie
 
 def _flat(tensor: Buffer) -> memoryview:
     view = memoryview(tensor)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # views of nothing can't be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")  # empty views can't be cast
 
 
 def framed(record: object, tensors: Sequence[memoryview], offset: int, seed: int) -> list[Buffer]:
-    """The pieces of a record at ``offset``, to be written one behind the other.  Costs a CRC of its bytes, and no
-    copy.
-    """
+    """Return the pieces of a record at ``offset``, to be written in order. Computes a CRC, copies nothing."""
     front = PAYLOAD.pack(sum(each.nbytes for each in tensors)) + LANGUAGE.encode(record)
     crc = crc32(front, crc32(OFFSET.pack(offset), seed))
     for each in tensors:
@@ -116,14 +113,14 @@ def framed(record: object, tensors: Sequence[memoryview], offset: int, seed: int
 
 
 def begun(of: Head) -> tuple[bytes, int]:
-    """The first bytes of a segment, and the seed of the CRCs behind them."""
+    """Return the first bytes of a segment, and the seed of the CRCs after them."""
     start = START.pack(MAGIC, LAYOUT)
     (record,) = framed(of, (), len(start), crc32(start))
     return start + bytes(record), crc32(record)
 
 
 def entry(record: Record, offset: int, size: int) -> IndexEntry:
-    """The index's line on a record."""
+    """Return the index's entry for a record."""
     return IndexEntry(
         type(record).__name__,
         record.step,
@@ -135,7 +132,7 @@ def entry(record: Record, offset: int, size: int) -> IndexEntry:
 
 
 def ended(entries: Sequence[IndexEntry], offset: int, seed: int) -> list[Buffer]:
-    """The last bytes of a segment that is complete, from ``offset`` on."""
+    """Return the last bytes of a complete segment, from ``offset`` on."""
     end = END_MAGIC + OFFSET.pack(offset)
     return [*framed(Index(tuple(entries)), (), offset, seed), end + CRC.pack(crc32(end, seed))]
 
@@ -144,7 +141,7 @@ def ended(entries: Sequence[IndexEntry], offset: int, seed: int) -> list[Buffer]
 
 
 class Found(NamedTuple):
-    """A record that was read, with the bytes of its parts, each in memory of its own."""
+    """A record that was read, with the bytes of its parts, each in its own memory."""
 
     record: object
     tensors: tuple[bytearray, ...]
@@ -152,9 +149,8 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment as far as it can be read: its records' places, and what is wrong with it.
-
-    ``sealed``: it has an index, so its writer has ended it; ``size``: bytes of the file.
+    """The readable part of a segment: its records' places, and its faults. ``sealed``: it has an index, so its writer
+    has completed it. ``size``: bytes of the file.
     """
 
     path: Path
@@ -171,18 +167,18 @@ class Segment:
 
     @property
     def last_step(self) -> int:
-        """The last step that it has anything of; -1 without records."""
+        """The last step that it has a record of; -1 without records."""
         return max((each.step for each in self.entries), default=-1)
 
     def read(self, place: IndexEntry) -> Found:
-        """The record at a place of the index, its CRC checked.  Raises Damaged."""
+        """Return the record at a place of the index, its CRC checked. Raises Damaged."""
         (found,) = self.each([place])
         if isinstance(found, LogFault):
             raise Damaged(found)
         return found
 
     def each(self, places: Iterable[IndexEntry]) -> Iterator[Found | LogFault]:
-        """The record at each of some places of the index, or what is wrong with it."""
+        """Yield the record at each of some places of the index, or its fault."""
         try:
             with opened(self.path) as file:
                 for place in places:
@@ -194,7 +190,7 @@ class Segment:
             yield error.fault
 
     def damaged(self) -> Iterator[LogFault]:
-        """The faults of all records that the index names, each of which is read."""
+        """Yield the faults of the index's records, reading each."""
         return (each for each in self.each(self.entries) if isinstance(each, LogFault))
 
     def _found(self, file: BufferedReader, place: IndexEntry) -> Found:
@@ -206,9 +202,8 @@ class Segment:
 
 
 def load(path: Path, before: Segment | None = None) -> Segment:
-    """The segment at ``path``, as far as it can be read.  Raises Damaged where not even its head can be.
-
-    Costs a read of the index; where there is none, one of the whole file, but for what was there ``before``.
+    """Return the readable part of the segment at ``path``. Raises Damaged if even its head is unreadable. Reads the
+    index; without one it reads the whole file, except for the entries known from ``before``.
     """
     with opened(path) as file:
         size = file.seek(0, 2)
@@ -224,14 +219,14 @@ def load(path: Path, before: Segment | None = None) -> Segment:
 
 
 def head(path: Path) -> Head:
-    """The head of the segment at ``path``.  Raises Damaged."""
+    """Return the head of the segment at ``path``. Raises Damaged."""
     with opened(path) as file:
         return _head(path, file, file.seek(0, 2))[0]
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """The file at ``path``, to be read; what the disk refuses, or is no file, is a Damaged."""
+    """Open the file at ``path`` for reading. Raises Damaged for errors of the disk, and if it is no regular file."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -244,12 +239,12 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """A pipe that nobody writes to would keep its reader waiting for ever."""
+    """Open without blocking: a pipe without a writer would block its reader forever."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _head(path: Path, file: BufferedReader, size: int) -> tuple[Head, int, int]:
-    """A segment's head, the offset behind it, and the seed of the CRCs."""
+    """Return a segment's head, the offset after it, and the seed of the CRCs."""
     file.seek(0)
     start = file.read(START.size)
     if len(start) < START.size:
@@ -275,13 +270,13 @@ class _Read(NamedTuple):
 
 
 class _SegmentFile:
-    """A segment's file that is read; ``seed`` is what its CRCs start from."""
+    """An open segment file; ``seed`` is what its CRCs start from."""
 
     def __init__(self, path: Path, file: BufferedReader, seed: int) -> None:
         self._path, self._file, self._seed = path, file, seed
 
     def indexed(self, first: int, size: int) -> tuple[IndexEntry, ...] | None:
-        """The places of all records, from the index; None where there is none that is whole."""
+        """Return the places of all records from the index; None if there is no whole index."""
         try:
             end = self._take(size - END.size, END.size, size) if size >= first + END.size else b""
             if not end or not end.startswith(END_MAGIC):
@@ -290,7 +285,7 @@ class _SegmentFile:
             if crc != crc32(end[: -CRC.size], self._seed) or not first <= offset < size:
                 return None
             index = self.record(offset, size - END.size).record
-        except Damaged:  # reading record by record says where
+        except Damaged:  # reading record by record finds where
             return None
         if not isinstance(index, Index):
             return None
@@ -299,7 +294,7 @@ class _SegmentFile:
         return index.entries if begins == follow else None
 
     def scanned(self, first: int, size: int) -> tuple[list[IndexEntry], list[LogFault]]:
-        """The places of the whole records from ``first`` on, one after the other, and what is wrong behind them."""
+        """Return the places of the whole records from ``first`` on, and the fault after them, if any."""
         entries: list[IndexEntry] = []
         offset = first
         while offset < size:
@@ -318,9 +313,8 @@ class _SegmentFile:
         return entries, []
 
     def record(self, offset: int, end: int, wanted: bool = True) -> _Read:
-        """The record at ``offset``, which ends at ``end`` at the latest.  Raises Damaged.
-
-        ``wanted``: its tensors are; else they are only checked.
+        """Return the record at ``offset``, which must end by ``end``. ``wanted``: read its tensors; else only check
+        their CRC. Raises Damaged.
         """
         front = self._take(offset, FRONT, end)
         size, length = self._sizes(front, offset, end)
@@ -344,7 +338,7 @@ class _SegmentFile:
         return _Read(record, tensors, FRONT + length + size)
 
     def _sizes(self, front: bytes, offset: int, end: int) -> tuple[int, int]:
-        """The bytes of a record's payload and of its body."""
+        """Return the bytes of a record's payload and of its body."""
         (size,) = PAYLOAD.unpack_from(front, CRC.size)
         length = LANGUAGE.size(front[-HEAD.size :])
         if isinstance(length, Unreadable):

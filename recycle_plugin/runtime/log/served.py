@@ -1,8 +1,8 @@
-"""What is said on a line between who serves the segments of a folder and who reads them there.
+"""The messages between a server of a folder's segments and a reader.
 
-The first message says of which run and folder; each answer is one message, and behind a :class:`Piece` its bytes.
-Every message is sealed (authentication/handshake.py).  A segment's bytes are not: its records have CRCs, by
-which whoever reads them finds what is damaged.
+The first message names the run and the folder. Each answer is one message; a :class:`Piece` is followed by its bytes.
+Every message is sealed (authentication/handshake.py). A segment's bytes are not: their records have CRCs, by which the
+reader finds damage.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from recycle_plugin.folders import refusal
 from recycle_plugin.runtime.lines.frames import Framing, Nonsense
 
 T = TypeVar("T")
-PIECE_BYTES = 1 << 20  # at most, of a segment at once
-LONGEST_QUESTION = 1 << 10  # bytes of a question; what says more is none of ours
+PIECE_BYTES = 1 << 20  # of a segment, at most, in one answer
+LONGEST_QUESTION = 1 << 10  # bytes of a question; a longer message is no question
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Listed:
-    """A segment, and how many bytes it has by now."""
+    """A segment, and its present size in bytes."""
 
     name: str
     size: int
@@ -44,14 +44,14 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """The segments of that run in that folder."""
+    """The segments of the run in the folder."""
 
     segments: tuple[Listed, ...]
 
 
 @dataclass(frozen=True)
 class Want:
-    """A part of the segment ``name``, which was listed on this line: so many bytes from ``offset`` on."""
+    """Asks for ``size`` bytes from ``offset`` of the segment ``name``, which was listed on this line."""
 
     name: str
     offset: int
@@ -60,14 +60,14 @@ class Want:
 
 @dataclass(frozen=True)
 class Piece:
-    """The next ``size`` bytes behind this are those that were wanted, as far as there are so many."""
+    """The next ``size`` bytes are those asked for, possibly fewer than asked for."""
 
     size: int
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """There is nothing for who has asked, and ``why``; the line ends."""
+    """The question is refused, and ``why``; the line ends."""
 
     why: str
 
@@ -77,18 +77,18 @@ FRAMES = Framing(LANGUAGE)
 
 
 class LogLine(NamedTuple):
-    """A connection that has authenticated, and its seals."""
+    """An authenticated connection, and its seals."""
 
     connection: Connection
     seals: Seals
 
     def say(self, message: object) -> None:
-        """Send a message.  Raises OSError."""
+        """Send a message. Raises OSError."""
         self.connection.sendall(FRAMES.frame(message, self.seals.out))
 
     def hear(self, kind: type[T], limit: int = LIMIT) -> T:
-        """The next message, which is of this kind and has at most ``limit`` bytes.  Raises Nonsense where something
-        else comes, EOFError at the end, OSError.
+        """Return the next message, of this ``kind`` and at most ``limit`` bytes. Raises Nonsense for anything else,
+        EOFError at the end, OSError.
         """
         message = FRAMES.receive(self.connection, object, self.seals.into, limit)
         if isinstance(message, Refusal):
@@ -99,20 +99,18 @@ class LogLine(NamedTuple):
 
 
 def token_of(folder: Path, run: str) -> str:
-    """The token of a folder in a run: the same one for all who see this folder, on whatever host, and another one in
-    any other folder.  Raises NotSaved.
-
-    Whoever comes first leaves it there, in one step.  Where a file system has no links nobody can leave one, and each
-    who asks gets another one.
+    """Return the token of a folder in a run: the same on any host that sees this folder, and different for any other.
+    Raises NotSaved. The first caller leaves it there, in one step. On a file system without links nobody can, and each
+    caller gets another one.
     """
     place, made = folder / f"{run}.token", folder / f".{uuid.uuid4().hex}.unfinished"
     try:
-        with suppress(FileNotFoundError):  # also where nothing can be written any more
+        with suppress(FileNotFoundError):  # the token is readable even if nothing can be written any more
             if token := place.read_text():
                 return token
         try:
             made.write_text(uuid.uuid4().hex)
-            with suppress(OSError):  # it is there already, or there are no links
+            with suppress(OSError):  # it exists already, or there are no links
                 os.link(made, place)
             return (place if place.exists() else made).read_text()
         finally:

@@ -1,13 +1,13 @@
-"""Keeps a worker's log on its disk, and never keeps the worker waiting.
+"""Writes a worker's log to its disk, and never makes the worker wait.
 
-What is to be kept goes into a ring: no copy, only the host memory that sending needed anyway, of at most ``budget``
-bytes at a time.  A thread appends it to the segments (runtime/log/segment.py).  Where the ring is full, or the disk
-refuses (full, quota, broken), training goes on and the log has a *gap*: from a step on it keeps nothing, says so, and
-begins again at the next durable checkpoint, whose :meth:`LogWriter.checkpointed` makes room too.  A step of which a
-single record is lost is in the gap as a whole, and is not committed in this log.
+Records go into a ring without a copy: it holds only host memory that sending needed anyway, at most ``budget`` bytes. A
+thread appends them to the segments (runtime/log/segment.py). If the ring is full, or the disk refuses (full, quota,
+broken), training goes on and the log has a *gap*: from a step on it keeps nothing, and reports that. It starts again at
+the next durable checkpoint, whose :meth:`LogWriter.checkpointed` also makes room. A step that lost a single record is
+in the gap as a whole, and has no Commit in this log.
 
-Segments go only when a checkpoint of all of their steps is durable, and a stream's oldest go first, so that a Void
-never goes before what it voids.  A new segment repeats the Voids that still matter.
+Segments are removed when a checkpoint of all of their steps is durable, the oldest of a stream first, so a Void is
+never removed before what it voids. A new segment repeats the Voids that still matter.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from recycle_plugin.runtime.log.segment import (
     payload,
 )
 
-OVERHEAD = 512  # bytes that a record takes in the ring beside its payload
-NICE = 10  # of the thread that writes, where training wants the processor too: 50 MB/s need a twentieth of one
+OVERHEAD = 512  # bytes that a record counts in the ring besides its payload
+NICE = 10  # of the writing thread, if training needs the processor too: 50 MB/s take a twentieth of one
 SEGMENT_BYTES = 256 << 20
 SEGMENT_RECORDS = 1 << 16  # so that an index stays small
 DURABLE_S = 120.0
 CLOSE_S = 60.0
-BATCH_BYTES, BATCH_RECORDS = 1 << 20, 256  # that are written at once: small records cost little more than large ones
+BATCH_BYTES, BATCH_RECORDS = 1 << 20, 256  # written at once: small records then cost little more than large ones
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Nothing is kept from ``step`` on, so that from there on no replay is possible, and ``why``."""
+    """Nothing is kept from ``step`` on, and ``why``: from there on no replay is possible."""
 
     step: int
     why: str
@@ -60,9 +60,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Everything is kept again from ``step`` on: a replay is possible from any checkpoint of the step before or of
-    later ones.
-    """
+    """Everything is kept again from ``step`` on: replays are possible from checkpoints of ``step - 1`` and later."""
 
     step: int
 
@@ -72,7 +70,7 @@ Report = Callable[[Stopped | Resumed], None]
 
 @dataclass
 class _Sync:
-    """Everything before this is to be on the disk."""
+    """Asks for everything before it to be on the disk."""
 
     done: threading.Event = field(default_factory=threading.Event)
     synced: bool = False
@@ -85,14 +83,14 @@ class _Checkpointed:
 
 @dataclass
 class _UpToHere:
-    """Everything before this was written."""
+    """Calls ``happen`` once everything before it is written."""
 
     happen: Callable[[], None]
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class _Close:
-    """Nothing comes behind this."""
+    """The last item of the ring."""
 
 
 class _Waiting(NamedTuple):
@@ -104,11 +102,11 @@ class _Waiting(NamedTuple):
 class LogWriter:
     """The log of one worker, a ``stream`` of segments in a ``folder``.
 
-    ``budget``: bytes that may wait for the disk.  ``report`` is told when the log stops and begins again, in the
-    caller's thread or in the writer's own.  ``segment_bytes``: the size at which the next segment is begun.
+    ``budget``: bytes that may wait for the disk. ``report`` is called when the log stops and starts again, on the
+    caller's or the writer's thread. ``segment_bytes``: the size at which the next segment is begun.
 
-    For any thread; the records of one step may come in any order, before its :meth:`commit`.  A worker that comes in
-    later begins with the :meth:`void` that was in force by then, since those who have written it may be gone.
+    For any thread. A step's records may come in any order before its :meth:`commit`. A worker that joins later begins
+    with the :meth:`void` in force by then: the workers that wrote it may be gone.
     """
 
     def __init__(
@@ -123,14 +121,14 @@ class LogWriter:
         self._folder, self._budget, self._report = folder, budget, report
         self._segments = _Segments(folder, stream, segment_bytes, disk or Disk())
         self._ring: deque[_Waiting | _Sync | _Checkpointed | _UpToHere | _Close] = deque()
-        self._writing: list[_Waiting] = []  # the thread's: taken out of the ring, and not written yet
-        self._weight = 0  # of both
+        self._writing: list[_Waiting] = []  # taken out of the ring by the thread, and not written yet
+        self._weight = 0  # of both, in bytes
         self._gap: Gap | None = None
-        self._refusal = ""  # the disk's last one, until a checkpoint
-        self._refused = -1  # the last step of which something was
+        self._refusal = ""  # the disk's last refusal, until a checkpoint
+        self._refused = -1  # the last step of which a record was refused
         self._base = 0  # the step of the last durable checkpoint
         self._voids: tuple[Void, ...] = ()
-        self._kept: dict[int, dict[Datum, int]] = {}  # of uncommitted steps: since when each datum is valid
+        self._kept: dict[int, dict[Datum, int]] = {}  # of uncommitted steps: from which generation each datum is valid
         self._closed = False
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -140,9 +138,8 @@ class LogWriter:
     # --- the worker's side: nothing here waits, but for durable() and close() ------------------------
 
     def keep(self, record: Kept, tensors: Sequence[Buffer] = ()) -> bool:
-        """Keeps a record, and the bytes of its tensors, which nobody may change afterwards; returns whether it can.
-
-        Raises ValueError where the tensors are not those that the record describes.
+        """Keep a record, and the bytes of its tensors, which nobody may change afterwards. Returns False if it is
+        dropped. Raises ValueError if the tensors are not those that the record describes.
         """
         weight = OVERHEAD + sum(part.nbytes for part in record.parts)
         waiting = _Waiting(record, payload(record.parts, tensors), weight)
@@ -157,12 +154,12 @@ class LogWriter:
         return taken
 
     def void(self, after: int, valid_from: int) -> None:
-        """Takes back what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        """Void what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
         news = None
         with self._lock:
             made = Void(after, valid_from)
             self._voids = (*(each for each in self._voids if each.after < after), made)
-            self._refused = min(self._refused, after)  # what was of later steps comes again
+            self._refused = min(self._refused, after)  # the later steps' records come again
             if self._refusal:
                 news = self._lose(after + 1, after + 1, self._refusal)
             else:
@@ -170,8 +167,8 @@ class LogWriter:
         self._tell(news)
 
     def commit(self, step: int, valid_from: int) -> bool:
-        """Says that ``step`` is committed, and that all of it was kept that ever will be, of which counts what is valid
-        from generation ``valid_from`` or a later one; returns whether it is in the log.
+        """Append the commit record of ``step``, of which everything is kept by now. Only data valid from generation
+        ``valid_from`` or later counts. Returns False if the step was dropped.
         """
         with self._lock:
             kept = self._kept.get(step, {})
@@ -185,7 +182,7 @@ class LogWriter:
         return taken
 
     def interrupted(self, step: int, why: str) -> None:
-        """Keeps nothing from ``step`` on before the next checkpoint, as if the disk could not follow."""
+        """Keep nothing from ``step`` on until the next checkpoint, as if the disk could not follow."""
         with self._lock:
             news = self._lose(step, step, why)
             if news is not None and not self._refusal:
@@ -193,7 +190,7 @@ class LogWriter:
         self._tell(news)
 
     def checkpointed(self, step: int) -> None:
-        """Lets go what led to ``step``, of which a checkpoint is durable; a log that has stopped begins again."""
+        """Remove what led to ``step``, of which a checkpoint is durable. A log that has stopped starts again."""
         with self._lock:
             of_no_use = [each for each in self._voids if each.after <= step][:-1]
             self._voids = tuple(each for each in self._voids if each not in of_no_use)
@@ -201,9 +198,8 @@ class LogWriter:
             self._put(_Checkpointed(step))
 
     def resume(self) -> None:
-        """Keeps again what comes, of whatever step: of what was refused the caller brings once more what matters.
-
-        In the next segment: the one that is being written may be damaged, or gone.
+        """Keep records of any step again; the caller brings what matters of the refused ones. They go to the next
+        segment: the present one may be damaged or gone.
         """
         with self._lock:
             self._gap, self._refusal = None, ""
@@ -211,22 +207,18 @@ class LogWriter:
 
     @property
     def refusal(self) -> str:
-        """Why nothing is kept now, in words; empty where all is."""
+        """Why nothing is kept now, in words; "" if everything is."""
         gap = self._gap
         return "" if gap is None or gap.last is not None else gap.why
 
     def reached(self, happen: Callable[[], None]) -> None:
-        """Calls ``happen``, in the writer's thread, once all that was kept so far can be read by others; never where
-        some of it was lost.
-        """
+        """Call ``happen``, on the writer's thread, once others can read all kept so far; never if some was lost."""
         with self._lock:
             if not self._closed:
                 self._put(_UpToHere(happen))
 
     def flush(self, timeout_s: float = CLOSE_S) -> None:
-        """Returns once all that was kept so far can be read by others, but for what the disk has refused.  Raises
-        WaitTimeout.
-        """
+        """Wait until others can read all kept so far, except for what the disk has refused. Raises WaitTimeout."""
         asked = _UpToHere(lambda: None)
         with self._lock:
             self._put(asked)
@@ -234,8 +226,8 @@ class LogWriter:
             raise WaitTimeout(f"waited {timeout_s:g} s for the log to be written to {self._folder}")
 
     def durable(self, step: int, timeout_s: float = DURABLE_S) -> bool:
-        """Returns once all that was kept so far is on the disk, files and folder; whether that is all of the steps from
-        the last durable checkpoint up to ``step``.  Raises WaitTimeout.
+        """Wait until all that was kept so far is on the disk, files and folder. Returns whether it includes all steps
+        from the last durable checkpoint to ``step``. Raises WaitTimeout.
         """
         asked = _Sync()
         with self._lock:
@@ -247,7 +239,7 @@ class LogWriter:
             return asked.synced and (gap is None or gap.first > step or not gap.covers(max(gap.first, self._base + 1)))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Writes what is in the ring, and ends the stream.  Raises WaitTimeout."""
+        """Write what is in the ring, and end the stream. Raises WaitTimeout."""
         with self._lock:
             if not self._closed:
                 self._put(_Close())
@@ -257,7 +249,7 @@ class LogWriter:
             raise WaitTimeout(f"waited {timeout_s:g} s for the end of the log in {self._folder}")
 
     def _admit(self, step: int, weight: int) -> tuple[bool, Stopped | None]:
-        """Whether a record of this step is kept, and what is to be told where that is why the log stops."""
+        """Return whether a record of this step is kept, and the news if the log stops here."""
         if self._gap is not None and self._gap.covers(step):
             self._refused = max(self._refused, step)
             return False, None
@@ -282,7 +274,7 @@ class LogWriter:
         self._put(_Waiting(self._gap, (), 0))
 
     def _lose(self, first: int, last: int, why: str) -> Stopped | None:
-        """Opens a gap from step ``first`` on, or moves its beginning back; returns what is new about that."""
+        """Open a gap from step ``first`` on, or move its beginning back. Returns the news, if any."""
         before = self._gap.first if self._gap is not None and self._gap.last is None else None
         self._refused = max(self._refused, last)
         if before is not None and before <= first:
@@ -297,7 +289,7 @@ class LogWriter:
     # --- the thread's side ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with suppress(OSError):  # who trains goes first, as far as the system lets a thread stand back
+        with suppress(OSError):  # training goes first, as far as the system lets a thread yield
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         going_on = True
         while going_on:
@@ -311,9 +303,7 @@ class LogWriter:
                 item.done.set()
 
     def _next(self) -> _Sync | _Checkpointed | _UpToHere | _Close | None:
-        """Takes what comes next out of the ring: None for records, as many as are written at once, which are
-        ``_writing`` then.
-        """
+        """Take the next item out of the ring: None for records, a batch of which is moved to ``_writing``."""
         with self._wake:
             while not self._ring:
                 self._wake.wait()
@@ -330,7 +320,7 @@ class LogWriter:
             return None
 
     def _handle(self, item: _Sync | _Checkpointed | _UpToHere | _Close | None) -> bool:
-        """Does what was taken out of the ring; returns whether anything can come behind it."""
+        """Handle an item of the ring. Returns whether anything can follow it."""
         match item:
             case None:
                 while self._writing:
@@ -353,7 +343,7 @@ class LogWriter:
         return not isinstance(item, _Close)
 
     def _resume(self) -> None:
-        """Closes the gap, where there is one: what is refused by now stays in it."""
+        """Close the gap, if there is one: what was refused by now stays in it."""
         with self._lock:
             gap, self._refusal = self._gap, ""
             if gap is None or gap.last is not None:
@@ -368,7 +358,7 @@ class LogWriter:
         self._tell(Resumed(self._gap.step + 1))
 
     def _fail(self, error: OSError) -> None:
-        """Stops the log, since the disk has refused something: what waits is lost too."""
+        """Stop the log, since the disk has refused something. What waits is lost too."""
         with self._lock:
             self._refusal = folders.refusal(self._folder, error)
             lost = self._writing + [each for each in self._ring if isinstance(each, _Waiting)]
@@ -423,7 +413,7 @@ class _Open:
         try:
             self._file.append(pieces)
         except OSError:
-            with suppress(OSError):  # a torn tail is found in any case
+            with suppress(OSError):  # a torn tail is detected anyway
                 self._file.cut(self.size)
             raise
         self.size += sum(map(len, pieces))
@@ -435,23 +425,23 @@ class _Ended(NamedTuple):
 
 
 class _Segments:
-    """The files of a stream, and of those that the same rank's processes have left.  Of the writer's thread; each
+    """The files of a stream, and those that former processes of the rank have left. Only for the writer's thread; each
     method raises OSError.
     """
 
     def __init__(self, folder: Path, stream: Stream, limit: int, disk: Disk) -> None:
         self._folder, self._stream, self._limit, self._disk = folder, stream, limit, disk
-        there = files(folder).get(stream.worker, {})  # of another run in this folder, perhaps
+        there = files(folder).get(stream.worker, {})  # perhaps another run's in this folder
         self._next = max(there, default=-1) + 1
         self._open: _Open | None = None
         self._ended: deque[_Ended] = deque()
-        self._before: list[deque[_Ended]] | None = None  # of each earlier incarnation; None: nobody has looked
+        self._before: list[deque[_Ended]] | None = None  # of each earlier incarnation; None: not looked for yet
         self._unsynced: dict[Path, int] = {}  # the first step of each segment that may not be on the disk
-        self.doubted: list[int] = []  # steps of which something may be lost that was written
+        self.doubted: list[int] = []  # steps of which written records may be lost
 
     def append(self, batch: Sequence[_Waiting], voids: Iterable[Void]) -> int:
-        """Writes the first records of ``batch``, in the next segment where this one is large enough; that begins with
-        ``voids``.  Returns how many.
+        """Write the first records of ``batch``, in a new segment if they don't fit this one; it begins with ``voids``.
+        Returns how many were written.
         """
         if self._open is not None and not self._fitting(batch):
             self.rotate()
@@ -466,7 +456,7 @@ class _Segments:
         return len(now)
 
     def _fitting(self, batch: Sequence[_Waiting]) -> int:
-        """The number of records that have room in the segment that is being written."""
+        """Return how many records of ``batch`` fit the present segment."""
         assert self._open is not None, "one is"
         room, count = self._limit - self._open.size, SEGMENT_RECORDS - len(self._open.entries)
         sizes = accumulate(each.weight for each in batch[:count])
@@ -480,7 +470,7 @@ class _Segments:
         return made
 
     def rotate(self) -> None:
-        """Ends the segment that is being written, if there is one."""
+        """Complete the present segment, if there is one."""
         if (ending := self._open) is None:
             return
         ending.seal()
@@ -490,7 +480,7 @@ class _Segments:
             ending.close()
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Wait until all that was written is on the disk."""
         with self._doubting():
             for path in self._unsynced:
                 if self._open is not None and path == self._open.path:
@@ -503,7 +493,7 @@ class _Segments:
 
     @contextmanager
     def _doubting(self) -> Iterator[None]:
-        """Where the disk refuses what is done inside of this context, what it has taken before may be lost."""
+        """A context in which an OSError means that records written before may be lost."""
         try:
             yield
         except OSError:
@@ -511,7 +501,7 @@ class _Segments:
             raise
 
     def let_go(self, step: int) -> None:
-        """Removes the oldest segments, as long as they have nothing of later steps than ``step``."""
+        """Remove the oldest segments, as long as they have no record of a step after ``step``."""
         if self._before is None:
             self._before = list(self._found())
         for stream in (self._ended, *self._before):
@@ -522,7 +512,7 @@ class _Segments:
                 stream.popleft()
 
     def _found(self) -> Iterator[deque[_Ended]]:
-        """The segments that earlier processes of this rank have left, of this run, by process."""
+        """Yield the segments that each earlier process of this rank has left of this run."""
         rank, incarnation = self._stream.worker
         there = files(self._folder)
         for earlier in range(incarnation):

@@ -1,1 +1,1 @@
-"""What a process gets of its operating system: forks, and connections that are accepted."""
+"""What a process gets from its operating system: forks, accepted connections, clocks and output."""

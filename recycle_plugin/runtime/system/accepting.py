@@ -1,8 +1,8 @@
-"""What a listener does when ``accept`` fails: it goes on, after a pause where there was no room.
+"""What a listener does when ``accept`` fails: it goes on, after a pause if there was no room.
 
-A moment without room for one more connection must not make it deaf for good.  Linux reports so whatever is wrong with
-the connection that comes, which is gone by then; and EMFILE, ENFILE, ENOBUFS or ENOMEM where this process or its host
-has no room: who comes meanwhile waits in the listener's queue.
+A moment without room for one more connection must not make it deaf for good. Linux reports errors of the arriving
+connection, which is gone by then. It reports EMFILE, ENFILE, ENOBUFS or ENOMEM if this process or its host has no room;
+meanwhile callers wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable
 
-NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # here, whoever is at the other end
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # room here, whoever the caller is
 GONE = frozenset(
     {
         errno.ECONNABORTED,
@@ -28,18 +28,18 @@ GONE = frozenset(
         errno.ETIMEDOUT,
     }
 )
-PAUSE_S = 0.5  # between two attempts where there is no room
+PAUSE_S = 0.5  # seconds between two attempts without room
 
 
 class Refusals:
-    """The connections that one listener could not accept; ``say`` gets a line about the first for want of room."""
+    """The connections that a listener could not accept. ``say`` gets a line on the first without room."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._said = False
 
     def pause_s(self, error: OSError) -> float:
-        """How many seconds to wait before the next attempt, after ``error``."""
+        """Return the seconds to wait before the next attempt, after ``error``."""
         if error.errno in GONE:
             return 0.0
         if not self._said:

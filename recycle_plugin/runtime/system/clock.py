@@ -1,4 +1,4 @@
-"""The time of day, as a process counts it."""
+"""The time of day for a process."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _BEGAN = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Seconds since 1970 by a clock that nobody sets: deadlines and durations stay right where a host sets its own."""
+    """Return seconds since 1970 by a clock that is never set: deadlines stay right if the host's clock is set."""
     return _BEGAN + time.monotonic()

@@ -1,4 +1,4 @@
-"""Lines for whoever reads what a job's processes print."""
+"""Lines for the readers of what a job's processes print."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TextIO
 
 
 def say(line: str) -> None:
-    """Print ``line`` as the plugin's, on stderr and at once."""
+    """Print ``line`` on stderr, marked as the plugin's."""
     print_whole(f"recycle: {line}", sys.stderr)
 
 
 def print_whole(line: str, file: TextIO | None = None) -> None:
-    """Print ``line`` at once, on stdout by default, and in one write: an unbuffered print writes the end of a line by
-    itself, and another process's line gets in between.
+    """Print ``line`` in one write, by default on stdout. An unbuffered print writes the line's end separately, and
+    another process's line may get in between.
     """
     print(f"{line}\n", end="", file=file, flush=True)

@@ -1,11 +1,9 @@
-"""Processes that a script forks from a worker (loaders' workers, pools, whatever a library forks): none is the worker.
+"""Keeps processes that a script forks from a worker (loaders' workers, pools, a library's forks) from acting as it.
 
-A fork has the worker's handlers, its open connections and its session, and no thread but one.  What it did with them,
-the job would take for the worker's doing: its end would be the worker's leave, and a connection that it keeps open
-hides the worker's death.  So in the fork signals do what they do in any process, connections are closed, and whoever
-asks the session for something hears that this is not the worker.
-
-What ``exec`` starts has none of it anyway.
+A fork has the worker's handlers, open connections and session, and only one thread. The job would take its actions for
+the worker's: its end would be the worker's leave, and a connection that it keeps open would hide the worker's death. So
+in a fork signals have their default handlers, connections are closed, and calls of the session fail with the reason.
+What ``exec`` starts inherits none of this.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
-# Python's
+# Python's defaults
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _inodes: weakref.WeakSet[Inodes] = weakref.WeakSet()
 
 
 class Inodes:
-    """Sockets that a library has opened, which ``found()`` lists by their inodes: forks close them too."""
+    """Sockets that a library has opened; ``found()`` returns their inodes. Forks close them too."""
 
     def __init__(self, found: Callable[[], Collection[int]]) -> None:
         self.found = found
@@ -34,17 +32,16 @@ class Inodes:
 
 
 def own(connection: socket.socket) -> socket.socket:
-    """Mark ``connection`` as the worker's own, so that forks of the process close it, and return it."""
+    """Mark ``connection`` as the worker's own, which forks of the process close, and return it."""
     _connections.add(connection)
     return connection
 
 
 def register(cut_off: Callable[[], None]) -> None:
-    """Cut each later fork of this process, and forks of these, off from the worker; there ``cut_off()`` is called last.
-
-    A signal that comes to the fork before that waits until it does what it does in any process.
+    """Cut each later fork of this process, and forks of forks, off from the worker; ``cut_off()`` is called last in the
+    fork. A signal that reaches the fork before that waits until the default handlers are set.
     """
-    # what was blocked when this process began to fork; forks of several threads wait for each other
+    # The signal masks of this process when it began to fork. Forks of several threads wait for each other.
     masks: list[set[int | signal.Signals]] = []
     turn = threading.Lock()
 
@@ -74,5 +71,5 @@ def _close(inodes: Collection[int]) -> None:
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode) and status.st_ino in inodes:
                 os.close(descriptor)
-        except OSError:  # the listing's own
+        except OSError:  # the listing's own descriptor
             pass

@@ -1,4 +1,4 @@
-"""How a process is, as the operating system has it."""
+"""The state of a process, from the operating system."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 
 def life_of(pid: int) -> tuple[str, float | None]:
-    """The state of a process, a letter as ps has it, and its seconds of CPU time.
-
-    Those include the seconds for which its main thread has waited for a CPU, which on a crowded machine is most of it;
-    None where that can't be read.  The state is empty where the process has ended.
+    """Return the state of a process, a letter as in ps, and its CPU seconds. They include the seconds that its main
+    thread has waited for a CPU, most of the time on a crowded machine, if the kernel counts these. Returns ("", None)
+    if the process has ended.
     """
     process = Path(f"/proc/{pid}")
     try:
@@ -19,6 +18,6 @@ def life_of(pid: int) -> tuple[str, float | None]:
         return "", None
     try:
         waited_ns = int((process / "schedstat").read_text().split()[1])
-    except (OSError, IndexError, ValueError):  # a kernel that does not keep it
+    except (OSError, IndexError, ValueError):  # the kernel does not count it
         waited_ns = 0
     return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9

@@ -1,5 +1,5 @@
-"""Output that nobody reads any more: where who has started a job from another host is gone, what it has started there
-finds its pipes broken, and to print is no reason to end.
+"""Output without readers. If the starter of a job on another host is gone, the processes there find their pipes broken;
+that printing fails is no reason to end.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import io
 import os
 import sys
 
-GONE = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
+GONE = (errno.EPIPE, errno.EIO)  # errors of a pipe, and of a terminal
 
 
 class _Outliving(io.FileIO):
-    """Writes to a descriptor as long as that has a reader, and then to nowhere."""
+    """Writes to a descriptor while it has a reader, then to nowhere."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]  # all buffers
         try:
@@ -28,12 +28,12 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Have this process, and those that it forks, go on printing where nobody reads it."""
+    """Have this process, and its forks, go on printing without a reader."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
             descriptor = stream.fileno()
-        except (AttributeError, OSError, ValueError):  # it is none of the system's
+        except (AttributeError, OSError, ValueError):  # not a stream of the system
             continue
         stream.flush()
         raw = _Outliving(descriptor, "w", closefd=False)
