@@ -1,1 +1,1 @@
-"""What a GPU is found to do: ``scripts/on_gpu``."""
+"""Trials of a GPU: ``scripts/on_gpu``."""

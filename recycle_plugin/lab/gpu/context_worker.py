@@ -1,5 +1,7 @@
-"""A process that computes on a device: ``context_worker.py cuda burn`` until it is killed, ``… cuda serve`` what its
-input asks for, a line each: ``compute``, ``allocate``, ``memory``.
+"""A process that computes on a device.
+
+``context_worker.py cuda burn`` computes until it is killed. ``… cuda serve`` answers requests on its input, one a line:
+``compute``, ``allocate``, ``memory``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ SIZE, BLOCK = 256, 64 << 20  # of a square matrix; bytes that are allocated and 
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run what the command line asks for."""
     kind, what = sys.argv[1:]
     device = device_of(torch.device(kind))
     matrix = torch.ones(SIZE, SIZE, device=device.where)
@@ -29,7 +31,7 @@ def main() -> None:
 
 
 def answer(device: Device, matrix: torch.Tensor, asked: str) -> None:
-    """Print what was asked for, as a number: a sum that is always the same, or bytes in use on the whole device."""
+    """Print the result of a request: a sum that is always the same, or the bytes in use on the whole device."""
     if asked == "compute":
         (total,) = device.to_host([(matrix @ matrix).sum()], asked, shared=True).wait(60)
         number = total.item()

@@ -1,4 +1,4 @@
-"""How fast a device copies to and from host memory, alone and while it computes, through the Device port."""
+"""Speed of a device's copies to and from host memory, alone and while it computes, through the Device port."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAIT_S = 60.0
 
 
 def bandwidths(device: Device, size: int = BYTES, products: int = 40, side: int = 4096) -> dict[str, float]:
-    """GB/s of several copies of ``size`` bytes each way, alone and beside ``products`` of square matrices.
+    """Return GB/s of several copies of ``size`` bytes each way, alone and beside ``products`` of square matrices.
 
-    ``pin_ms`` is what so much pinned memory takes that is new, ``compute_ms`` what the products take alone,
-    ``compute_beside_ms`` beside the copies.
+    ``pin_ms``: to allocate ``size`` bytes of new pinned memory; ``compute_ms``: of the products alone;
+    ``compute_beside_ms``: of the products beside copies.
     """
     there = torch.ones(size, dtype=torch.uint8, device=device.where)
     begun = time.perf_counter()
@@ -50,7 +50,9 @@ def bandwidths(device: Device, size: int = BYTES, products: int = 40, side: int 
 def _beside(
     device: Device, compute: Callable[[], None] | None, start: Callable[[], Copy] | None
 ) -> tuple[float, float]:
-    """Medians of the seconds of what ``compute`` starts, and of copies in a row that ``start`` begins beside it."""
+    """Return median seconds of the work that ``compute`` starts, and of copies in a row beside it that ``start``
+    begins.
+    """
     taken = [_once(device, compute, start) for _ in range(WARM_UP + REPEAT)][WARM_UP:]
     computing, copying = (median(column) for column in zip(*taken))
     return computing, copying
@@ -73,7 +75,7 @@ def _once(device: Device, compute: Callable[[], None] | None, start: Callable[[]
 
 
 def _apart(device: Device) -> AbstractContextManager[object]:
-    """A context in which the calling thread has started nothing on the device that its copies would stand behind."""
+    """Return a context in which copies of the calling thread don't queue behind its work on the device."""
     if device.kind == HOST.type:
         return nullcontext()
     module = torch.get_device_module(device.where)

@@ -21,23 +21,23 @@ from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters
 from recycle_plugin.runtime.state.undo import KINDS
 
-GOAL = 1.02  # of the time of a split backward to that of a fused one
+GOAL = 1.02  # of a split backward's time to a fused one's
 MODELS = {"gpt3_medium": 4, "gpt3_3_35b": 1, "gpt3_6_7b": 1}  # sequences of a micro-batch
 REHEARSED = {"gpt_tiny": 1}
 
 
 def device_at(place: StagePlace) -> Device:
-    """The device of this process."""
+    """Return this process's device."""
     return device_of(torch.device(place.device))
 
 
 def models(place: StagePlace) -> dict[str, int]:
-    """The models that are measured, each with the sequences of a micro-batch."""
+    """Return the models to measure, each with the sequences of a micro-batch."""
     return REHEARSED if place.rehearsal else MODELS
 
 
 def split(place: StagePlace) -> list[Row]:
-    """Input and weight gradients apart against both at once, of one layer of each model in bf16."""
+    """Compare split and fused backwards of one layer of each model in bf16."""
     where, repeat = device_at(place).where, 2 if place.rehearsal else 15
     rows = []
     for name, batch in models(place).items():
@@ -62,9 +62,8 @@ def split(place: StagePlace) -> list[Row]:
 
 
 def undo(place: StagePlace) -> list[Row]:
-    """Bytes and milliseconds of each way of taking an AdamW step back, beside those of the step.
-
-    As in a job, a record may begin before the step's gradients are computed: here matrix products take their place.
+    """Measure bytes and milliseconds of each way to take an AdamW step back, beside those of the step. As in a job, a
+    record may begin before the step's gradients are computed; matrix products stand for that computation.
     """
     device, width, layers = device_at(place), 16 if place.rehearsal else 1024, 1 if place.rehearsal else 8
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
@@ -123,7 +122,7 @@ def _undo(device: Device, kind: str, shapes: Sequence[tuple[int, int]], rehearsa
 
 
 def copies(place: StagePlace) -> list[Row]:
-    """Bandwidths of pinned copies, alone and beside compute."""
+    """Measure bandwidths of pinned copies, alone and beside compute."""
     sizes = {"size": 1 << 20, "products": 2, "side": 64} if place.rehearsal else {"size": 256 << 20}
     found = bandwidths(device_at(place), **sizes)
     text = ", ".join(f"{name} {value:g}" for name, value in found.items())
@@ -131,7 +130,7 @@ def copies(place: StagePlace) -> list[Row]:
 
 
 def rng(place: StagePlace) -> list[Row]:
-    """What it costs that a forward's random numbers are keyed by its micro-batch."""
+    """Measure the cost of keying a forward's random numbers by its micro-batch."""
     device, count = device_at(place), 20 if place.rehearsal else 500
 
     def plainly() -> None:
@@ -171,12 +170,12 @@ def _milliseconds(device: Device, work: Callable[[], object]) -> float:
 
 
 def profile_path(place: StagePlace, name: str) -> Path:
-    """Where the profile of a model is, for ``recycle plan --profile``."""
+    """Return the path of a model's profile, for ``recycle plan --profile``."""
     return place.out / "profiles" / f"{name}.json"
 
 
 def profile(place: StagePlace) -> list[Row]:
-    """A profile of each model in bf16, as ``recycle profile`` writes it."""
+    """Write a profile of each model in bf16, as ``recycle profile`` does."""
     rows = []
     for name, batch in models(place).items():
         path = profile_path(place, name)

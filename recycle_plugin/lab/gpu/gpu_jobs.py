@@ -30,11 +30,11 @@ from recycle_plugin.runtime.devices.host import HOST
 
 WATCHED = Path(__file__).with_name("watched_job.py")
 JOB_S = 120.0  # of one job of four processes
-SUBMITTED_S = 60.0  # how long it may take until a worker has come to where it is to be killed
-ANSWER_S = 90.0  # of a process that has to import torch and to make its context first
-# between losses on the accelerator and on the CPU, over eight steps in fp32: sums are in another order
+SUBMITTED_S = 60.0  # until a worker has reached the place of its kill
+ANSWER_S = 90.0  # of a process that has to import torch and make its context first
+# between losses on the accelerator and on the CPU over eight steps in fp32: the order of sums differs
 AS_THE_CPU = 1e-4
-HALF = 0.02  # the same in half precision, beside the CPU's in fp32: 6e-4 in bf16, where both are a CPU
+HALF = 0.02  # the same in half precision, compared with the CPU's fp32; between two CPUs bf16 differs by 6e-4
 SURVIVED_HALF = 5e-3  # between losses with and without a kill in half precision, on the same device
 SMALL_GPT = (
     "model.layers=2",
@@ -60,7 +60,7 @@ MEND = "send the run folder's events.jsonl and output.txt"
 
 
 def smoke(place: StagePlace) -> list[Row]:
-    """The plain pipeline and a DeepSpeed job on 2 × 2 workers, their losses beside those of the CPU."""
+    """Compare the plain pipeline and a DeepSpeed job on 2 × 2 workers with the CPU's losses."""
     rows = []
     for name, start in (("plain", started_plain), ("deepspeed", started_gpt)):
         here, there = side_by_side(
@@ -71,9 +71,8 @@ def smoke(place: StagePlace) -> list[Row]:
 
 
 def precision(place: StagePlace, *more: str) -> list[Row]:
-    """A DeepSpeed job in bf16 and fp16 beside the CPU's in fp32, and with a worker killed from outside.
-
-    ``more``: overrides of the jobs on the device.
+    """Run a DeepSpeed job in bf16 and fp16, compare it with the CPU's fp32, and kill a worker from outside. ``more``:
+    overrides of the jobs on the device.
     """
     there, *whole = side_by_side(
         partial(started_gpt, place.folder / HOST.type, HOST.type),
@@ -99,14 +98,14 @@ def precision(place: StagePlace, *more: str) -> list[Row]:
 
 
 def survived(name: str, found: RunOutcome | RunFailed, whole: RunOutcome, at: float | None, folder: Path) -> Row:
-    """Whether a job in half precision that has lost a worker has trained what the ``whole`` one has."""
+    """Return whether a job in half precision that lost a worker trained the same as the ``whole`` one."""
     if isinstance(found, RunFailed):
         return failed(name, found, folder)
     return row(name, found, whole, at, SURVIVED_HALF)
 
 
 def killed_from_outside(run: JobRun, moment: str) -> float:
-    """SIGKILL to the worker once it stands at ``moment``, where the job's fault has stopped it; returns when."""
+    """Send SIGKILL to the worker once the job's fault has stopped it at ``moment``, and return when."""
     run.wait_for(
         lambda: any(event["event"] == "fault" for event in run.events()),
         f"seat {SEAT} {moment}",
@@ -116,9 +115,8 @@ def killed_from_outside(run: JobRun, moment: str) -> float:
 
 
 def kills(place: StagePlace, *more: str) -> list[Row]:
-    """A worker killed from outside in each instruction and between steps, with dropout, losses beside the job's own.
-
-    ``more``: options of all the jobs.
+    """Kill a worker from outside in each instruction and between steps, with dropout, and compare the losses. ``more``:
+    options of all the jobs.
     """
     options = ("--dropout", "0.1", *more)
     (reference,) = side_by_side(partial(started_plain, place.folder / "reference", place.device, *options))
@@ -129,7 +127,7 @@ def kills(place: StagePlace, *more: str) -> list[Row]:
 
 
 def sanitizer(place: StagePlace) -> list[Row]:
-    """The plain pipeline under torch.cuda._sanitizer, with what waits for the device counted by its place."""
+    """Run the plain pipeline under torch.cuda._sanitizer, and count waits for the device by their place."""
     folder = place.folder / "watched"
     try:
         with one_host(place.device, JOB_S).run(folder, "--device", place.device, job=WATCHED) as run:
@@ -147,7 +145,7 @@ def sanitizer(place: StagePlace) -> list[Row]:
 
 
 def listed(waits: dict[str, int]) -> str:
-    """Places that wait for the device, each with how often, or ""."""
+    """Return places that wait for the device, each with its count, or ""."""
     return ", ".join(f"{place}: {count} times" for place, count in sorted(waits.items()))
 
 
@@ -157,17 +155,17 @@ def listed(waits: dict[str, int]) -> str:
 def side_by_side(
     *starts: Callable[[], JobRun], meanwhile: Callable[[JobRun], object] = lambda run: None
 ) -> list[RunOutcome | RunFailed]:
-    """Start jobs, call ``meanwhile`` with each, and return what each has left, or how it has failed."""
+    """Start jobs, call ``meanwhile`` with each, and return each job's outcome or failure."""
     with ExitStack() as stack:
         runs = [stack.enter_context(start()) for start in starts]
         for run in runs:
-            with suppress(RunFailed):  # so does its end
+            with suppress(RunFailed):  # the job's end reports the failure too
                 meanwhile(run)
         return [ended(run) for run in runs]
 
 
 def ended(run: JobRun) -> RunOutcome | RunFailed:
-    """What a job has left at its end, or how it has failed."""
+    """Return a job's outcome or failure."""
     try:
         return outcome(run, JOB_S)
     except RunFailed as error:
@@ -175,12 +173,12 @@ def ended(run: JobRun) -> RunOutcome | RunFailed:
 
 
 def started_plain(folder: Path, device: str, *options: str) -> JobRun:
-    """The small job, without dropout unless its ``options`` say otherwise."""
+    """Start the small job, without dropout unless its ``options`` say otherwise."""
     return one_host(device, JOB_S).run(folder, "--device", device, "--dropout", "0", *options)
 
 
 def started_gpt(folder: Path, device: str, *more: str) -> JobRun:
-    """A run of scripts/train_gpt.py by four processes on one device."""
+    """Start scripts/train_gpt.py in four processes on one device."""
     started = one_host(device, JOB_S)
     overrides = [*SMALL_GPT, "topology.stages=2", "topology.replicas=2", *more, f"run_dir={folder.resolve()}"]
     return JobRun(folder, [*started.command, str(training_script()), *overrides], started.variables)
@@ -189,7 +187,7 @@ def started_gpt(folder: Path, device: str, *more: str) -> JobRun:
 def alike(
     name: str, here: RunOutcome | RunFailed, there: RunOutcome | RunFailed, tolerance: float, folder: Path
 ) -> Row:
-    """Whether a job has trained on its device what the same one has on the CPU."""
+    """Return whether a job trained the same on its device as on the CPU."""
     for one in (here, there):
         if isinstance(one, RunFailed):
             return failed(name, one, folder)
@@ -199,7 +197,7 @@ def alike(
 
 
 def refused(name: str, error: RunFailed) -> Row | None:
-    """The row of what the plugin refuses, in its own words; None where it was something else."""
+    """Return a row with the plugin's refusal, or None if the job failed for another reason."""
     lines = [line for line in str(error).splitlines() if name in line and REFUSED in line]
     return Row(name, None, f"refused: {name}{lines[-1].partition(name)[2]}") if lines else None
 
@@ -208,7 +206,7 @@ def refused(name: str, error: RunFailed) -> Row | None:
 
 
 def context(place: StagePlace) -> list[Row]:
-    """What a process can do on a device on which another one was killed while it computed."""
+    """Try what a process can do on a device after another process was killed there while it computed."""
     command = [sys.executable, str(Path(__file__).with_name("context_worker.py")), place.device]
     with process([*command, "serve"]) as survivor, process([*command, "burn"]) as victim:
         rows = []
@@ -222,7 +220,7 @@ def context(place: StagePlace) -> list[Row]:
             rows.append(judged("computes", "" if total == whole else f"{total} instead of {whole}", "as before", MEND))
             ones = _asked(survivor, "allocate")
             rows.append(judged("allocates and frees", "" if ones == BLOCK else f"{ones} of {BLOCK}", "as before", MEND))
-            freed = before - _asked(survivor, "memory")  # which on a CPU is everybody's
+            freed = before - _asked(survivor, "memory")  # on a CPU the number includes all processes
             text = "not asked on a CPU" if place.rehearsal else f"{freed / (1 << 20):.0f} MiB came back"
             rows.append(Row("memory", None, text, figures={} if place.rehearsal else {"bytes": freed}))
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
@@ -232,7 +230,7 @@ def context(place: StagePlace) -> list[Row]:
 
 @contextmanager
 def process(command: list[str]) -> Iterator[subprocess.Popen]:
-    """A process that is killed at the end, with lines to and from it."""
+    """Start a process with pipes to and from it, and kill it at the end."""
     made = subprocess.Popen(
         command, env=on_device(command[-2]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
@@ -251,7 +249,7 @@ def _asked(survivor: subprocess.Popen, what: str) -> int:
 
 
 def _said(one: subprocess.Popen) -> int:
-    """The number in the next line; raises ValueError where none comes in time, or it has ended."""
+    """Return the number in the next line. Raises ValueError if none arrives in time, or the process has ended."""
     if not select.select([one.stdout], [], [], ANSWER_S)[0]:
         raise ValueError(f"nothing in {ANSWER_S:g} s")
     line = one.stdout.readline().decode()

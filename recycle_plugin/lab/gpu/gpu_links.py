@@ -1,6 +1,4 @@
-"""Stages of ``scripts/on_gpu`` over NCCL, of several processes on one GPU: links of which one member is killed, and
-whole jobs that sum gradients over it.
-"""
+"""Stages of ``scripts/on_gpu`` over NCCL, in several processes on one GPU: links with a killed member, and jobs."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from recycle_plugin.runtime.collectives.nccl_door import LIMIT, loaded_release, 
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import NVIDIA
 
-MEMBERS, LINKS_S, CALL_S = 3, 150.0, "2"  # the last: of a call that blocks
-SHARES_A_GPU = (2, 30, 0)  # the first release of NCCL with which several members may
+MEMBERS, LINKS_S, CALL_S = 3, 150.0, "2"  # the last: of a blocking call
+SHARES_A_GPU = (2, 30, 0)  # the first release of NCCL that allows several members on one GPU
 ON_ONE_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "2",
@@ -37,7 +35,7 @@ WORKER = (str(Path(__file__).with_name("link_worker.py")),)
 
 
 def links(place: StagePlace) -> list[Row]:
-    """Sums of three processes, a death in one, and what the others do; in one line why it can't be tried."""
+    """Sum among three processes, kill one, and try the others' links; or return one line why that can't be tried."""
     reason = untried(place)
     if reason:
         return [Row("links over NCCL", None, reason)]
@@ -46,7 +44,7 @@ def links(place: StagePlace) -> list[Row]:
 
 
 def jobs(place: StagePlace) -> list[Row]:
-    """The kill list, a return and half precision, with gradients summed over NCCL."""
+    """Run the kill list, a return and half precision with gradients summed over NCCL."""
     reason = untried(place)
     if reason:
         return [Row("jobs over NCCL", None, reason)]
@@ -62,14 +60,14 @@ def jobs(place: StagePlace) -> list[Row]:
 
 
 def of_groups(output: Path) -> Row:
-    """Whether a job has used NCCL, by what NCCL says of its groups."""
+    """Return whether a job used NCCL, by NCCL's own lines on its groups."""
     groups = output.read_text(errors="replace").count("Init COMPLETE")
     name = f"NCCL in {'/'.join(output.parent.parts[-2:])}"
     return judged(name, "" if groups else "none", f"{groups} ends of groups were made", MEND)
 
 
 def untried(place: StagePlace) -> str:
-    """Why several processes can't share a GPU over NCCL here, in one line, or ""."""
+    """Return why several processes can't share a GPU over NCCL here, in one line, or ""."""
     if place.device != NVIDIA:
         return f"not tried: there is no NCCL on {place.device}"
     release, wrong = loaded_release(), [*unfit()]
@@ -82,7 +80,7 @@ def untried(place: StagePlace) -> str:
 
 
 def tried(place: StagePlace, worker: Sequence[str], variables: dict[str, str]) -> list[Row]:
-    """A row for each thing that each member has tried."""
+    """Return a row for each trial of each member."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LINKS_S), wait_for_workers=False)
     rows = []
     with ExitStack() as stack:
@@ -95,13 +93,13 @@ def tried(place: StagePlace, worker: Sequence[str], variables: dict[str, str]) -
             try:
                 run.wait_for(lambda run=run: run.launcher.poll() is not None, "its end", LINKS_S)
             except RunFailed:
-                pass  # as it is once a process has ended
+                pass  # raised also when the process has ended
             rows += of_member(rank, run, killed=rank == MEMBERS - 1)
     return rows
 
 
 def of_member(rank: int, run: JobRun, killed: bool) -> list[Row]:
-    """The rows of one member, from what it has printed."""
+    """Return the rows of one member, from its output."""
     found = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
     rows = [
         judged(f"{each['name']}, member {rank}", each["wrong"], f"{each['ms']} ms", MEND, ms=each["ms"])

@@ -1,6 +1,4 @@
-"""Stages of ``scripts/on_gpu`` in which what is lost comes back, or is replayed; and sharded replicas: each at its
-smallest, as processes on one device.
-"""
+"""Stages of ``scripts/on_gpu`` for returns, replays and sharded replicas, each at its smallest, on one device."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.runtime.devices.host import HOST
 
-LONG, HELD = 60, 12  # steps of a job to which somebody comes back, and the one that waits for the newcomer
-BACK_S = 150.0  # until the processes of newcomers are there
+LONG, HELD = 60, 12  # steps of a job with a return, and the step that waits for the newcomer
+BACK_S = 150.0  # until the newcomers' processes have come
 LOG = {"log": {}, "checkpoint": {"overhead": 0.02}}
 SHARDED = Path(__file__).with_name("small_sharded.py")
-KILLED = "killed"  # the folder of a job that loses somebody
+KILLED = "killed"  # the folder of a job that loses a worker
 REPLICA, SHARDED_KILL = "1.0", "kill 1.0 before 0REDUCE@4"
 
 
 def returns(place: StagePlace, *more: str) -> list[Row]:
-    """A worker that is killed, and comes back while the others train; ``more``: options of both jobs."""
+    """Kill a worker, which comes back while the others train; ``more``: options of both jobs."""
     fault = f"kill {SEAT} after 1F0.0@{KILLED_IN}"
     whole, found = side_by_side(
         partial(job, place.folder / "reference", place.device, *more),
@@ -36,7 +34,7 @@ def returns(place: StagePlace, *more: str) -> list[Row]:
 
 
 def replay(place: StagePlace) -> list[Row]:
-    """A stage that has lost its only worker, and is replayed from what the other one has logged."""
+    """Kill the only worker of a stage, which is replayed from the other stage's log."""
     options = ("--settings", json.dumps(LOG))
     fault = f"kill {SEAT} before 1F0.0@{KILLED_IN + 2}"
     whole, found = side_by_side(
@@ -47,7 +45,7 @@ def replay(place: StagePlace) -> list[Row]:
 
 
 def sharded(place: StagePlace) -> list[Row]:
-    """DeepSpeed's ZeRO 3 on 2 replicas of 2 ranks: beside the CPU, and with a replica killed that comes back."""
+    """Run DeepSpeed's ZeRO 3 on 2 replicas of 2 ranks: beside the CPU, and with a killed replica that returns."""
     there, here, found = side_by_side(
         partial(shards, place.folder / "calm_cpu", HOST.type),
         partial(shards, place.folder / "calm", place.device),
@@ -64,13 +62,13 @@ def sharded(place: StagePlace) -> list[Row]:
 
 
 def job(folder: Path, device: str, *options: str, workers: int = 4) -> JobRun:
-    """The small job with dropout, as two stages on so many workers."""
+    """Start the small job with dropout, as two stages on ``workers`` workers."""
     (folder / GO).unlink(missing_ok=True)
     return one_host(device, JOB_S, workers).run(folder, "--device", device, "--steps", str(LONG), *options)
 
 
 def shards(folder: Path, device: str, *options: str) -> JobRun:
-    """The job of sharded replicas."""
+    """Start the job of sharded replicas."""
     (folder / GO).unlink(missing_ok=True)
     started = one_host(device, JOB_S)
     command = [*started.command, str(SHARDED), "--run-dir", str(folder.resolve()), "--steps", str(LONG), *options]
@@ -78,12 +76,12 @@ def shards(folder: Path, device: str, *options: str) -> JobRun:
 
 
 def killed(fault: str) -> tuple[str, ...]:
-    """The options of a job that loses somebody, and waits until the next process of theirs is there."""
+    """Return the options of a job that loses a worker, and waits for its newcomer."""
     return ("--hold", str(HELD), "--fault", fault)
 
 
 def let_on(run: JobRun) -> None:
-    """Let a job go on that waits for newcomers, once there are as many as were lost."""
+    """Let a job that waits for newcomers go on once there are as many as lost workers."""
 
     def back() -> bool:
         kinds = [event["event"] for event in run.events()]
@@ -100,8 +98,8 @@ def let_on(run: JobRun) -> None:
 def recovered(
     name: str, found: RunOutcome | RunFailed, whole: RunOutcome | RunFailed, folder: Path, replayed: bool = False
 ) -> Row:
-    """Whether a job that has lost the worker of SEAT got it back, with its stage ``replayed`` or not, and has trained
-    what the ``whole`` one has.
+    """Return whether a job that lost the worker of SEAT got it back and trained the same as the ``whole`` one.
+    ``replayed``: its stage must have been replayed.
     """
     for one in (whole, found):
         if isinstance(one, RunFailed):
@@ -127,7 +125,7 @@ def recovered(
 def compared(
     name: str, found: RunOutcome | RunFailed, other: RunOutcome | RunFailed, tolerance: float, folder: Path, lost: set
 ) -> Row:
-    """Whether all ranks of a sharded job have had the losses of the other one, step by step, with these seats lost."""
+    """Return whether all ranks of a sharded job had the other job's losses in each step, and lost just these seats."""
     for one in (found, other):
         if isinstance(one, RunFailed):
             return failed(name, one, folder)

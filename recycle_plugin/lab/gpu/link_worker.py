@@ -1,6 +1,6 @@
-"""A member of a group over NCCL: ``link_worker.py KIND POSITION MEMBERS PORT``, of which the last one is killed.
+"""A member of a group over NCCL: ``link_worker.py KIND POSITION MEMBERS PORT``; the last member is killed.
 
-It prints a line of JSON for each thing that it has tried: its name, what was wrong, and milliseconds.
+It prints a line of JSON for each trial: its name, what was wrong, and milliseconds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from recycle_plugin.runtime.collectives.nccl import Meeting, NcclLink, process_g
 from recycle_plugin.runtime.devices.kinds import accelerator_at
 
 NUMBERS, STUCK, WAIT_S = 1 << 22, 4, 25.0
-HERE = "member {}"  # numbers alone are NCCL's own keys
-CALLS = 2.5  # that are given up until the last member comes
-SETTLE_S = 0.3  # until a launched sum is surely stuck, on a device
+HERE = "member {}"  # NCCL's own keys are plain numbers
+CALLS = 2.5  # time limits of a blocking call until the last member comes
+SETTLE_S = 0.3  # until a launched sum is surely stuck on a device
 
 
 class StoreMeeting(Meeting):
-    """Members meet at a store that no killed process has."""
+    """Members meet at a store that outlives killed processes."""
 
     def __init__(self, store: dist.Store, called: str, ranks: Sequence[int], rank: int) -> None:
         dist.Store.__init__(self)
@@ -40,12 +40,12 @@ class StoreMeeting(Meeting):
         self.position, self.wanted = self.ranks.index(rank), lambda: True
 
     def come(self, timeout: timedelta) -> None:
-        """Say that this member is there, and return once all are."""
+        """Record that this member is there, and return once all are."""
         self.store.set(HERE.format(self.position), "")
         self.store.wait([HERE.format(place) for place in range(len(self.ranks))], timeout)
 
     def missing(self) -> list[int]:
-        """Nobody is named."""
+        """Name no member."""
         return []
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class LinkMember:
         self._store = dist.TCPStore("127.0.0.1", port, None, False, self.limit, wait_for_workers=False)
 
     def link(self, name: str, members: int, connected: bool = True) -> NcclLink:
-        """A link of the first ``members``, which has met, unless it is not to be ``connected``."""
+        """Return a link of the first ``members``, connected unless ``connected`` is False."""
         meeting = StoreMeeting(self._store, name, range(members), self.rank)
         made = NcclLink(1, meeting, name, accelerator_at(self.where).lane(), self.limit, partial(_made, meeting.store))
         if connected:
@@ -69,12 +69,12 @@ class LinkMember:
         return made
 
     def begin(self, link: NcclLink) -> tuple[torch.Tensor, Handle]:
-        """A sum of everybody's rank, counted from 1."""
+        """Start a sum of all members' ranks, counted from 1."""
         total = torch.full((NUMBERS,), self.rank + 1.0, device=self.where)
         return total, link.start(AllReduce([total], ReduceOp(ReduceOp.SUM)))
 
     def sum(self, link: NcclLink, members: int) -> str:
-        """What was wrong with a sum."""
+        """Return what was wrong with a sum, or ""."""
         total, handle = self.begin(link)
         handle.wait(WAIT_S)
         return _judged(total, float(sum(range(1, members + 1))))
@@ -95,7 +95,7 @@ def _judged(total: torch.Tensor, expected: float) -> str:
 
 
 def tried(name: str, work: Callable[[], str]) -> None:
-    """Print how it went, and how long it took."""
+    """Try ``work``, and print its result and duration."""
     began = time.perf_counter()
     try:
         wrong = work()
@@ -106,7 +106,7 @@ def tried(name: str, work: Callable[[], str]) -> None:
 
 
 def ended(links: Sequence[NcclLink], handles: Sequence[Handle]) -> str:
-    """Abort links whose sums are stuck; each sum has to be broken, and none may count."""
+    """Abort links whose sums are stuck. Every sum must break; return what was wrong, or ""."""
     for down in [link.abort() for link in links]:
         down.wait(WAIT_S)
     for handle in handles:
@@ -119,7 +119,7 @@ def ended(links: Sequence[NcclLink], handles: Sequence[Handle]) -> str:
 
 
 def main() -> None:
-    """Sums, a member's death in one, a new group, several groups that are stuck, first calls that block."""
+    """Try sums, a member's death in one, a new group, several stuck groups, and first calls that block."""
     kind, rank, members, port = sys.argv[1], *map(int, sys.argv[2:5])
     nccl_door.prepare(os.environ)
     member, left = LinkMember(kind, rank, members, port), members - 1
@@ -129,7 +129,8 @@ def main() -> None:
     if rank == left:
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait(SETTLE_S)
-    # one member's: an abort may end another one's kernel, well and with garbage (runtime/collectives/confirmed.py)
+    # Only one member begins a sum: an abort may complete another member's kernel with garbage
+    # (runtime/collectives/confirmed.py).
     stuck = [member.begin(link)[1]] if rank == 0 else []
     threading.Event().wait(SETTLE_S)
     tried("abort beside the dead", lambda: ended([link], stuck))
@@ -150,11 +151,11 @@ def main() -> None:
     tried("a group whose last member comes late", lambda: member.sum(slow, left))
     member.meet("end", left)
     sys.stdout.flush()
-    os._exit(0)  # what is stuck may keep the process
+    os._exit(0)  # a stuck thread could keep the process
 
 
 def never_made(member: LinkMember) -> str:
-    """The other members have said that they are there, and make no group."""
+    """Abort a connection whose other member says that it is there but makes no group; return what was wrong, or ""."""
     meeting = StoreMeeting(member._store, "never", range(2), 0)
     meeting.store.set(HERE.format(1), "")
     lane = accelerator_at(member.where).lane()

@@ -1,15 +1,15 @@
-"""What the plugin does on one GPU: correctness under kills, precision, races, and figures, in stages.
+"""Try the plugin on one GPU, in stages: correctness under kills, precision, races, and figures.
 
-scripts/on_gpu --pack DIR                        # where there is a package index: collect the wheels into DIR/part-N
+scripts/on_gpu --pack DIR                        # on a machine with a package index: collect wheels into DIR/part-N
 scripts/on_gpu --wheels DIR --out runs/on_gpu    # on the machine with the GPU: install them beside its torch, and run
-scripts/on_gpu --out runs/on_gpu                 # the same where this checkout is installed, or can be
+scripts/on_gpu --out runs/on_gpu                 # the same if this checkout is or can be installed there
 scripts/on_gpu --out DIR --device cpu            # a rehearsal without a GPU: everything small, no figure means anything
 
-A call takes --minutes at most: stages that do not fit are left for the next call with the same --out, which does not
-run again what is there from the same sources.  report.md and report.json in --out are written anew after each stage.
+A call takes --minutes at most.  Stages that do not fit are left for the next call with the same --out; a stage that has
+a result from the same sources does not run again.  report.md and report.json in --out are rewritten after each stage.
 
-Exit code: 0 where all asked for has run and passed, 1 where something has failed, 2 for bad input, 69 where there is no
-GPU (and nothing was run), 75 where stages are left: call it again.
+Exit code: 0 if all requested stages have run and passed, 1 if something has failed, 2 for bad input, 69 without a GPU
+(nothing was run), 75 if stages are left: call it again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from recycle_plugin.runtime.devices.kinds import kinds
 
 NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.0
 CHECKOUT = Path(__file__).resolve().parents[3]
-END_S = 25.0  # of a call, for a stage that has to end, and for the report
+END_S = 25.0  # of a call, for a stage to end and for the report
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """The rows as the lines of a table in Markdown."""
+    """Return the rows as the lines of a table in Markdown."""
     cells = ((MARKS[row.passed], row.name, row.said.replace("|", "\\|")) for row in rows)
     return ["| | what | found |", "|---|---|---|", *(f"| {' | '.join(line)} |" for line in cells)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is left of the stages that were asked for; returns the exit code."""
+    """Run the requested stages that have no result yet, and return the exit code."""
     found = parser().parse_args(arguments)
     here = kinds()
     device = found.device or here[-1]
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, but for what scripts/on_gpu does itself."""
+    """Return the parser of the command line, without the options that scripts/on_gpu handles itself."""
     made = argparse.ArgumentParser(
         prog="on_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -99,7 +99,7 @@ class OnGpuCall:
         self._about = about(device)
 
     def run(self, wanted: Sequence[GpuStage]) -> int:
-        """Run those that have no result yet; returns the exit code."""
+        """Run the stages without a result, and return the exit code."""
         left = []
         for stage in wanted:
             if self._result(stage.name) is not None:
@@ -118,7 +118,7 @@ class OnGpuCall:
         return 1 if failed else LEFT if left else 0
 
     def _result(self, name: str) -> dict[str, Any] | None:
-        """What is there of a stage, from these sources and this device."""
+        """Return a stage's result from these sources and this device, or None."""
         try:
             found = json.loads((self._out / f"{name}.json").read_text())
         except (OSError, ValueError):
@@ -127,7 +127,7 @@ class OnGpuCall:
         return found if same else None
 
     def _try(self, stage: GpuStage) -> bool:
-        """Run a stage, if it fits into what is left; whether it has a result now."""
+        """Run a stage if the remaining time allows, and return whether it has a result now."""
         left_s = self._until - time.monotonic() - END_S
         if left_s < stage.estimate_s:
             say(f"{stage.name}: takes about {stage.estimate_s:g} s, and {max(left_s, 0):.0f} s are left")
@@ -152,7 +152,7 @@ class OnGpuCall:
         return True
 
     def _rows(self, name: str, deadline_s: float) -> list[Row] | None:
-        """The rows of a stage, run by a process of its own; None past the deadline."""
+        """Return the rows of a stage, run in its own process; None after the deadline."""
         folder = self._out / name
         rows = folder / "rows.json"
         rows.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ class OnGpuCall:
 
 
 def report(about: Mapping[str, str], results: Sequence[Mapping[str, Any]], left: Sequence[str]) -> list[str]:
-    """The lines of report.md."""
+    """Return the lines of report.md."""
     lines = ["# One GPU, four processes", ""]
     if about["device"] == HOST.type:
         lines += ["**A rehearsal on a CPU: nothing here was measured on a GPU, and no figure means anything.**", ""]
@@ -190,7 +190,7 @@ def report(about: Mapping[str, str], results: Sequence[Mapping[str, Any]], left:
 
 
 def about(device: str) -> dict[str, str]:
-    """What results are labelled with: device, driver, releases, date, and the sources that they are of."""
+    """Return the labels of results: device, driver, releases, date, and sources."""
     return {
         "device": name_of(torch.device(device)),
         **installed(device),
@@ -201,7 +201,7 @@ def about(device: str) -> dict[str, str]:
 
 
 def sources() -> str:
-    """A hash of all that the stages run, also where there is no git."""
+    """Return a hash of all sources that the stages run; it needs no git."""
     folders = ("recycle_plugin", "patches", "configs", "scripts")
     files = sorted(path for name in folders for path in (CHECKOUT / name).rglob("*") if path.suffix in (".py", ".yaml"))
     whole = hashlib.sha256()
@@ -211,14 +211,14 @@ def sources() -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file under another name first: who finds it finds all of it."""
+    """Replace a file in one step, so that its readers find all of it."""
     unfinished = path.with_name(f".{path.name}")
     unfinished.write_text(text)
     unfinished.replace(path)
 
 
 def say(line: str) -> None:
-    """Tell whoever waits."""
+    """Print a line on the progress."""
     print(f"on_gpu: {line}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Where a stage of ``scripts/on_gpu`` runs, and where it leaves what it has found."""
+"""The place in which a stage of ``scripts/on_gpu`` runs and leaves its results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StagePlace:
-    """The place of one stage.
-
-    ``device``: its kind, such as "cuda"; ``out``: the folder of all stages; ``folder``: that of this one;
-    ``rehearsal``: only the code is tried, so that everything is small and no figure means anything.
+    """The place of one stage. ``device``: its kind, such as "cuda"; ``out``: the folder of all stages; ``folder``: of
+    this stage; ``rehearsal``: only the code is tried, so everything is small and no figure means anything.
     """
 
     device: str

@@ -1,7 +1,7 @@
-"""The job of sharded replicas that is killed here: a small net under DeepSpeed's ZeRO 3, on whatever device a rank has.
+"""The killed job of sharded replicas: a small net under DeepSpeed's ZeRO 3, on whatever device a rank has.
 
-The plugin's launcher runs this file on each rank, two of which hold a replica.  All samples of a step are the same, so
-that its loss is the same whoever computes it.  Who gets to the end writes RUN_DIR/losses/rank<r>.json.
+The plugin's launcher runs this file on each rank; two ranks hold a replica. All samples of a step are equal, so its
+loss does not depend on who computes it. A rank that reaches the end writes RUN_DIR/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def sample(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels (4, 8) of all micro-batches of a step."""
+    """Return inputs and labels (4, 8) of all micro-batches of a step."""
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, torch.tanh(x.roll(1, 1))
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The script's own arguments."""
+    """Return the parser of the script's own arguments."""
     made = argparse.ArgumentParser()
     made.add_argument("--run-dir", type=Path, required=True)
     made.add_argument("--steps", type=int, default=8)

@@ -21,7 +21,7 @@ from recycle_plugin.runtime.devices.host import HOST
 
 
 class GpuStage(NamedTuple):
-    """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds."""
+    """A stage: ``run`` takes about ``estimate_s`` seconds, and is ended after ``deadline_s`` seconds."""
 
     name: str
     estimate_s: float
@@ -52,7 +52,7 @@ STAGES = {
 
 
 def run(name: str, out: Path, device: str) -> list[Row]:
-    """Run a stage in this process; what it raises is a row that has failed."""
+    """Run a stage in this process; an exception becomes a failed row."""
     place = StagePlace(device, out, out / name, rehearsal=device == HOST.type)
     place.folder.mkdir(parents=True, exist_ok=True)
     if place.rehearsal:

@@ -1,7 +1,7 @@
-"""What a worker's thread does to its CUDA device while it trains: races, and calls that wait for the device.
+"""Watch a worker's thread on its CUDA device while it trains: races, and calls that wait for the device.
 
-torch.cuda._sanitizer raises where two streams use the same memory in no order.  torch's debug mode for synchronisations
-can only refuse all of them, so here it warns, and each warning is taken down with where it came from.
+torch.cuda._sanitizer raises if two streams use the same memory without an order. torch's debug mode for
+synchronisations can only refuse or warn; here it warns, and each warning is counted by its place.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ ALLOWED = {
     "recycle_plugin/runtime/devices/accelerator.py:_from": "a copy for which there is no pinned room left",
     "recycle_plugin/runtime/devices/accelerator.py:_to": "a copy for which there is no pinned room left",
 }
-"""Places in the package that may wait for the device, and why."""
+"""{place in the package that may wait for the device: why}"""
 
 
 class Watched:
-    """Inside of this context what races on the device raises, and ``found`` counts what waits for it, by its place.
-
-    Places of ALLOWED are not counted.  On other devices than CUDA there is nothing to watch: ``on`` is False, and
-    ``found`` stays empty.
+    """A context in which races on the device raise, and ``found`` counts waits for the device by their place. Places in
+    ALLOWED are not counted. On devices other than CUDA ``on`` is False and ``found`` stays empty.
     """
 
     def __init__(self) -> None:
@@ -57,7 +55,7 @@ class Watched:
 
 
 def _place() -> str:
-    """Who in the package has called what waits: ``file:function``; or else the calling script's line."""
+    """Return ``file:function`` of the innermost caller in the package, or else of the calling script."""
     frames = [
         frame for frame in traceback.extract_stack() if not frame.filename.endswith(("warnings.py", "watched.py"))
     ]

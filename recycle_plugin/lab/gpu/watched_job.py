@@ -1,5 +1,6 @@
-"""The small job of checks/small_job.py, with its device watched once it has settled: the plugin's launcher runs this
-file on each worker.
+"""The small job of checks/small_job.py with its device watched once it has settled.
+
+The plugin's launcher runs this file on each worker.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from recycle_plugin.lab.gpu.watched import Watched
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """What a worker's record has of it afterwards."""
+    """Yield the entries of a worker's record, which are filled in at the end."""
     seen: dict[str, Any] = {}
     with Watched() as watch:
         yield seen

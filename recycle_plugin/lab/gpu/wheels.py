@@ -1,8 +1,8 @@
-"""The wheels that a machine needs which has torch and no package index: ``scripts/on_gpu --pack DIR``.
+"""Collect the wheels for a machine that has torch and no package index: ``scripts/on_gpu --pack DIR``.
 
-They are what this package depends on and torch does not, in the releases that are installed here, for the Python and
-the system of that machine; without those that it has already, as a file with its ``pip list`` says (--beside), in a
-release that will do.  They lie in DIR/part-1, DIR/part-2, ..., none of which is too large to be carried at once.
+They are the dependencies of this package without those of torch, in the releases installed here, for that machine's
+Python and system. Those that it already has in a suitable release are left out, by a file with its ``pip list``
+(--beside). The wheels go to DIR/part-1, DIR/part-2, ..., each small enough to be carried at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ OURS, GIVEN = "recycle_plugin", "torch"
 EXTRAS = ("", "deepspeed", "megatron", "report")  # of ours, which the stages need
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
 PART = 60 << 20  # bytes
-BUILDS = "setuptools"  # by which this checkout is installed there
+BUILDS = "setuptools"  # needed there to install this checkout
 PIP_S = 600.0  # of a call of pip
 SOURCES = ("antlr4-python3-runtime", "deepspeed")  # released as sources only; both are pure Python
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Collect the wheels into the folder that the command line names; returns the exit code."""
+    """Collect the wheels into the folder that the command line names, and return the exit code."""
     parser = argparse.ArgumentParser(prog="on_gpu --pack", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="that machine's (default: 3.12)")
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def complain(line: str) -> int:
-    """Say what is wrong; the exit code for it."""
+    """Print what is wrong, and return the exit code."""
     print(f"on_gpu --pack: {line}", file=sys.stderr)
     return 2
 
 
 def needed(python: str, there: Mapping[str, Version]) -> list[str]:
-    """The names of the distributions that this package needs, without torch and what torch needs, and without those
-    that are ``there`` already in a release that will do.
+    """Return the distributions that this package needs, without torch and torch's needs. Those that are ``there`` in a
+    suitable release are left out.
     """
     found = closure(OURS, python, without=closure(GIVEN, python))
     asked = {name: {canonicalize_name(one.name): one.specifier for one in wanted(name, python)} for name in found}
@@ -70,7 +70,7 @@ def needed(python: str, there: Mapping[str, Version]) -> list[str]:
     brought = found - there.keys() | {own}
 
     def does(name: str) -> bool:
-        """Whether all that is brought allows the release that is there, and nothing that this one needs is replaced."""
+        """Return whether all that is brought allows the release there, and replaces nothing that this one needs."""
         asking = (asked[by][name] for by in brought if name in asked[by])
         allowed = all(each.contains(there[name], prereleases=True) for each in asking)
         return allowed and not asked[name].keys() & brought & there.keys()
@@ -81,7 +81,7 @@ def needed(python: str, there: Mapping[str, Version]) -> list[str]:
 
 
 def listed(text: str) -> dict[str, Version]:
-    """The releases by name in what ``pip list`` prints, as columns or with --format=freeze.  Raises ValueError."""
+    """Return {name: release} from the output of ``pip list``, as columns or with --format=freeze. Raises ValueError."""
     rows = [line.replace("==", " ").split() for line in text.splitlines()]
     found = {}
     for row in rows:
@@ -93,7 +93,7 @@ def listed(text: str) -> dict[str, Version]:
 
 
 def closure(root: str, python: str, without: Iterable[str] = ()) -> set[str]:
-    """The names of ``root`` and of all that it needs, as installed here; nothing that is behind ``without``."""
+    """Return ``root`` and its installed dependencies, except those in ``without`` or reached only through them."""
     found, todo = set(without), [root]
     while todo:
         name = canonicalize_name(todo.pop())
@@ -104,7 +104,7 @@ def closure(root: str, python: str, without: Iterable[str] = ()) -> set[str]:
 
 
 def wanted(name: str, python: str) -> list[Requirement]:
-    """What a distribution requires, ours with EXTRAS, others without any; nothing if it is not installed here."""
+    """Return a distribution's requirements, ours with EXTRAS, others without; [] if it is not installed here."""
     versions = {"python_version": python, "python_full_version": f"{python}.0"}
     extras = EXTRAS if name == canonicalize_name(OURS) else ("",)
     try:
@@ -119,7 +119,7 @@ def wanted(name: str, python: str) -> list[Requirement]:
 
 
 def collect(names: Sequence[str], python: str, folder: Path) -> None:
-    """Have pip put the wheels of the distributions into ``folder``.  Raises CalledProcessError and TimeoutExpired."""
+    """Have pip put the wheels of the distributions into ``folder``. Raises CalledProcessError and TimeoutExpired."""
     pinned = {name: f"{name}=={version(name)}" for name in names}
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     built = [pinned[name] for name in SOURCES if name in pinned]
@@ -135,7 +135,7 @@ def collect(names: Sequence[str], python: str, folder: Path) -> None:
 
 
 def divide(wheels: Sequence[Path], folder: Path) -> dict[str, int]:
-    """Move the wheels into parts of at most PART bytes, the largest first; the bytes of each part, by its name."""
+    """Copy the wheels into parts of at most PART bytes, the largest first, and return {part: its bytes}."""
     sizes: list[int] = []
     for wheel in sorted(wheels, key=lambda path: (-path.stat().st_size, path.name)):
         size = wheel.stat().st_size

@@ -1,1 +1,1 @@
-"""What plans are compared with: an oracle, and many cases."""
+"""Comparisons of plans: an oracle, and many cases."""

@@ -1,12 +1,13 @@
-"""An analytic A100, for when there is no GPU to measure: costs of GPT layers from counted operations and bytes.
+"""An analytic A100, for use without a GPU to measure: costs of GPT layers from counted operations and bytes.
 
-Everything made here says ANALYTIC in its title.  Assumptions, fixed before any comparison and not tuned to one:
+The title of every profile made here says ANALYTIC.  ``profile`` adds the assumptions below to it.  They were fixed
+before any comparison and not tuned to one:
 
-* A100 SXM, 312 TFLOP/s dense bf16, 2.0e12 bytes/s of memory (NVIDIA's data sheet).  Matrix products achieve
-  50% of the peak and everything else of a layer is within that; memory traffic of the optimizer achieves 80%.
+* A100 SXM, 312 TFLOP/s dense bf16, 2.0e12 bytes/s of memory (NVIDIA's data sheet).  Matrix products achieve 50% of the
+  peak, which allows for everything else of a layer; memory traffic of the optimizer achieves 80%.
 * A layer of hidden size h has 12 h^2 weights in products; a product of n weights on t tokens costs 2 n t in F, in I and
   in W each.  Scores and values cost 4 s h per token in F (the causal half is not skipped), twice that in I, none in W.
-* Activation checkpointing runs F again inside I.  A fused backward costs I + W: that W repeats nothing is ours to
+* Activation checkpointing runs F again inside I.  A fused backward costs I + W: whether W repeats nothing is ours to
   measure.
 * Held by a layer for each token, without checkpointing: 34 h bytes (Korthikanti et al. 2022, eq. 2, with scores
   recomputed as FlashAttention does); with it 2 h bytes.  Pending for W: inputs and output gradients of the four
@@ -31,9 +32,7 @@ WRITTEN = "2026-11-21"
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """The rates of a device per second, of which ``product_share`` and ``memory_share`` are achieved; ``memory_bytes``:
-    its size.
-    """
+    """The rates of a device per second; ``product_share`` and ``memory_share`` of them are achieved."""
 
     name: str
     flops: float
@@ -45,11 +44,11 @@ class DeviceRates:
     across: Wire
 
     def product_us(self, operations: float) -> float:
-        """The microseconds of so many floating-point operations in matrix products."""
+        """Return the microseconds of ``operations`` floating-point operations in matrix products."""
         return 1e6 * operations / (self.flops * self.product_share)
 
     def memory_us(self, size: float) -> float:
-        """The microseconds in which ``size`` bytes are read from or written to memory."""
+        """Return the microseconds to read or write ``size`` bytes of memory."""
         return 1e6 * size / (self.bytes_per_s * self.memory_share)
 
 
@@ -78,9 +77,7 @@ class GptShape:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model, as ``lab.training.gpt.GPTShape`` counts them: head not
-        tied.
-        """
+        """The number of parameters as ``lab.training.gpt.GPTShape`` counts them, with an untied head."""
         h = self.hidden
         return self.layers * (12 * h * h + 13 * h) + (2 * self.vocabulary + self.sequence) * h + 2 * h
 
@@ -97,12 +94,12 @@ SHAPES = {
         GptShape("gpt_145_6b", 80, 12288, tensor=8),
     )
 }
-"""Shapes: configs/model, and for the last four papers.md section 1; their tensor parallelism is our choice."""
+"""Shapes: of configs/model; the last four of the Megatron SC'21 family, with a tensor parallelism of our choice."""
 
 
 def preset(name: str, micro_batch: int = 1) -> Profile:
-    """The analytic profile called ``name``, for micro-batches of so many sequences; ``<shape>-ckpt`` with activation
-    checkpointing.  Raises ValueError for another name.
+    """Return the analytic profile ``<shape>`` or ``<shape>-ckpt`` (with activation checkpointing). ``micro_batch``:
+    sequences of a micro-batch. Raises ValueError for another name.
     """
     shape, _, saved = name.partition("-")
     if shape not in SHAPES or saved not in ("", "ckpt"):
@@ -113,7 +110,7 @@ def preset(name: str, micro_batch: int = 1) -> Profile:
 
 
 def profile(shape: GptShape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
-    """The analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences on ``device``."""
+    """Return the analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences on ``device``."""
     tokens, h, v = micro_batch * shape.sequence, shape.hidden, shape.vocabulary
     boundary = 2 * tokens * h
     return Profile(
@@ -163,7 +160,7 @@ def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool, dev
 
 
 def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
-    """The profile of an embedding: rows are read, added and written; W adds gradient rows into the table."""
+    """Return the profile of an embedding: F reads, adds and writes rows; W adds gradient rows into the table."""
     moved = device.memory_us(6 * hidden * tokens)
     return LayerProfile(
         moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens

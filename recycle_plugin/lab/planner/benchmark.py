@@ -1,4 +1,4 @@
-"""Random small jobs, and the planner beside the oracle on them."""
+"""Random small jobs, and the planner compared with the oracle on them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CAPS = (1.0, 1.5, 2.0)
 
 
 def small_case(random: Random, most: int) -> tuple[ClusterView, CostModel, Policy]:
-    """A random job of at most ``most`` operations with failures; unit costs, whole costs from 1 to 3, or stages within
-    20%.
+    """Return a random job with failures and at most ``most`` operations. Its costs are units, whole numbers from 1 to
+    3, or within 20% of each other between stages.
     """
     while True:
         shape = Topology(random.choice((1, 2, 2, 3)), random.choice((2, 3, 4)), random.choice((2, 3, 4, 6)))
@@ -48,8 +48,8 @@ def _small_costs(random: Random, stages: int) -> CostModel:
 
 
 def against_exact(cases: int, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
-    """One row for each of ``cases`` random small jobs: the planner's periods beside CP-SAT's best with the same routes.
-    Needs ortools.
+    """Return a row for each of ``cases`` random small jobs: the planner's period and CP-SAT's best with the same
+    routes. Needs ortools.
     """
     random = Random(seed)
     rows: list[dict] = []
@@ -77,10 +77,8 @@ def against_exact(cases: int, exact_s: float, seed: int = 1, most: int = 96) -> 
 
 
 def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36, tied: bool = False) -> dict:
-    """The number of random small jobs in which CP-SAT, not told our bound, finds a schedule that is shorter than that,
-    and of those where it proves that there is none.  Needs ortools.
-
-    ``tied``: the first and the last stage share weights.
+    """Count the random small jobs in which CP-SAT finds a schedule below our bound, or proves that there is none.
+    CP-SAT is not told the bound. ``tied``: the first and the last stage share weights. Needs ortools.
     """
     random, found, met = Random(seed), {True: 0, False: 0, None: 0}, 0
     for _ in range(cases):

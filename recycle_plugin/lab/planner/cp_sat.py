@@ -1,10 +1,10 @@
 """Exact schedules by constraint programming: the oracle of tests and benchmarks.
 
-Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and
-shares nothing with the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
-memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's
-window with reduce and step (and, of stages that share weights, from the first start of one to the step of any; where
-stages step together, from one barrier of all to the next).  Routes are as given.
+Useful up to some 800 operations. Needs the extra ``exact`` (ortools). The model is the problem's own statement and
+shares nothing with the scheduler but the :class:`Problem`. It has one start per operation, one operation at a time per
+worker, memory as a cumulative resource, and weight gradients of a block in their order. The period is no shorter than
+each stage's window with reduce and step. If stages share weights, the window is from the first start of one to the step
+of any of them; if stages step together, it is from one barrier of all to the next. Routes are as given.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from recycle_plugin.planner.list_scheduling import Solution, timed
 
 
 class Exact(NamedTuple):
-    """The result of an exact search: ``period`` of the best schedule, and ``least``, what no schedule can be below, in
-    microseconds; equal: optimal.
-    """
+    """The result of an exact search, in microseconds: the best schedule's ``period``, and a lower bound, ``least``."""
 
     period: int
     least: int
@@ -29,13 +27,11 @@ class Exact(NamedTuple):
 
     @property
     def optimal(self) -> bool:
-        """Whether no schedule is shorter."""
         return self.period <= self.least
 
 
 def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, use_bound: bool = False) -> Exact:
-    """Improves ``start`` for up to ``budget_s`` seconds.  ``use_bound``: begin at our own lower bound, and so trust it.
-
+    """Improve ``start`` for up to ``budget_s`` seconds. ``use_bound``: start at our own lower bound, and so trust it.
     Raises ImportError without ortools.
     """
     from ortools.sat.python import cp_model
@@ -59,9 +55,8 @@ def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, 
 
 
 def exists(problem: Problem, start: Solution, period: int, budget_s: float) -> bool | None:
-    """Whether any schedule has a period of at most ``period``; None: not found out in ``budget_s`` seconds.
-
-    ``start`` gives the horizon.  Raises ImportError without ortools.
+    """Return whether a schedule of at most ``period`` exists; None: not decided within ``budget_s`` seconds. ``start``
+    gives the horizon. Raises ImportError without ortools.
     """
     from ortools.sat.python import cp_model
 
@@ -74,7 +69,7 @@ def exists(problem: Problem, start: Solution, period: int, budget_s: float) -> b
 
 
 def _model(model, problem: Problem, start: Solution, least: int, most: int | None = None):
-    """The variables for the starts of all operations, and for the period."""
+    """Return the variables for the starts of all operations, and for the period."""
     records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
     horizon = 2 * start.span + int(problem.closing.max())
     worker, spend, in_turn = problem.worker.tolist(), problem.spend.tolist(), problem.follows_in_block.tolist()
@@ -113,9 +108,7 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
 
 
 def _memory(model, problem: Problem, starts, end, horizon: int) -> None:
-    """Adds the memory's constraints: places from F to the end of B; or from F to the end of I, and on to the end of
-    W.
-    """
+    """Add the constraints on memory: held from F to the end of B; or from F to the end of I, then to the end of W."""
     records, final = problem.records, 2 if problem.split else 3
     held: list[tuple[list, list]] = [([], []) for _ in range(problem.workers)]
 
@@ -157,12 +150,12 @@ def _period(model, problem: Problem, starts, end, final: int, least: int, most: 
 
 
 def _read(problem: Problem, solver, starts, start: Solution) -> Exact:
-    """The solution that the solver found, run through our own timing."""
+    """Return the solver's solution, timed by our own rules."""
     least = int(np.ceil(solver.best_objective_bound - 1e-6))
     at = {operation: solver.value(variable) for operation, variable in starts.items()}
 
     def turn(operation: int) -> tuple[int, ...]:
-        """Of those that start together, what takes no time goes first, and of that gradients from the last stage up."""
+        """Order operations that start together: those without duration first, gradients from the last stage up."""
         kind, record = divmod(operation, problem.records)
         return (
             at[operation],

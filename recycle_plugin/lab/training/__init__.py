@@ -1,1 +1,1 @@
-"""The jobs that scripts/train_gpt.py trains: GPTs of Megatron-LM and emulated layers, as Hydra composes them."""
+"""The jobs of scripts/train_gpt.py: GPTs of Megatron-LM and emulated layers, as Hydra composes them."""

@@ -1,7 +1,7 @@
-"""Hydra overrides in, one typed and resolved :class:`TrainingJob` out: the only module that knows Hydra.
+"""Make one typed and resolved :class:`TrainingJob` from Hydra overrides; the only module that knows Hydra.
 
-The launcher hands every rank a ``--local_rank`` that Hydra refuses, and the run folder must not depend on the time at
-which a rank looks at its clock; so ranks compose with Hydra's compose API instead of ``@hydra.main``.
+Ranks use Hydra's compose API instead of ``@hydra.main``. The launcher passes every rank a ``--local_rank``, which Hydra
+refuses, and the run folder must not depend on the time at which a rank reads its clock.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class GPTModel(_Section):
 
     @property
     def pipeline_layers(self) -> int:
-        """How many layers can be spread over stages: embedding, transformer layers, head; a tied one apart from the
-        norm before it.
+        """Layers that can be spread over stages: embedding, transformer layers and head; a tied head is apart from its
+        norm.
         """
         return self.layers + 2 + self.tied
 
 
 class EmulatedModel(_Section):
-    """A model of ``layers`` layers that take the given milliseconds per micro-batch, on vectors of ``width``
-    numbers; and ``slow_times`` as long on the worker of ``slow_rank``.
+    """A model of layers that take the given milliseconds per micro-batch, on vectors of ``width`` numbers. On the
+    worker of ``slow_rank`` they take ``slow_times`` as long.
     """
 
     kind: Literal["emulated"]
@@ -71,7 +71,6 @@ class EmulatedModel(_Section):
 
     @property
     def pipeline_layers(self) -> int:
-        """How many layers can be spread over stages."""
         return self.layers
 
 
@@ -92,7 +91,7 @@ class TextData(_Section):
 
 
 class IndexedFiles(_Section):
-    """Megatron's .bin and .idx files; ``path`` is their names' common part."""
+    """Megatron's .bin and .idx files; ``path``: their common prefix."""
 
     kind: Literal["indexed"]
     path: str | None
@@ -127,7 +126,7 @@ class TrainingJob(_Section):
         return self.topology.stages * self.topology.replicas
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """The dictionary for ``deepspeed.initialize(config=...)``, the ``"recycle"`` section included."""
+        """Return the dictionary for ``deepspeed.initialize(config=...)``, including the ``"recycle"`` section."""
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.topology.micro_batches,
@@ -140,16 +139,14 @@ class TrainingJob(_Section):
 
     @property
     def precision(self) -> str:
-        """What the DeepSpeed config has the model compute in: "fp32", "bf16" or "fp16"."""
+        """The precision by the DeepSpeed config: "fp32", "bf16" or "fp16"."""
         asked = (name for name in ("bf16", "fp16") if (self.deepspeed or {}).get(name, {}).get("enabled"))
         return next(asked, "fp32")
 
 
 def compose(overrides: Sequence[str] = ()) -> TrainingJob:
-    """The job that ``configs/`` and ``overrides`` (``model=gpt_tiny``, ``steps=20``, ...) describe.
-
-    Raises :class:`ComposeError`, or :class:`~recycle_plugin.settings.wording.SettingsError` for the ``recycle``
-    section.
+    """Return the job that ``configs/`` and ``overrides`` (``model=gpt_tiny``, ``steps=20``, ...) describe. Raises
+    :class:`ComposeError`, or :class:`~recycle_plugin.settings.wording.SettingsError` for the ``recycle`` section.
     """
     job = _typed(_composed(overrides))
     _check_faults(job)
@@ -166,17 +163,16 @@ def compose(overrides: Sequence[str] = ()) -> TrainingJob:
 
 
 def compose_from_command_line(arguments: Sequence[str], description: str, workers: int | None = None) -> TrainingJob:
-    """The job that a rank's command line describes, as :func:`compose` makes it; what is wrong ends the script with one
-    line.
+    """Return the job that a rank's command line describes, as :func:`compose` makes it.
 
-    Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once. ``workers``: how many were
-    started, where the topology has to fit them.  Raises SystemExit.
+    ``workers``: how many were started, to check the topology. An error ends the script with one line (SystemExit).
+    Every rank raises the same; under ``recycle_plugin.launch`` the coordinator prints it once.
     """
     parser = argparse.ArgumentParser(
         description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides: model=gpt_tiny steps=20")
-    # the launcher's; the environment says it too
+    # from the launcher; the environment has it too
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     found, unknown = parser.parse_known_intermixed_args(arguments)
     try:
@@ -215,10 +211,10 @@ def _typed(tree: Any) -> TrainingJob:
 
 
 def _check_faults(job: TrainingJob) -> None:
-    """Refuse a fault in a step that the run never reaches: it would be a test that tests nothing."""
+    """Refuse a fault in a step that the run never reaches: it would test nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step
-        # an evaluation's is negative, and how many there are is not known
+        # steps of evaluations are negative, and their number is not known
         if step is not None and step >= 0 and not 1 <= step <= job.steps:
             raise ComposeError(
                 f"recycle.faults[{number}]: '{fault}' names step {step}, and the run has steps 1 to {job.steps}; "
@@ -235,7 +231,7 @@ def _no_such_key(key: str) -> str:
 
 
 def _keys(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    """All dotted keys of a composed tree."""
+    """Return all dotted keys of a composed tree."""
     keys = []
     for name, value in tree.items():
         keys.append(prefix + name)
@@ -244,6 +240,6 @@ def _keys(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _flat(text: str) -> str:
-    """Hydra's message as one line, without its search path and its dump of the object."""
+    """Return Hydra's message as one line, without its search path and its dump of the object."""
     text = re.split(r"Config search path|\n\s*full_key:|\n\s*object_type=|See https?:", text)[0]
     return " ".join(text.split())

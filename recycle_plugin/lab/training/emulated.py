@@ -1,7 +1,7 @@
-"""Layers that cost what they are told to: schedules can be measured without the compute.
+"""Layers of a stated cost, to measure schedules without the compute.
 
-``time.sleep`` is the emulated compute here.  A sleeping worker leaves its core to others, so that many
-workers on few cores keep the stage times that a job on accelerators would have.
+``time.sleep`` is the emulated compute. A sleeping worker leaves its core to others, so many workers on few cores keep
+the stage times of a job on accelerators.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from recycle_plugin.runtime.stage.converters import Call, Converter, Halves, reg
 class EmulatedLayer(nn.Module):
     """A layer that computes ``x * scale`` on floats [batch, width], and sleeps for the stated seconds in F, I and W.
 
-    Stock backward sleeps ``input_s + weight_s`` in one go; under ``DeferredWeights.hold`` I sleeps the one and
-    ``pending.run()`` the other.  ``scale [width]``, all ones at first, has a real gradient.
-
-    Raises ValueError for a negative cost.
+    A stock backward sleeps ``input_s + weight_s`` in one go. Under ``DeferredWeights.hold`` I sleeps ``input_s``, and
+    ``pending.run()`` sleeps ``weight_s``. ``scale [width]``, initially ones, has a real gradient. Raises ValueError for
+    a negative cost.
     """
 
     def __init__(self, width: int, forward_s: float, input_s: float, weight_s: float) -> None:
@@ -33,8 +32,8 @@ class EmulatedLayer(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input times ``scale``, after ``forward_s`` seconds."""
-        # the first stage's data requires no gradient, but its backward has to cost what every other stage's does
+        """Return the input times ``scale``, after ``forward_s`` seconds."""
+        # The first stage's data requires no gradient, but its backward has to cost as much as every other stage's.
         return _Emulated.apply(_differentiable(x), self.scale, self)
 
 

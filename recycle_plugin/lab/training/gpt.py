@@ -1,9 +1,9 @@
 """A GPT of megatron-core transformer layers (local spec) as DeepSpeed ``LayerSpec``s.
 
-Runs on CPU and CUDA with the same code: weights are made on the CPU, ``PipelineModule`` moves them, and
-whatever a layer makes later lies where its input lies.  megatron-core's ``parallel_state`` is not
-initialised: the layers get groups of one member that never communicate, so that no change of the job's
-membership reaches them.  ``torch.distributed`` has to be initialised before the layers are built.
+The same code runs on CPU and CUDA: weights are made on the CPU, ``PipelineModule`` moves them, and tensors that a layer
+makes later are on its input's device. megatron-core's ``parallel_state`` is not initialised: the layers get groups of
+one member that never communicate, so changes of the job's membership do not reach them. ``torch.distributed`` has to be
+initialised before the layers are built.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from recycle_plugin.patches import megatron_cpu
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Everything that fixes the model's parameters.
-
-    ``layers``: transformer layers; ``sequence``: tokens of context; ``tied``: the head's weights are the embedding's.
+    """The sizes that determine the model's parameters. ``layers``: transformer layers; ``sequence``: tokens of context;
+    ``tied``: the head's weights are the embedding's.
     """
 
     layers: int
@@ -55,7 +54,7 @@ class GPTShape:
             raise ValueError(f"model.dropout is {self.dropout}: it has to be at least 0 and below 1")
 
     def parameters(self) -> int:
-        """Number of parameters, embedding and head included."""
+        """Return the number of parameters, with embedding and head."""
         h = self.hidden
         attention, mlp, norms = 4 * h * h + 4 * h, 8 * h * h + 5 * h, 4 * h
         ends = ((1 if self.tied else 2) * self.vocabulary + self.sequence) * h + 2 * h
@@ -63,13 +62,14 @@ class GPTShape:
 
 
 def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed: int = 1234) -> list[LayerSpec]:
-    """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head.
+    """Return specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head.
 
-    A tied head is a spec of its own behind the norm.  Ids are int64 [batch, sequence], activations [sequence, batch,
-    hidden], logits [sequence, batch, vocabulary], the last two in ``params_dtype``.  Layer i draws its weights from
-    ``seed + i`` in fp32, hence equally in every replica, under every partition and in every precision.  Leave
-    ``PipelineModule(seed_layers=False)``: its ``seed_layers`` also reseeds before each layer's forward from a count
-    that differs between workers, which takes the dropout masks out of the caller's hands.
+    A tied head is a spec of its own behind the norm. Ids are int64 [batch, sequence], activations [sequence, batch,
+    hidden], logits [sequence, batch, vocabulary], the last two in ``params_dtype``. Layer i draws its weights from
+    ``seed + i`` in fp32, so they are equal in every replica, partition and precision.
+
+    Leave ``PipelineModule(seed_layers=False)``. With ``seed_layers`` it also reseeds before each layer's forward, from
+    a count that differs between workers, so callers could not control the dropout masks.
     """
     middle = [LayerSpec(GPTBlock, shape, number, params_dtype, seed + number) for number in range(1, shape.layers + 1)]
     if not shape.tied:
@@ -85,16 +85,15 @@ def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed:
 
 
 def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy, fp32 scalar, of ``logits [sequence, batch, vocabulary]`` and int64 ``labels [batch,
-    sequence]``.
+    """Return the mean cross entropy of ``logits [sequence, batch, vocabulary]``, an fp32 scalar. ``labels``: int64
+    [batch, sequence].
     """
     return F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten())
 
 
 class GPTEmbedding(nn.Module):
     """Token and learned position embeddings, then dropout: ids [batch, sequence] to [sequence, batch, hidden].
-
-    Shorter sequences than ``shape.sequence`` are fine; longer ones raise IndexError.
+    Sequences shorter than ``shape.sequence`` are fine; longer ones raise IndexError.
     """
 
     def __init__(self, shape: GPTShape, dtype: torch.dtype, seed: int) -> None:
@@ -109,16 +108,14 @@ class GPTEmbedding(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Activations [sequence, batch, hidden] of int64 ids [batch, sequence]."""
+        """Return activations [sequence, batch, hidden] of int64 ids [batch, sequence]."""
         ids = ids.t()
         positions = torch.arange(ids.shape[0], device=ids.device)
         return self.dropout(self.tokens(ids) + self.positions(positions)[:, None])
 
 
 class GPTBlock(nn.Module):
-    """megatron-core's TransformerLayer ``number`` (from 1) under a causal mask, on activations [sequence, batch,
-    hidden].
-    """
+    """megatron-core's TransformerLayer ``number`` (from 1) with a causal mask, on [sequence, batch, hidden]."""
 
     def __init__(self, shape: GPTShape, number: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -130,12 +127,12 @@ class GPTBlock(nn.Module):
                 layer_number=number,
                 pg_collection=_alone(),
             )
-            self.layer.to(dtype)  # the local spec's norms know no params_dtype
+            self.layer.to(dtype)  # the local spec's norms ignore params_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations [sequence, batch, hidden] of such; no token looks at later ones."""
+        """Return activations of the same shape; no token attends to later ones."""
         length = x.shape[0]
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)  # True: may not look there
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)  # True: must not attend
         return self.layer(x, attention_mask=mask)[0]
 
 
@@ -147,14 +144,13 @@ class GPTNorm(nn.Module):
         self.norm = nn.LayerNorm(shape.hidden, eps=transformer_config(shape, dtype).layernorm_epsilon, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised activations [sequence, batch, hidden]."""
+        """Return normalised activations [sequence, batch, hidden]."""
         return self.norm(x)
 
 
 def tied_logits(embedding: GPTEmbedding, x: Tensor) -> Tensor:
-    """Logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden], by the embedding's weights.
-
-    The last stage has a copy of the embedding, positions (unused there) included, as in Megatron-DeepSpeed.
+    """Return logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden] by the embedding's weights.
+    The last stage has a copy of the whole embedding, with its unused positions, as in Megatron-DeepSpeed.
     """
     return F.linear(x, embedding.tokens.weight)
 
@@ -172,16 +168,16 @@ class GPTHead(nn.Module):
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden]."""
+        """Return logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden]."""
         return self.output(self.norm(x))
 
 
 def follow_default_generator() -> None:
     """Make megatron-core draw dropout masks from torch's default generator of the device, CPU or CUDA.
 
-    Random numbers of a micro-batch are keyed by seeding that generator before F; megatron's own tracker has
-    private streams, which would go on counting per worker.  What it calls its inference tracker has none.
-    It is right for tensor-parallel size 1, where the streams are all alike.
+    Random numbers of a micro-batch are keyed by seeding that generator before F. Megatron's own tracker has private
+    streams that continue per worker; its "inference tracker" has none. This is right for tensor-parallel size 1, where
+    all streams are alike.
     """
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
@@ -198,7 +194,7 @@ def _prepare_megatron() -> None:
 
 
 class GroupOfOne:
-    """A group of one member: all that megatron-core asks of it where there is nobody to talk to."""
+    """A group of one member, with the methods that megatron-core calls if there is nobody to talk to."""
 
     def size(self) -> int:
         return 1
@@ -213,7 +209,7 @@ def _alone() -> ProcessGroupCollection:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Run with the CPU's default generator at ``seed``, and put it back: weights are drawn on the CPU."""
+    """Run with the CPU's default generator at ``seed``, then restore it: weights are drawn on the CPU."""
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -223,7 +219,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def transformer_config(shape: GPTShape, dtype: torch.dtype) -> TransformerConfig:
-    """One stage's view: pipeline size 1, or the layers would add their own offset to their number."""
+    """Return one stage's config: with a pipeline size other than 1 the layers would add an offset to their number."""
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -234,8 +230,8 @@ def transformer_config(shape: GPTShape, dtype: torch.dtype) -> TransformerConfig
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         use_cpu_initialization=True,
-        cuda_graph_scope=[],  # what the default "full" turns into, less its warning
-        # every fusion wants CUDA or a compiler
+        cuda_graph_scope=[],  # the default "full" becomes this, after a warning
+        # every fusion needs CUDA or a compiler
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,

@@ -12,14 +12,10 @@ from torch.utils.data import Dataset
 
 
 class IndexedWindows(Dataset):
-    """Windows of ``sequence`` tokens that follow each other without overlap, over all documents one after the other, in
-    the files' order.
+    """Consecutive windows of ``sequence`` tokens without overlap, over all documents in the files' order.
 
-    ``path``: the prefix of both files.  ``vocabulary``: tokens have to be below.  Nothing is read before it is asked
-    for.
-
-    Raises FileNotFoundError, and ValueError where there is less than one window, or a token that the model does not
-    know.
+    ``path``: the common prefix of both files; ``vocabulary``: all tokens have to be below it. Data is read on access
+    only. Raises FileNotFoundError, and ValueError if there is less than one window.
     """
 
     def __init__(self, path: str | Path | None, sequence: int, vocabulary: int) -> None:
@@ -44,7 +40,9 @@ class IndexedWindows(Dataset):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """(ids, labels), int64 [sequence] each; labels are the ids one token later."""
+        """Return (ids, labels), int64 [sequence] each; labels are the ids one token later. Raises IndexError, and
+        ValueError for a token outside the vocabulary.
+        """
         if not 0 <= index < self._length:
             raise IndexError(f"window {index} of {self._length}")
         window = torch.from_numpy(self._read(index * self.sequence, self.sequence + 1).astype(numpy.int64))
@@ -57,7 +55,7 @@ class IndexedWindows(Dataset):
         return window[:-1], window[1:]
 
     def _read(self, first: int, count: int) -> numpy.ndarray:
-        """``count`` tokens from the one numbered ``first`` on, across the ends of Megatron's sequences."""
+        """Return ``count`` tokens from token ``first`` on, across the ends of Megatron's sequences."""
         parts, number = [], int(numpy.searchsorted(self._ends, first, side="right"))
         while count:
             offset = first - int(self._ends[number] - self._tokens.sequence_lengths[number])

@@ -15,13 +15,11 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 
 
 class TextWindows(Dataset):
-    """Windows of ``sequence`` bytes that follow each other without overlap; the vocabulary is 256.
+    """Consecutive windows of ``sequence`` bytes without overlap; the vocabulary is 256.
 
-    ``path``: a file, a folder (its .py, .txt and .md files; no tests, no installed packages), or None for the
-    Python standard library's own source files.  At most ``limit_bytes`` are read, so that every machine
-    with the same files has the same windows.
-
-    Raises FileNotFoundError, and ValueError where there is less than one window of text.
+    ``path``: a file, a folder (its .py, .txt and .md files; no tests, no installed packages), or None for the source
+    files of Python's standard library. At most ``limit_bytes`` are read, so every machine with the same files has the
+    same windows. Raises FileNotFoundError, and ValueError if there is less than one window of text.
     """
 
     def __init__(self, path: str | Path | None, sequence: int, limit_bytes: int = 4_000_000) -> None:
@@ -41,7 +39,7 @@ class TextWindows(Dataset):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """(ids, labels), int64 [sequence] each; labels are the ids one byte later."""
+        """Return (ids, labels), int64 [sequence] each; labels are the ids one byte later. Raises IndexError."""
         if not 0 <= index < self._length:
             raise IndexError(f"window {index} of {self._length}")
         start = index * self.sequence
@@ -50,7 +48,7 @@ class TextWindows(Dataset):
 
 
 def _files(path: str | Path | None) -> Iterator[Path]:
-    """Lazily, in an order that depends on names only: a folder's files, then its folders."""
+    """Yield files lazily, in an order that depends on names only: a folder's files, then its folders."""
     root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
     if not root.exists():
         raise FileNotFoundError(
@@ -65,7 +63,7 @@ def _files(path: str | Path | None) -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path], limit: int) -> bytes:
-    """The beginning of all files one after the other; stops reading at ``limit`` bytes."""
+    """Return the beginning of all files one after the other, at most ``limit`` bytes."""
     text = bytearray()
     for file in files:
         with file.open("rb") as stream:
