@@ -1,6 +1,6 @@
-"""A newcomer's end of the line from one source (core/worker/catching_up.py: Inlet): a thread that reads, and checks.
+"""A newcomer's end of the line from one source (core/worker/catching_up.py: Inlet): a thread that reads and checks.
 
-What is damaged on its way is handed out as such, or asked for again; where a frame is, the line is broken.
+A damaged item is handed out as such, or asked for again. A damaged frame breaks the line.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ from recycle_plugin.runtime.lines.frames import Nonsense, end, fill, peer_at, pr
 from recycle_plugin.runtime.movers.wire import DTYPES, raw
 from recycle_plugin.runtime.system import forked
 
-CONNECT_S = 10.0  # how long the source may take to answer
-ROOM = 256 << 20  # bytes that may wait to be taken in; beyond, the source's sending thread waits
+CONNECT_S = 10.0  # for the source to answer
+ROOM = 256 << 20  # bytes that may wait to be taken; beyond, the source's sending thread waits
 ASKED_AT_ONCE = 1000  # units, in one frame
 
 
 class TcpInlet:
-    """The line to the source at ``address`` ("tcp://host:port"), over which ``arrival`` comes, of the job with this
-    ``secret``.
-
-    ``changed`` is notified when something has come; ``note`` says something to the user; ``device``: where tensors go
-    to.
+    """The line to the source at ``address`` ("tcp://host:port"), which gets ``arrival`` first; ``secret``: the job's.
+    ``changed`` is notified when something has come; ``note`` gets warnings for the user; ``device``: where tensors go.
     """
 
     def __init__(
@@ -58,17 +55,17 @@ class TcpInlet:
     ) -> None:
         self._peer, self._arrival, self._changed, self._note = peer_at(address), arrival, changed, note
         self._device = device
-        self._items: deque[tuple[Item, int]] = deque()  # with the bytes of each
+        self._items: deque[tuple[Item, int]] = deque()  # each with its bytes
         self._waiting = 0  # bytes
         self._space = threading.Condition()
         self._talking = threading.Lock()
         self._secret, self._seals = secret, Seals(Seal(b""), Seal(b""), b"")
-        self._unsaid: list[object] = [arrival]  # before there is a connection
+        self._unsaid: list[object] = [arrival]  # until there is a connection
         self._unsent = bytearray()
-        self._opening: socket.socket | None = None  # a connection that is still to authenticate
+        self._opening: socket.socket | None = None  # a connection before its handshake
         self._connection: Connection | None = None
         self._closed = self._over = False
-        self.taken = {"state": 0, "sums": 0}  # bytes that have come
+        self.taken = {"state": 0, "sums": 0}  # bytes received
         threading.Thread(target=self._work, name=f"recycle: from {address}", daemon=True).start()
 
     # --- for who catches up ------------------------------------------------------------------------
@@ -82,7 +79,7 @@ class TcpInlet:
             self._say(Asked(part, asked.head and first, asked.script and first, asked.leave))
 
     def items(self) -> Iterable[Item]:
-        """What has come since this was called last, in its order."""
+        """Return what has come since the last call, in order."""
         self._say()
         with self._space:
             found = [one for one, _ in self._items]
@@ -93,7 +90,7 @@ class TcpInlet:
 
     @property
     def broken(self) -> bool:
-        """Whether the source is gone, and all that has come from it is handed out."""
+        """Whether the source is gone, and all its items are handed out."""
         with self._space:
             return self._over and not self._items
 
@@ -120,7 +117,7 @@ class TcpInlet:
                     del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
             except BlockingIOError:
                 pass
-            except OSError:  # the reader finds the end
+            except OSError:  # the reader notices the end
                 self._unsent.clear()
 
     def _work(self) -> None:
@@ -173,7 +170,7 @@ class TcpInlet:
             raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
 
     def _read(self, connection: Connection, begin: Begin, part: str, tensor: torch.Tensor) -> bool:
-        """Read a part's chunks; False where one is not what was sent."""
+        """Read a part's chunks; returns False if one was damaged."""
         whole, data = True, raw(tensor) if tensor.numel() else memoryview(b"")
         for offset in range(0, len(data), CHUNK_BYTES):
             chunk, target = FRAMES.receive(connection, Chunk, self._seals.into), data[offset : offset + CHUNK_BYTES]

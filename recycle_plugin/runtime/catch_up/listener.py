@@ -1,6 +1,6 @@
-"""The door at which newcomers come to a source for its stage's state: a listener, made when it is first needed.
+"""The door for newcomers at a source of its stage's state: a listener, made at the first need.
 
-Only whom the coordinator has announced is let in.
+Only newcomers that the coordinator has announced are let in.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.lines.frames import Nonsense
 from recycle_plugin.runtime.lines.listener import Listener
 
-HELLO_S = 10.0  # how long who has connected may take to say who it is
+HELLO_S = 10.0  # for a caller to say who it is
 
 
 class StateListener:
-    """Lets newcomers in to the worker of ``session``, on the setting ``interface``; ``rate`` is that of all of them.
-
-    ``damaged``: the numbers of chunks of which a test changes a byte.  Raises RecycleError for an interface that there
-    is not.
+    """Lets newcomers in to the worker of ``session``, on the setting ``interface``; ``rate``: for all of them together.
+    ``damaged``: numbers of chunks in which a test changes a byte. Raises RecycleError for an unusable interface.
     """
 
     def __init__(self, session: Session, interface: str | None, rate: Rate, damaged: Collection[int] = ()) -> None:
@@ -53,7 +51,7 @@ class StateListener:
         self.address = self._listener.address
 
     def expect(self, newcomer: WorkerId) -> TcpOutlet:
-        """The line to a newcomer that the coordinator has announced, before it comes; any earlier one of its ends."""
+        """Return the line for an announced newcomer, before it comes; its earlier line ends."""
         outlet = TcpOutlet(newcomer, self._rate, self._note, self._tell, self._damaged)
         with self._lock:
             self._expected = {one: each for one, each in self._expected.items() if not each.broken}
@@ -63,7 +61,7 @@ class StateListener:
         return outlet
 
     def close(self) -> None:
-        """Let nobody in any more, and end all lines once what was sent has got there."""
+        """Let nobody in any more, and end all lines once their sent data has arrived."""
         self._listener.close()
         with self._lock:
             outlets = [*self._expected.values()]
@@ -80,7 +78,7 @@ class StateListener:
         self._session.note("served", text, **seat, newcomer=newcomer.rank, **served.details())
 
     def _takes(self, own: socket.socket, proved: Proved) -> bool:
-        """Give the connection to the line of a newcomer that is expected; raises Nonsense where it is not."""
+        """Pass a connection to the line of its newcomer; raises Nonsense if that is not expected."""
         connection, seals = proved
         arrival = FRAMES.receive(connection, Arrival, seals.into, LONGEST_HELLO)
         with self._lock:
@@ -91,7 +89,7 @@ class StateListener:
 
 
 def address_of(interface: str) -> str:
-    """The address of a network interface by its name, or the address itself.  Raises RecycleError for neither."""
+    """Return the address of a network interface, given by name or address; raises RecycleError for neither."""
     found = psutil.net_if_addrs()
     if interface in found:
         for family in (socket.AF_INET, socket.AF_INET6):

@@ -1,7 +1,7 @@
 """A source's end of the line to one newcomer (core/worker/serving.py: Outlet): a queue, and a thread that sends.
 
-Whoever trains appends, and never waits.  What waits is bounded: units by asking whether there is room before one is
-read, sums, which come with each step, by giving the newcomer up.
+The training thread appends and never waits. The queue is bounded: units are read only if there is room; sums come with
+each step, and the newcomer is given up if too many wait.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from recycle_plugin.runtime.devices.port import Order
 from recycle_plugin.runtime.lines.frames import Nonsense, end
 from recycle_plugin.runtime.state.stage_state import raw
 
-ROOM = 256 << 20  # bytes of units that may wait: what a long instruction leaves no other moment to copy
-STEPS = 2  # whose sums may wait in any case
-LINGER_S = 10.0  # how long what is to get there at the end may take
-LOOK_S = 1.0  # between two looks at whether a line that takes nothing is to end
+ROOM = 256 << 20  # bytes of units that may wait: a long instruction leaves no other moment to copy
+STEPS = 2  # whose sums may wait whatever their size
+LINGER_S = 10.0  # for the last data to arrive
+LOOK_S = 1.0  # between two checks whether a blocked line has to end
 
 
 class TcpOutlet:
-    """The line to ``newcomer``, which may come to it later (:meth:`take`).
-
-    ``note`` says something to the user, and ``tell`` what it came to, once it ends.  ``damaged()``: whether to change a
-    byte of the next chunk on its way, for tests.
+    """The line to ``newcomer``, which may connect later (:meth:`take`). ``note`` gets warnings for the user, ``tell``
+    the account at the end. ``damaged()``: whether to change a byte of the next chunk, for tests.
     """
 
     def __init__(
@@ -51,19 +49,19 @@ class TcpOutlet:
         self.newcomer, self._rate, self._note, self._damaged = newcomer, rate, note, damaged
         self._served, self._tell, self._told = Served(), tell, False
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Item, Order]] = deque()  # its first one is being sent
-        self._units = 0  # bytes that wait
-        self._sums: deque[tuple[int, int]] = deque()  # of each that waits, and of units that come again: step and bytes
+        self._queue: deque[tuple[Item, Order]] = deque()  # the first one is being sent
+        self._units = 0  # bytes of waiting units
+        self._sums: deque[tuple[int, int]] = deque()  # (step, bytes) of waiting sums, and of units that are sent again
         self._connection: Connection | None = None
-        self._seals: Seals  # of that
+        self._seals: Seals  # of the connection
         self._received = bytearray()
-        self._until: float | None = None  # when it has to be over, once it is closed
+        self._until: float | None = None  # deadline, once closed
         self._broken = False
 
     # --- for who trains ----------------------------------------------------------------------------
 
     def asked(self) -> Iterable[Asked]:
-        """What the newcomer has asked for since this was called last."""
+        """Return what the newcomer has asked for since the last call."""
         found: list[Asked] = []
         try:
             while self._connection is not None and not self._broken:
@@ -84,7 +82,7 @@ class TcpOutlet:
         return found
 
     def send(self, item: Item) -> None:
-        """Send one item, after all before it; where too much of what it follows waits, the line ends."""
+        """Queue one item behind all others; if the newcomer is too far behind with sums the line ends."""
         order = order_of(_tensors(item))
         with self._changed:
             if self._broken or self._until is not None:
@@ -101,11 +99,11 @@ class TcpOutlet:
             self._end(f"it takes what it follows too slowly: {waiting} bytes of more than {STEPS} steps wait for it")
 
     def has_room(self, waiting: bool) -> bool:
-        """Whether something may be read for this newcomer now.  ``waiting``: this worker has nothing else to do."""
+        """Return whether something may be read for this newcomer; ``waiting``: this worker has nothing else to do."""
         return self._units < ROOM and self._rate.may_copy(waiting)
 
     def copied(self, seconds: float) -> None:
-        """Count what copying for this newcomer has taken."""
+        """Count the seconds that copying for this newcomer has taken."""
         self._served.copied(seconds, self._rate.copied(seconds))
 
     @property
@@ -113,7 +111,7 @@ class TcpOutlet:
         return self._broken
 
     def close(self) -> None:
-        """End the line, once what was sent has got there, within 10 s."""
+        """End the line once its sent data has arrived, within 10 s."""
         with self._changed:
             self._until = time.monotonic() + LINGER_S
             self._changed.notify_all()
@@ -124,13 +122,11 @@ class TcpOutlet:
     # --- the line ----------------------------------------------------------------------------------
 
     def take(self, connection: Connection, seals: Seals) -> bool:
-        """Send over ``connection``, with its ``seals``, from now on; False where there is one already, or the line has
-        ended.
-        """
+        """Send over ``connection`` with ``seals`` from now on; False if there is one already, or the line has ended."""
         with self._changed:
             if self._connection is not None or self._broken:
                 return False
-            connection.setblocking(False)  # first: with a timeout, Python waits for what may not come
+            connection.setblocking(False)  # first: with a timeout Python would wait for data that may not come
             self._connection, self._seals = connection, seals
         threading.Thread(target=self._work, name=f"recycle: to {self.newcomer}", daemon=True).start()
         return True
@@ -144,13 +140,13 @@ class TcpOutlet:
             self._end()
         except OSError:
             self._end()
-        except Exception as error:  # a device's, which the trainer meets by itself
+        except Exception as error:  # of the device; the trainer meets it by itself
             self._end(str(error)[:200])
         finally:
             connection.close()
 
     def _say_next(self, connection: Connection) -> bool:
-        """Send the next item, and let it go; False where there is no more to come."""
+        """Send the next item and drop it; returns False if there are no more."""
         entry = self._next()
         if entry is not None:
             self._say(connection, *entry)
@@ -158,7 +154,7 @@ class TcpOutlet:
         return entry is not None
 
     def _next(self) -> tuple[Item, Order] | None:
-        """The next item, which stays in the queue; None where there is no more to come."""
+        """Return the next item, which stays in the queue; None if there are no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._broken or self._until is not None)
             return self._queue[0] if self._queue and not self._broken else None
@@ -193,7 +189,7 @@ class TcpOutlet:
             data = data.copy()
             data[len(data) // 2] ^= 1
         self._write(connection, [memoryview(FRAMES.frame(chunk, self._seals.out)), data.data])
-        if begin.kind != "sums":  # of which as many come with the next step, however late these are
+        if begin.kind != "sums":  # sums are not slowed down: each step brings as many again
             busy_s = time.thread_time() - began
             rest_s = self._rate.rest_s(busy_s)
             self._served.sent(chunk.size, busy_s, rest_s, self._rate.alone())
@@ -201,7 +197,7 @@ class TcpOutlet:
                 self._changed.wait_for(lambda: self._broken, rest_s)
 
     def _write(self, connection: Connection, parts: list[memoryview]) -> None:
-        """Write all of it; raises OSError where the line ends meanwhile."""
+        """Write all of it; raises OSError if the line ends meanwhile."""
         while parts:
             if self._broken or (self._until is not None and time.monotonic() > self._until):
                 raise ConnectionAbortedError
@@ -230,7 +226,7 @@ class TcpOutlet:
         self._tell_once()
 
     def _tell_once(self) -> None:
-        """Say what it came to, if anything was sent."""
+        """Report the account, once, if anything was sent."""
         with self._changed:
             first, self._told = not self._told, True
         if first and self._served.bytes:
@@ -238,7 +234,7 @@ class TcpOutlet:
 
 
 def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:
-    """A function that says of one chunk after the other, from 1, whether it is among ``numbers``."""
+    """Return a function that says, chunk by chunk from 1 on, whether the chunk is among ``numbers``."""
     count, lock = [0], threading.Lock()
 
     def damaged() -> bool:
@@ -250,7 +246,7 @@ def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:
 
 
 def _await_room(connection: Connection) -> None:
-    """Return once the socket takes something, or a second later."""
+    """Return once the socket takes something, or after 1 s."""
     poll = select.poll()
     poll.register(connection, select.POLLOUT)
     poll.poll(1000 * LOOK_S)

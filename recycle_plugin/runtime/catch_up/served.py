@@ -1,4 +1,4 @@
-"""What it came to to serve one newcomer: how much went out, how fast, and what it was held to.  One event tells it."""
+"""The account of serving one newcomer: bytes, speed, and limits. One event reports it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 
 class Served:
-    """The account of one line.
-
-    The thread that trains calls :meth:`copied`, the one that sends calls :meth:`sent`; whoever ends the line reads it.
-    ``clock`` is for tests.
+    """The account of one line. The training thread calls :meth:`copied`, the sending thread :meth:`sent`; the thread
+    that ends the line reads it. ``clock`` is for tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,14 +20,14 @@ class Served:
         self._alone = False
 
     def copied(self, seconds: float, waiting: bool) -> None:
-        """Count a copy, which was made while the thread that trains was ``waiting``, or in its working time."""
+        """Count a copy, made while the training thread was ``waiting``, or in its working time."""
         if waiting:
             self._waited_s += seconds
         else:
             self._worked_s += seconds
 
     def sent(self, count: int, busy_s: float, rest_s: float, alone: bool) -> None:
-        """Count ``count`` bytes, the rest that they were followed by, and whether the stage had no other worker."""
+        """Count ``count`` bytes, the busy time and rest they took, and whether the stage had no other worker."""
         if not self.bytes:
             self._began = self._clock() - busy_s
         self.bytes += count
@@ -38,10 +36,10 @@ class Served:
         self._ended = self._clock()
 
     def details(self) -> dict[str, Any]:
-        """The event's details: times in seconds, shares from 0 to 1.
+        """Return the event's details: times in seconds, shares from 0 to 1.
 
-        ``core_share``: of a core that the thread which sends was held to, in the mean; ``bubble_share``: of the copying
-        that was done while the thread that trains waited for others; ``held_by``: what held it back, in words.
+        ``core_share``: the sending thread's mean share of a core; ``bubble_share``: the share of copying done while the
+        training thread waited; ``held_by``: what limited it, in words.
         """
         seconds = self._ended - self._began
         busy_s, copied_s = self._busy_s + self._rested_s, self._waited_s + self._worked_s

@@ -1,4 +1,4 @@
-"""All that one worker has for the transfer of its stage's state: lines to newcomers, or from sources."""
+"""All that a worker has for transfers of its stage's state: lines to newcomers, or from sources."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from recycle_plugin.runtime.state.units import StageUnits
 
 
 class Transfers:
-    """The transfers of the worker of ``session``, at ``stage``, which computes on ``device``.
-
-    ``interface``: the setting; ``units(spent)`` makes the units of its state for one newcomer, whose copying tells
-    ``spent`` its seconds.
+    """The transfers of the worker of ``session``, at ``stage``, which computes on ``device``. ``interface``: the
+    setting. ``units(spent)`` makes the units of its state for one newcomer; ``spent`` gets the seconds of copying.
     """
 
     def __init__(
@@ -36,9 +34,8 @@ class Transfers:
         self._listener: StateListener | None = None
 
     def to(self, newcomer: WorkerId) -> tuple[StageUnits, TcpOutlet, str]:
-        """What serves a newcomer that the coordinator has announced: the state for it, the line, and where it comes to.
-
-        Raises RecycleError for an interface that there is not.
+        """Return what serves an announced newcomer: the state's units, the line, and the address to come to. Raises
+        RecycleError for an unusable interface.
         """
         if self._listener is None:
             self._listener = StateListener(self._session, self._interface, self._rate)
@@ -46,12 +43,12 @@ class Transfers:
         return self._units(outlet.copied), outlet, self._listener.address
 
     def come_from(self, address: str) -> TcpInlet:
-        """The line from the source at ``address``, where this worker is the newcomer."""
+        """Return the line from the source at ``address``; this worker is the newcomer."""
         session = self._session
         note, arrival = partial(session.note, "warning"), Arrival(session.job_id, session.view.worker)
         return TcpInlet(address, arrival, session.secret, session.waiting.changed, note, self._device)
 
     def close(self) -> None:
-        """Let nobody in any more; what was sent still gets there."""
+        """Let nobody in any more; data already sent still arrives."""
         if self._listener is not None:
             self._listener.close()

@@ -1,8 +1,8 @@
-"""What is said on a line between a source and a newcomer, as bytes.
+"""The messages between a source and a newcomer, as bytes.
 
-A frame is a message of ``LANGUAGE`` and its seal.  An item with tensors is a :class:`Begin`, which says what comes, and
-behind it each tensor's bytes in chunks, each with the SHA-256 of what it is a part of and of its bytes.  So a byte that
-changes on its way is found: in a tensor it costs that item, in a frame the line.
+A frame is a message of ``LANGUAGE`` and its seal. An item with tensors is a :class:`Begin` that announces them,
+followed by each tensor's bytes in chunks. Each chunk has a SHA-256 of its place and its bytes. So damage is found: in a
+tensor it costs that item, in a frame the line.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
 
 CHUNK_BYTES = 1 << 20
-LONGEST_HELLO = 1 << 12  # bytes: of a frame from whom nobody knows yet
-PLAIN, VALUE, UNITS = "plain", "value", "units"  # parts that are no tensors of the state; no tensor is called so
+LONGEST_HELLO = 1 << 12  # bytes of a frame from an unknown caller
+PLAIN, VALUE, UNITS = "plain", "value", "units"  # parts that are no tensors of the state, whose names never equal these
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The first message on a line: who comes, of which job."""
+    """The first message on a line: the newcomer, and its job."""
 
     job: str
     newcomer: WorkerId
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Begin:
-    """An item of a ``kind`` (KINDS), of the unit ``name``, whose ``parts`` come behind this, each in chunks."""
+    """Announces an item of a ``kind`` (KINDS), of the unit ``name``; its ``parts`` follow, each in chunks."""
 
     kind: str
     step: int
@@ -67,9 +67,8 @@ class Begin:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next ``size`` bytes behind this are of the tensor ``part`` of a unit, from byte ``offset`` on.
-
-    ``digest``: SHA-256 of unit, part, offset, step and bytes.
+    """Announces ``size`` bytes of the tensor ``part``, from byte ``offset`` on. ``digest``: SHA-256 of the item's kind
+    and name, part, offset, step and bytes.
     """
 
     part: str
@@ -80,8 +79,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mark:
-    """A :class:`Marker`, with the dtype of its norm, "" where that is no tensor, and its settings as JSON; ``share``:
-    which part of the replicas has contributed.
+    """A :class:`Marker`, with the dtype of its norm ("" if that is no tensor) and its settings as JSON. ``share``: the
+    part of the replicas that has contributed.
     """
 
     step: int
@@ -103,14 +102,14 @@ KINDS = ("head", "unit", "sums", "script")
 
 
 def digest(begin: Begin, part: str, offset: int, data: Any) -> str:
-    """The hash of a chunk of an item."""
+    """Return the hash of a chunk of an item."""
     found = hashlib.sha256(f"{begin.kind} {begin.name} {part} {offset} {begin.step} ".encode())
     found.update(data)
     return found.hexdigest()
 
 
 def chunks(part: Part, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The pieces of a part's tensor, wherever that is, each with its offset."""
+    """Yield (offset, piece) of a part's tensor, wherever that is."""
     offset = 0
     for piece in pieces(tensor, CHUNK_BYTES):
         yield offset, piece
@@ -118,7 +117,7 @@ def chunks(part: Part, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor
 
 
 def mark(marker: Marker) -> Mark:
-    """A marker as it is sent: its norm is a number, or a tensor that has one."""
+    """Return a marker as it is sent; its norm is a number or a one-number tensor."""
     norm = marker.norm
     dtype = str(norm.dtype).removeprefix("torch.") if torch.is_tensor(norm) else ""
     value = None if norm is None else float(norm)
@@ -127,14 +126,14 @@ def mark(marker: Marker) -> Mark:
 
 
 def marker(found: Mark) -> Marker:
-    """What :func:`mark` was made of.  Raises Nonsense for a norm of no type, and for settings that are none."""
+    """Invert :func:`mark`. Raises Nonsense for an unknown dtype, and for invalid settings."""
     norm = found.norm if not found.dtype or found.norm is None else torch.tensor(found.norm, dtype=_dtype(found.dtype))
     settings = _settings(found.settings)
     return Marker(found.step, norm, found.begins, found.valid_from, settings, found.share, found.ends)
 
 
 def _settings(text: str) -> list[dict[str, Any]] | None:
-    """An optimizer's settings, group by group, from JSON, which writes tuples as lists."""
+    """Return an optimizer's settings, group by group, from JSON, which writes tuples as lists."""
     try:
         found = json.loads(text)
         return None if found is None else [{name: _tuples(value) for name, value in group.items()} for group in found]
@@ -147,7 +146,7 @@ def _tuples(value: Any) -> Any:
 
 
 def begun(item: Head | Unit | Sums | Handed) -> Iterator[tuple[Begin, list[torch.Tensor]]]:
-    """What is sent of an item: what begins, and its tensors; sums go unit by unit."""
+    """Yield what is sent of an item: its announcement and its tensors; sums go unit by unit."""
     if isinstance(item, Sums):
         for name, values in item.values.items():
             parts = tuple(_part(str(number), value) for number, value in enumerate(values))
@@ -166,9 +165,8 @@ def begun(item: Head | Unit | Sums | Handed) -> Iterator[tuple[Begin, list[torch
 
 
 def item(begin: Begin, tensors: list[torch.Tensor] | None) -> Item | None:
-    """The item that has come; ``tensors`` None: it is damaged.  None: there is none without its tensors.
-
-    Raises Nonsense where it is none.
+    """Return the item that has come; ``tensors`` None: it was damaged. Returns None if it is useless without them.
+    Raises Nonsense for an invalid item.
     """
     if begin.kind == "unit":
         return Unit(begin.step, begin.name, None if tensors is None else _unit(begin, tensors))
@@ -185,7 +183,7 @@ def item(begin: Begin, tensors: list[torch.Tensor] | None) -> Item | None:
 
 
 def check(begin: Begin) -> None:
-    """Raise Nonsense where an item is announced that can't be."""
+    """Raise Nonsense for the announcement of an impossible item."""
     if begin.kind not in KINDS:
         raise Nonsense(f"an item of kind {begin.kind[:80]!r}")
     for part in begin.parts:

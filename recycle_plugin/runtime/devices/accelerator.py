@@ -1,12 +1,11 @@
-"""A device with an order of its own: what is started on it is done later, stream by stream.
+"""A device with an order of its own: work started on it is done later, stream by stream.
 
-What layers and optimizers do is on the current stream, as everywhere in torch.  Copies have a stream each way, so that
-they go on beside the computing, and large ones for which nobody waits one of their own; they stand in order with
-computing by events alone: no call here waits for the device, but a
-copy of host memory for which there is no pinned room left.
+Layers and optimizers use the current stream, as everywhere in torch. Copies have a stream for each direction, so that
+they run beside the computing, and large ones for which nobody waits have a third. Events alone order them with the
+computing: no call here waits for the device, except a copy of host memory for which no pinned room is left.
 
-A block of device memory that a copy uses on another stream than its own is recorded there, so that torch gives it to
-nobody before the copy is over, also where all references are gone.
+A block of device memory that a copy uses on a foreign stream is recorded there. So torch reuses it only after the copy,
+even if all references are gone.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from recycle_plugin.runtime.devices.host import CPU, on_host
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
-STREAMS = 32  # of a device that torch has of each priority (c10/cuda/CUDAStream.cpp)
-SHORTEST_S, LONGEST_S = 20e-6, 200e-6  # between two looks at an event; a device may wait for its host meanwhile
+STREAMS = 32  # per priority, in torch (c10/cuda/CUDAStream.cpp)
+SHORTEST_S, LONGEST_S = 20e-6, 200e-6  # between two polls of an event; a device may wait for its host meanwhile
 
 
 class Accelerator:
@@ -37,7 +36,7 @@ class Accelerator:
         self.where, self.kind, self.lags = where, where.type, True
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
-        self._taken, self._taking = set[Any](), threading.Lock()  # streams that somebody orders something on
+        self._taken, self._taking = set[Any](), threading.Lock()  # streams in use for an order
         self._down, self._up, self._apart = (self._free_stream() for _ in range(3))
 
     @property
@@ -48,9 +47,8 @@ class Accelerator:
     # --- copies ---------------------------------------------------------------------------------------
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
-        """Start copying tensors to host memory behind all that the calling thread has started on the device.
-
-        What is not ``shared`` may change at once: what is started from now on waits for the copy, on the device.
+        """Start copying tensors to host memory, after all that the calling thread has started on the device. If they
+        are not ``shared`` they may change at once: later work waits for the copy, on the device.
         """
         if all(map(on_host, tensors)):
             return CPU.to_host(tensors, what, shared=shared)
@@ -67,7 +65,7 @@ class Accelerator:
         return Downward(targets, over, f"{what}, to the host")
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
-        """Start copying tensors to the device; the copy's tensors are ready in the order of whoever waits for it."""
+        """Start copying tensors to the device; they are ready in the order of the thread that waits for the copy."""
         here = [tensor.detach() if shared or on_host(tensor) else tensor.detach().clone() for tensor in tensors]
         staged = [self._staged(tensor, shared) if on_host(tensor) else tensor for tensor in here]
         with self._module.stream(self._up):
@@ -85,7 +83,7 @@ class Accelerator:
         return target.copy_(source, non_blocking=target.is_pinned())
 
     def _staged(self, tensor: torch.Tensor, shared: bool) -> torch.Tensor:
-        """``tensor``, of the host, where a copy may read it while its owner goes on."""
+        """Return host tensor ``tensor`` where a copy can read it while its owner goes on."""
         if tensor.layout is not torch.strided or (shared and tensor.is_pinned() and tensor.is_contiguous()):
             return tensor
         return self.room(tensor.shape, tensor.dtype).copy_(tensor)
@@ -96,8 +94,8 @@ class Accelerator:
         return torch.empty_like(staged, device=self.where).copy_(staged, non_blocking=staged.is_pinned())
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in host memory, pinned within the budget."""
-        with self._module.device(self.where):  # else it would wake the first device in threads that compute nothing
+        """Return an uninitialised tensor in host memory, pinned within the budget."""
+        with self._module.device(self.where):  # else threads that compute nothing would initialise the first device
             return self._pinned.room(shape, dtype)
 
     # --- events ---------------------------------------------------------------------------------------
@@ -107,17 +105,15 @@ class Accelerator:
         return StreamEvent(self._mark(self._module.current_stream(self.where)), what)
 
     def order(self) -> Order:
-        """The order of the stream that the calling thread computes on."""
+        """Return the order of the stream that the calling thread computes on."""
         return StreamOrder(self._module, self._module.current_stream(self.where))
 
     def lane(self) -> Lane:
-        """A new order beside all others, for what another library starts on the device; see Lane.leave."""
+        """Return a new order beside all others, for another library's work on the device; see Lane.leave."""
         return Lane(self._module, self.where, self._free_stream(), self._taken.discard)
 
     def _free_stream(self) -> Any:
-        """A stream that is nobody's yet: torch has STREAMS, and then gives the first again.  With all of them taken it
-        is shared.
-        """
+        """Return an unused stream; torch reuses streams after STREAMS. If all are taken the stream is shared."""
         with self._taking:
             for _ in range(STREAMS):
                 stream = self._module.Stream(self.where)
@@ -134,12 +130,12 @@ class Accelerator:
     # --- the rest -------------------------------------------------------------------------------------
 
     def memory(self) -> DeviceMemory:
-        """How much of the device's memory all processes use together, and how much there is."""
+        """Return how much of the device's memory all processes use together, and its size."""
         free, total = self._module.mem_get_info(self.where)
         return DeviceMemory(total - free, total)
 
     def arithmetic(self) -> str:
-        """The device's name, torch's release and that of what it was built with, and what it is allowed in products."""
+        """Describe the device's name, the releases of torch and its toolkit, and the precision of matrix products."""
         built = torch.version.cuda or torch.version.hip or ""
         return (
             f"{self._module.get_device_name(self.where)}, torch {torch.__version__}{built and f' with {built}'}, "
@@ -147,88 +143,85 @@ class Accelerator:
         )
 
     def budget(self, pinned: int | None, short: Callable[[int], None]) -> None:
-        """Pin at most that many bytes of host memory at a time, or with None as many as there are.
-
-        ``short`` is called with the size of the first piece that is not pinned for that.
+        """Pin at most ``pinned`` bytes of host memory at a time; None: no limit. ``short`` is called with the size of
+        the first piece that is not pinned because of that.
         """
         self._pinned.limit(sys.maxsize if pinned is None else pinned, short)
 
     def repeatable(self) -> None:
-        """Have torch choose deterministic kernels, and refuse operations that have none, each by name."""
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matrix product
+        """Have torch choose deterministic kernels, and refuse operations without one, by name."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
-        deterministic: Any = torch.utils.deterministic  # torch's stubs lack what it has
-        deterministic.fill_uninitialized_memory = False  # which costs a kernel for each empty tensor
+        deterministic: Any = torch.utils.deterministic  # torch's stubs lack its attributes
+        deterministic.fill_uninitialized_memory = False  # it costs a kernel per empty tensor
 
 
 class StreamEvent:
-    """A mark on a stream, behind ``what``."""
+    """A mark on a stream, after ``what``."""
 
     def __init__(self, event: Any, what: object) -> None:
         self._event, self._what = event, what
 
     def poll(self) -> bool:
-        """Whether the device has come to it; True also where it has failed."""
+        """Return whether the device has reached the mark; True also if it has failed."""
         return _over(self._event)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the device has come to it; raises what that has failed with, WaitTimeout past the deadline."""
+        """Return when the device has reached the mark; raises its error, or WaitTimeout past the deadline."""
         await_event(self._event, self._what, timeout_s)
 
     def since(self, earlier: StreamEvent) -> float:
-        """Seconds between two marks that the device has come to, by its own clock."""
+        """Return the seconds between two reached marks, by the device's clock."""
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class StreamOrder:
-    """The order of a ``stream`` of the kind of device that ``module`` is torch's for."""
+    """The order of a ``stream``; ``module``: torch's for the kind of device."""
 
     def __init__(self, module: Any, stream: Any) -> None:
         self._module, self._stream = module, stream
 
     def kept(self) -> AbstractContextManager[object]:
-        """A context in which the calling thread computes on the stream."""
+        """Return a context in which the calling thread computes on the stream."""
         made: AbstractContextManager[object] = self._module.stream(self._stream)
         return made
 
     def join(self) -> None:
-        """Put what the calling thread starts from now on behind all that is on the stream."""
+        """Put later work of the calling thread after everything on the stream."""
         ours = self._module.current_stream(self._stream.device)
         if ours != self._stream:
             ours.wait_stream(self._stream)
 
 
 class Lane:
-    """A ``stream`` of the device at ``where``, of the kind that ``module`` is torch's for; ``give_back(stream)`` has it
-    given to others.
-    """
+    """A ``stream`` of the device at ``where``; ``module``: torch's for its kind; ``give_back(stream)`` frees it."""
 
     def __init__(self, module: Any, where: torch.device, stream: Any, give_back: Callable[[Any], object]) -> None:
         self._module, self.where, self._stream, self._give_back = module, where, stream, give_back
 
     def leave(self) -> None:
-        """Nothing is under way in this order, and nothing will be: another lane may get its stream."""
+        """Free the stream for another lane. Nothing may be under way in this order, now or later."""
         self._give_back(self._stream)
 
     def mark(self) -> Any:
-        """The end of what the calling thread has started on the device so far."""
+        """Mark the end of what the calling thread has started on the device so far."""
         event = self._module.Event()
         event.record(self._module.current_stream(self.where))
         return event
 
     def take_thread(self) -> None:
-        """Have the calling thread use this device from now on: one that has chosen none would wake the first."""
+        """Have the calling thread use this device; without a choice it would initialise the first one."""
         self._module.set_device(self.where)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A context: what the calling thread starts inside, memory too, is in this order."""
+        """Return a context in which the calling thread's device work, allocations too, is in this order."""
         with self._module.device(self.where), self._module.stream(self._stream):
             yield
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """A context: what the calling thread starts inside is in this order, behind ``mark``."""
+        """Return a context in which the calling thread's device work is in this order, after ``mark``."""
         with self.alone():
             stand_behind(self._stream, mark)
             yield
@@ -241,35 +234,35 @@ class Lane:
 
 
 class Downward:
-    """Tensors on their way to the host, there once ``over`` has happened."""
+    """Tensors on their way to the host, complete once ``over`` has happened."""
 
     def __init__(self, targets: Tensors, over: Any, what: str) -> None:
         self._targets, self._over, self._what = targets, over, what
         self.nbytes = sum(target.nbytes for target in targets)
 
     def poll(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Return whether it is over, also with an error."""
         return _over(self._over)
 
     def wait(self, timeout_s: float) -> Tensors:
-        """The tensors in host memory; raises the device's error, or WaitTimeout past the deadline."""
+        """Return the tensors in host memory; raises the device's error, or WaitTimeout past the deadline."""
         await_event(self._over, self._what, timeout_s)
         return self._targets
 
 
 class Upward:
-    """Tensors on their way to the device; ``current()`` is the stream that the calling thread computes on."""
+    """Tensors on their way to the device; ``current()``: the stream that the calling thread computes on."""
 
     def __init__(self, targets: Tensors, over: Any, what: str, current: Callable[[], Any]) -> None:
         self._targets, self._over, self._what, self._current = targets, over, what, current
         self.nbytes = sum(target.nbytes for target in targets)
 
     def poll(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Return whether it is over, also with an error."""
         return _over(self._over)
 
     def wait(self, timeout_s: float) -> Tensors:
-        """The tensors, at once: what the calling thread starts from now on is behind the copy."""
+        """Return the tensors at once; later work of the calling thread is after the copy."""
         stream = self._current()
         stand_behind(stream, self._over)
         for target in self._targets:
@@ -279,13 +272,12 @@ class Upward:
 
 
 def stand_behind(stream: Any, event: Any) -> None:
-    """Have what is started on ``stream`` from now on wait for ``event``; the host goes on."""
+    """Have later work on ``stream`` wait for ``event``, without blocking the host."""
     stream.wait_event(event)
 
 
 def await_event(event: Any, what: object, timeout_s: float) -> None:
-    """Return when ``event`` has happened; raises the device's error, or WaitTimeout, which names ``what``.
-
+    """Return when ``event`` has happened; raises the device's error, or WaitTimeout, which names ``what``. Polls, since
     torch's own wait has no deadline.
     """
     until, pause = time.monotonic() + timeout_s, SHORTEST_S
@@ -294,17 +286,17 @@ def await_event(event: Any, what: object, timeout_s: float) -> None:
             raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_S)
-    event.synchronize()  # returns at once; torch.cuda._sanitizer takes no query for an order
+    event.synchronize()  # returns at once; torch.cuda._sanitizer does not count a query as ordering
 
 
 def _over(event: Any) -> bool:
     try:
         return bool(event.query())
-    except RuntimeError:  # the device's, which whoever waits gets
+    except RuntimeError:  # of the device; the waiting caller gets it
         return True
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without a graph, laid out as its numbers are read; a kernel on the current stream where it is not."""
+    """Return ``tensor`` detached, contiguous, with conjugation resolved; may run a kernel on the current stream."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous() if plain.layout is torch.strided else plain

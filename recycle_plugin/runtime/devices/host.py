@@ -14,12 +14,12 @@ import torch
 
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
-HOST = torch.device("cpu")  # where memory is that other processes, files and networks can be given
-LARGE = 1 << 25  # bytes: what malloc takes from the system, and gives back, each time
+HOST = torch.device("cpu")  # the memory that other processes, files and networks can use
+LARGE = 1 << 25  # bytes; malloc maps and unmaps larger blocks each time
 
 
 class There(NamedTuple):
-    """A copy that has succeeded already."""
+    """A copy that is already complete."""
 
     tensors: Tensors
 
@@ -28,65 +28,60 @@ class There(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def poll(self) -> bool:
-        """Always True: the copy is over."""
+        """Return True."""
         return True
 
     def wait(self, timeout_s: float) -> Tensors:
-        """The tensors, at once."""
+        """Return the tensors at once."""
         return self.tensors
 
 
 class Done(NamedTuple):
-    """An event that has happened, ``at`` that many seconds of time.perf_counter."""
+    """An event that happened ``at`` that many seconds of time.perf_counter."""
 
     at: float
 
     def poll(self) -> bool:
-        """Always True: the work is done."""
+        """Return True."""
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Return at once: the work is done."""
+        """Return at once."""
 
     def since(self, earlier: Done) -> float:
-        """Seconds between an earlier event and this one."""
+        """Return the seconds since an earlier event."""
         return self.at - earlier.at
 
 
 class CallsInOrder:
-    """The order of calls, which no thread can leave where all is done when a call returns."""
+    """The order of calls, in which work is done when its call returns, on any thread."""
 
     def kept(self) -> AbstractContextManager[object]:
-        """A context that changes nothing."""
+        """Return a context that changes nothing."""
         return nullcontext()
 
     def join(self) -> None:
-        """Nothing: all that was started is done."""
+        """Do nothing: all started work is done."""
 
 
 class Cpu:
-    """The host itself as a device: its work is done when a call returns.
-
-    Its memory is the machine's, which other workers use too.
-    """
+    """The host itself as a device: work is done when its call returns. Its memory is the whole machine's."""
 
     where, kind, lags = HOST, HOST.type, False
     generators = (torch.default_generator,)
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
-        """Detached tensors, contiguous; copies where their memory may not be shared."""
+        """Return detached contiguous tensors; copies if their memory may not be shared."""
         given = [tensor.detach() if shared else tensor.detach().clone() for tensor in tensors]
         return There(tuple([tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in given]))
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
-        """Detached tensors on the host; copies where their memory may not be shared."""
+        """Return detached tensors on the host; copies if their memory may not be shared."""
         return There(tuple([tensor.detach().to(HOST, copy=not shared) for tensor in tensors]))
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in host memory.
-
-        A large one is in huge pages where the system has them: a fault for each page of 4 KiB takes several times as
-        long as what is then written there.
+        """Return an uninitialised tensor in host memory. A large one uses huge pages if the system has them: a fault
+        per page of 4 KiB takes several times as long as writing it.
         """
         numbers = prod(shape)
         if numbers * dtype.itemsize <= LARGE:
@@ -94,39 +89,39 @@ class Cpu:
         memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
+        except OSError:  # a kernel without huge pages
             pass
         return torch.frombuffer(memory, dtype=dtype, count=numbers).view(*shape)
 
     def event(self, what: object) -> DeviceEvent:
-        """An event that has happened now."""
+        """Return an event that has happened now."""
         return Done(time.perf_counter())
 
     def order(self) -> Order:
-        """The order of calls."""
+        """Return the order of calls."""
         return CallsInOrder()
 
     def memory(self) -> DeviceMemory:
-        """The machine's memory, used by all processes and in total."""
+        """Return the machine's memory, used by all processes and in total."""
         found = psutil.virtual_memory()
         return DeviceMemory(found.total - found.available, found.total)
 
     def arithmetic(self) -> str:
-        """The torch version, the CPU capability that torch uses, and its number of threads."""
+        """Describe torch's version, its CPU capability, and its number of threads."""
         return (
             f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
 
     def budget(self, pinned: int | None, short: Callable[[int], None]) -> None:
-        """Nothing: none of the host's memory has to be pinned for a device that is the host."""
+        """Do nothing: a device that is the host needs no pinned memory."""
 
     def repeatable(self) -> None:
-        """Nothing: operations with a fixed number of threads are."""
+        """Do nothing: with a fixed number of threads operations are repeatable."""
 
 
 CPU = Cpu()
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is in host memory."""
+    """Return whether the tensor is in host memory."""
     return tensor.device.type == HOST.type

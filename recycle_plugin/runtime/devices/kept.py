@@ -1,4 +1,4 @@
-"""Tensors that stay on their device, and come to the host when somebody asks for that."""
+"""Tensors that stay on their device, and are copied to the host on demand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from recycle_plugin.runtime.devices.port import Copy, Tensors
 
 
 class Kept:
-    """A copy of ``tensors`` to the host, which ``begin`` starts when it is first asked for, in whatever thread.
-
-    The tensors are contiguous and without a graph, and nobody changes them.
+    """A copy of ``tensors`` to the host; ``begin`` starts it at the first demand, in any thread. The tensors are
+    contiguous and without a graph, and nobody changes them.
     """
 
     def __init__(self, tensors: Tensors, begin: Callable[[], Copy]) -> None:
@@ -24,16 +23,16 @@ class Kept:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def begin(self) -> Copy:
-        """The copy, which is under way from now on."""
+        """Start the copy if it has not been started, and return it."""
         with self._lock:
             if self._copy is None:
                 self._copy = self._begin()
             return self._copy
 
     def poll(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Return whether it is over, also with an error."""
         return self.begin().poll()
 
     def wait(self, timeout_s: float) -> Tensors:
-        """The tensors in host memory; raises the copy's error, or WaitTimeout past the deadline."""
+        """Return the tensors in host memory; raises the copy's error, or WaitTimeout past the deadline."""
         return self.begin().wait(timeout_s)

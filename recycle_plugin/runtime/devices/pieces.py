@@ -1,4 +1,4 @@
-"""Large tensors of a device in host memory, piece by piece, so that one piece is used while the next one comes."""
+"""Large tensors of a device in host memory, piece by piece: one piece is used while the next one comes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from recycle_plugin.runtime.devices.port import COPY_S, Copy
 def on_the_host(
     tensors: Sequence[torch.Tensor], length: int, what: str, ahead: int = 1
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield equally long flat ``tensors`` in host memory, in pieces of ``length`` numbers; the next ``ahead`` ones are
-    on their way meanwhile.  Nobody may change what is still to come.
+    """Yield equally long 1-D ``tensors`` in host memory, in pieces of ``length`` numbers. The next ``ahead`` pieces are
+    copied meanwhile. Nobody may change pieces still to come.
     """
     size = tensors[0].numel() if tensors else 0
     begins, coming = iter(range(0, size, length)), deque[Copy]()

@@ -1,4 +1,4 @@
-"""Host memory that can't be swapped out: the only kind that a device copies from and to while the host goes on."""
+"""Host memory that cannot be swapped out: only with it does a device copy while the host goes on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import torch
 
 from recycle_plugin.runtime.devices.host import HOST
 
-BUDGET = 4 << 30  # bytes, before a job has said how many
+BUDGET = 4 << 30  # bytes, before a job sets its own
 
 
 class PinnedMemory:
-    """Pinned host memory of at most ``budget`` bytes at a time.  All sizes are of what torch pins, powers of two.
+    """Pinned host memory of at most ``budget`` bytes at a time, by torch's sizes, which are powers of two.
 
-    torch keeps what was freed for the next who asks, and gives nobody a block that a copy still reads or writes.  What
-    is pinned is taken from the whole machine, so there is a budget; past it memory is of the ordinary kind, to and from
-    which copies keep the host waiting, and nothing fails.
+    torch keeps freed blocks for reuse, and never hands out a block that a copy still uses. Pinned memory is taken from
+    the whole machine, hence the budget. Past it memory is ordinary: copies then block the host, but nothing fails.
     """
 
     def __init__(self) -> None:
@@ -30,16 +29,16 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._short: Callable[[int], None] | None = None
         self._numbers = itertools.count()
-        # no weakref.finalize: the process's end goes through all of those, and fails where other threads free one then
+        # no weakref.finalize: at exit the process walks all of those, and fails if other threads free one then
         self._live: dict[int, weakref.ref[Any]] = {}
-        self._freed: deque[int] = deque()  # sizes: what is freed may be so at any line of any thread, also in room()
+        self._freed: deque[int] = deque()  # sizes; memory may be freed at any line of any thread, also in room()
 
     def limit(self, budget: int, short: Callable[[int], None]) -> None:
-        """Pin at most ``budget`` bytes from now on; ``short`` is called once, with the size of what has no room."""
+        """Pin at most ``budget`` bytes from now on; ``short`` is called once, with the first size that has no room."""
         self.budget, self._short = budget, short
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor in host memory, pinned within the budget."""
+        """Return an uninitialised contiguous tensor in host memory, pinned within the budget."""
         size = taken(torch.Size(shape).numel() * dtype.itemsize)
         with self._lock:
             pinned = 0 < size <= self.budget - self._settled()
@@ -53,12 +52,12 @@ class PinnedMemory:
         return torch.empty(shape, dtype=dtype, device=HOST) if made is None else made
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype, size: int) -> torch.Tensor | None:
-        """Room that is pinned; None where the machine gives no more of it, whatever the budget, a container for
-        instance: then what is pinned is the budget.
+        """Return pinned memory; None if the machine refuses, whatever the budget, for example in a container. The
+        present amount is the budget then.
         """
         try:
             made = torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
-        except RuntimeError:  # the device's; where it is the device that has failed, its next call says so
+        except RuntimeError:  # of the device; if the device itself has failed, its next call says so
             with self._lock:
                 self._taken -= size
                 self.budget = min(self.budget, self._settled())
@@ -84,5 +83,5 @@ class PinnedMemory:
 
 
 def taken(size: int) -> int:
-    """Bytes that torch pins for a tensor of ``size`` bytes: the next power of two."""
+    """Return the bytes that torch pins for ``size`` bytes: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0

@@ -1,7 +1,7 @@
 """How far a device is behind its host, and when it has run what.
 
-The host starts an instruction while the device is at the one before, and no earlier: so the device has always something
-to do, and a worker that hears of a loss waits for one instruction before its state is at rest.
+The host starts an instruction no earlier than while the device runs the one before. So the device is always busy, and a
+worker that hears of a loss waits for one instruction before its state is at rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AHEAD = 1  # instructions
 
 @dataclass
 class Started:
-    """An instruction between two events; ``span``: as the host has been through it, None until then."""
+    """An instruction between two events; ``span``: the host's time in it, None until that has ended."""
 
     instruction: Instruction
     begin: DeviceEvent
@@ -31,20 +31,18 @@ class Started:
 
 
 class Timeline:
-    """What is under way on ``device``, in its order.  ``patience_s()``: how long one instruction may take there."""
+    """The work under way on ``device``, in its order. ``patience_s()``: the longest time for one instruction."""
 
     def __init__(self, device: Device, patience_s: Callable[[], float]) -> None:
         self._device, self._patience_s = device, patience_s
         self._under_way: deque[Started] = deque()
         self._over: list[Span] = []
-        self._anchor: tuple[DeviceEvent, int] | None = None  # an event, and when it has happened
-        self._last_us = 0  # the end of the last span
+        self._anchor: tuple[DeviceEvent, int] | None = None  # an event, and the host's time in µs when it happened
+        self._last_us = 0  # end of the last span
 
     def start(self, start: Callable[..., T], instruction: Instruction, *given: object) -> T:
-        """Call ``start(instruction, *given)``, which starts ``instruction``, once the device has at most one other to
-        do.
-
-        Raises WaitTimeout where that takes too long, and what earlier work has failed with.
+        """Call ``start(instruction, *given)`` once the device has at most one other instruction to run. Raises
+        WaitTimeout if that takes too long, and errors of earlier work.
         """
         if not self._device.lags:
             return start(instruction, *given)
@@ -55,9 +53,8 @@ class Timeline:
         return made
 
     def spans(self, span: Span) -> list[Span]:
-        """Take the span of what the host has been through; returns those of what is over, in the device's time.
-
-        Behind what a whole stage does all is over: others are told how long the step has taken.
+        """Record the host's span of an instruction; returns the spans that are over, in the device's time. After an
+        instruction of a whole stage it waits for all: others are told how long the step has taken.
         """
         if not self._device.lags:
             return [span]
@@ -69,28 +66,28 @@ class Timeline:
         return [*over, span] if own is None else over
 
     def _settle(self, left: int) -> None:
-        """Wait until at most ``left`` instructions are under way, and take the times of all that are over."""
+        """Wait until at most ``left`` instructions are under way, and record the times of all that are over."""
         while self._under_way and (len(self._under_way) > left or self._under_way[0].end.poll()):
             first = self._under_way[0]
             for event in (first.begin, first.end):
                 event.wait(self._patience_s())
             self._under_way.popleft()
-            if first.span is not None:  # else it was broken off
+            if first.span is not None:  # else it was interrupted
                 self._last_us = self._at(first.end)
                 self._over.append(first.span._replace(start_us=self._at(first.begin), end_us=self._last_us))
         if not self._under_way:
             self._anchor = None
 
     def _mark(self, instruction: Instruction) -> DeviceEvent:
-        """An event; where nothing is under way it happens now, which relates the device's clock to the host's."""
+        """Return an event. If nothing is under way it happens now, and relates the device's clock to the host's."""
         made = self._device.event(instruction)
         if self._anchor is None:
-            # no earlier than what was before by the anchor before, which may be a rounding away
+            # no earlier than the last span's end, which the last anchor may have rounded up
             self._anchor = made, max(self._last_us, time.time_ns() // 1000)
         return made
 
     def _at(self, event: DeviceEvent) -> int:
-        """When it has happened, in microseconds of the host's clock."""
+        """Return when the event happened, in µs of the host's clock."""
         assert self._anchor is not None, "there is one as long as something is under way"
         known, when = self._anchor
         return when + round(1e6 * event.since(known))

@@ -1,6 +1,4 @@
-"""A script's batch as the transport carries it, without pickle: a tuple of tensors, the first of which describes the
-rest.
-"""
+"""A script's batch as the transport carries it, without pickle: a tuple of tensors, the first describes the others."""
 
 from __future__ import annotations
 
@@ -15,10 +13,8 @@ from recycle_plugin.runtime.devices.port import Tensors
 
 
 def packed(batch: Any, label: Any = None) -> Tensors:
-    """Pack a batch for the transport: copies in host memory of its tensors, which may stand in tuples and lists, or be
-    None.
-
-    ``label``: JSON that goes with it.  Raises RecycleError for anything else in a batch.
+    """Pack a batch of tensors, tuples, lists and None, with ``label``, a JSON value; tensors are copied to host memory.
+    Raises RecycleError for anything else in a batch.
     """
     tensors: list[torch.Tensor] = []
     description = json.dumps([label, _describe(batch, tensors)]).encode()
@@ -26,12 +22,12 @@ def packed(batch: Any, label: Any = None) -> Tensors:
 
 
 def described(tensors: Tensors) -> Any:
-    """The label that :func:`packed` was given."""
+    """Return the label that :func:`packed` was given."""
     return json.loads(bytes(tensors[0].numpy()))[0]
 
 
 def unpacked(tensors: Tensors) -> Any:
-    """The batch that was packed, in memory of its own, because a model may change it; lists have become tuples."""
+    """Return the batch that was packed, as copies, since a model may change it; lists have become tuples."""
 
     def value(description: Any) -> Any:
         if isinstance(description, list):
@@ -42,7 +38,7 @@ def unpacked(tensors: Tensors) -> Any:
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` as JSON, with its tensors' numbers in place of them; their copies go to ``tensors``."""
+    """Return ``value`` as JSON with numbers in place of tensors; the tensors' copies go to ``tensors``."""
     if torch.is_tensor(value):
         tensors.append(fetch(value, "a batch", shared=False))
         return len(tensors) - 1

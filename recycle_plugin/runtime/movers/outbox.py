@@ -1,4 +1,4 @@
-"""What is to be sent to one peer over TCP (runtime/movers/tcp.py): a queue, and a thread for what can't go at once."""
+"""The messages to one peer over TCP (runtime/movers/tcp.py): a queue, and a thread for what cannot go at once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from recycle_plugin.runtime.movers.wire import FRAMES, Header, Sender, raw, shap
 from recycle_plugin.runtime.system import forked
 from recycle_plugin.runtime.system.accepting import NO_ROOM, PAUSE_S
 
-CONNECT_S = 10.0  # how long a peer's listener may take to be reached
-HELLO_S = 60.0  # how long the peer may take to say who it is: it may be stopped for a while
+CONNECT_S = 10.0  # to reach a peer's listener
+HELLO_S = 60.0  # for the peer's handshake; it may be stopped for a while
 
 
 class Identity(NamedTuple):
-    """Who sends: the job's secret, and the sender's own address."""
+    """The sender's identity: the job's secret, and its own address."""
 
     secret: Secret
     address: str
 
 
 class Message(NamedTuple):
-    """One datum to send; its ``tensors`` may still be on their way to host memory, for at most ``timeout_s``
-    seconds.
-    """
+    """One datum to send; its ``tensors`` may still be on their way to host memory, for up to ``timeout_s`` seconds."""
 
     datum: Datum
     valid_from: int
@@ -42,7 +40,7 @@ class Message(NamedTuple):
     timeout_s: float
 
     def parts(self, seal: Seal) -> list[memoryview]:
-        """The pieces of memory that are written to the socket: the header and its ``seal``, and each tensor's bytes."""
+        """Return the memory to write: the header with its ``seal``, and each tensor's bytes."""
         tensors = self.tensors.wait(self.timeout_s)
         return [
             memoryview(FRAMES.frame(Header(self.datum, self.valid_from, shapes_of(tensors)), seal)),
@@ -50,7 +48,7 @@ class Message(NamedTuple):
         ]
 
     def poll(self) -> bool:
-        """Whether its tensors are in host memory."""
+        """Return whether its tensors are in host memory."""
         return self.tensors.poll()
 
     def __str__(self) -> str:
@@ -58,27 +56,27 @@ class Message(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A ``message`` behind which no bytes come."""
+    """A ``message`` without tensors."""
 
     message: object
 
     def parts(self, seal: Seal) -> list[memoryview]:
-        """The one piece of memory that is written to the socket."""
+        """Return the memory to write."""
         return [memoryview(FRAMES.frame(self.message, seal))]
 
     def poll(self) -> bool:
-        """Always True: it waits for nothing."""
+        """Return True: there is nothing to wait for."""
         return True
 
 
 class Outbox:
     """The queue of messages to one peer.
 
-    What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever
-    does.  A peer that cannot be reached any more is the coordinator's business: what was for it is dropped.
+    Messages that the socket does not take at once, or that are not in host memory yet, wait for a thread, so no sender
+    ever blocks. Messages for an unreachable peer are dropped: losses are the coordinator's business.
 
-    ``own`` says who sends.  ``tell(address, error)`` is called once when the connection breaks, with what was
-    wrong if that is known; ``emptied`` when nothing waits any more; ``failed`` with the error where something can't be
+    ``own``: the sender. ``tell(address, error)``: called once when the connection breaks, with the error if it is
+    known. ``emptied``: called when nothing waits any more. ``failed``: called with the error if something cannot be
     sent.
     """
 
@@ -93,10 +91,10 @@ class Outbox:
         self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
         self._peer = peer_at(address)
         self._changed = threading.Condition()
-        self._waiting: deque[Message | Word | list[memoryview]] = deque()  # the latter, of one: what is left of it
-        self._opening: socket.socket | None = None  # a connection that is still to authenticate
+        self._waiting: deque[Message | Word | list[memoryview]] = deque()  # a list: the rest of one message
+        self._opening: socket.socket | None = None  # a connection before its handshake
         self._connection: Connection | None = None
-        self._seal: Seal  # of what is sent, once there is a connection
+        self._seal: Seal  # for sending, once connected
         self.broken = False
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="recycle: transport", daemon=True)
@@ -104,11 +102,11 @@ class Outbox:
 
     @property
     def backlog(self) -> bool:
-        """Whether something waits, for a peer that may still take it."""
+        """Whether something waits for a peer that may still take it."""
         return bool(self._waiting) and not self.broken
 
     def send(self, message: Message | Word) -> None:
-        """Send a message now as far as the socket takes it, and queue the rest; it never blocks."""
+        """Send as much of a message as the socket takes now, and queue the rest; never blocks."""
         with self._changed:
             rest: Message | Word | list[memoryview] = message
             if self._connection is not None and not self._waiting and message.poll():
@@ -118,9 +116,7 @@ class Outbox:
                 self._changed.notify()
 
     def close(self, linger_s: float) -> None:
-        """Close the connection, after what is waiting has gone out if that takes no longer than ``linger_s``
-        seconds.
-        """
+        """Close the connection, after waiting up to ``linger_s`` seconds for queued messages to go out."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: self.broken or not self._waiting, linger_s)
@@ -129,7 +125,7 @@ class Outbox:
                 end(self._opening)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
-        """Write what the socket takes at once; returns what is left."""
+        """Write what the socket takes at once; returns the rest."""
         assert self._connection is not None, "nothing is sent before there is a connection"
         try:
             while parts:
@@ -145,7 +141,7 @@ class Outbox:
         return parts
 
     def _work(self) -> None:
-        """Connect, then send what could not go at once."""
+        """Connect, then send the queued messages."""
         try:
             connection = self._opened()
         except OSError as error:
@@ -169,7 +165,7 @@ class Outbox:
                     self._emptied()
 
     def _opened(self) -> Connection:
-        """A connection on which both ends know who the other is.  Raises OSError."""
+        """Return a connection on which both ends are authenticated; raises OSError."""
         connection = self._opening = forked.own(self._connected())
         try:
             if self._closing:
@@ -183,7 +179,7 @@ class Outbox:
         return over
 
     def _connected(self) -> socket.socket:
-        """A connection to the peer; where there is no room for one here, it is tried again for a while."""
+        """Connect to the peer. If this host has no room for a connection, retry for up to CONNECT_S."""
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:
@@ -195,15 +191,12 @@ class Outbox:
                 self._changed.wait_for(lambda: self._closing, PAUSE_S)
 
     def _parts(self, waiting: Message | Word | list[memoryview]) -> list[memoryview]:
-        """The pieces of a message, once it is on the host.
-
-        Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
-        """
+        """Return the pieces of a message, once on the host. If that fails nothing follows, and no peer is blamed."""
         if isinstance(waiting, list):
             return waiting
         try:
             return waiting.parts(self._seal)
-        except Exception as error:  # handed to the thread that trains, whatever it is
+        except Exception as error:  # any error goes to the training thread
             with self._changed:
                 self._closing = True
                 self._break_off()
@@ -211,7 +204,7 @@ class Outbox:
             return []
 
     def _next(self) -> Message | Word | list[memoryview] | None:
-        """What is to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
+        """Return the next message; it stays in the queue meanwhile, so that nothing overtakes it."""
         with self._changed:
             self._changed.wait_for(lambda: self.broken or self._waiting)
             return None if self.broken else self._waiting[0]

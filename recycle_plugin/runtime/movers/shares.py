@@ -1,5 +1,5 @@
-"""What workers say to each other of a replay (core/worker/shares.py) as a mover carries it: a datum of a kind of its
-own, whose first tensor describes the rest in JSON.
+"""Workers' words on a replay (core/worker/shares.py) as a mover carries them: a datum of its own kind, whose first
+tensor describes the others in JSON.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from recycle_plugin.runtime.devices.port import COPY_S, Tensors
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS
 
 Sums = dict[Block | None, Tensors]
-"""Sums of weight gradients, one tensor for each parameter: by block, or by None one of all."""
+"""Sums of weight gradients, one tensor per parameter: by block, or under None the sum of all."""
 
 
 @dataclass(frozen=True)
 class SentWeights:
-    """The tensors of a stage's module in host memory, parameters and then buffers, what losses are multiplied by, and
-    what its layers are set to (runtime.state.surroundings.layers_digest).
+    """The tensors of a stage's module in host memory, parameters and then buffers, with the loss scale.
 
-    They are the module's own where that is on the host, so they hold until its next step.
+    ``layers``: a digest of the layers' settings (runtime.state.surroundings.layers_digest). On the host the tensors are
+    the module's own, so they hold until its next step.
     """
 
     tensors: Tensors
@@ -43,14 +43,14 @@ class SentWeights:
 
 
 def carried(word: Word) -> tuple[Datum, Tensors]:
-    """A word as a mover takes it; all tensors are in host memory."""
+    """Return a word as a mover takes it; all tensors must be in host memory."""
     label, tensors = _PACK[type(word)](word)
     description = torch.frombuffer(bytearray(json.dumps([type(word).__name__, *label]).encode()), dtype=torch.uint8)
     return Datum(OF_REPLAYS, 0, None, 0), (description, *tensors)
 
 
 def word_of(tensors: Tensors) -> Word:
-    """The word that was carried."""
+    """Return the word that was carried."""
     name, *label = json.loads(bytes(tensors[0].numpy()))
     return _UNPACK[name](label, iter(tensors[1:]))
 

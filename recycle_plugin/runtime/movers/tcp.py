@@ -1,11 +1,10 @@
 """The mover between hosts (runtime/movers/mover.py): tagged messages over TCP.
 
-Shapes and dtypes travel with the tensors, so they may change from step to step.  Tensors of an accelerator pass through
-host memory: whoever sends has started the copy, and the thread that writes waits for it.
+Shapes and dtypes travel with the tensors, so they may change from step to step. An accelerator's tensors pass through
+host memory: the sender has started the copy, and the writing thread waits for it.
 
-On a machine whose cores are busy every change of thread costs milliseconds, so there are as few as
-can be: the worker itself writes to the socket what that takes at once (a thread has the rest), and
-each sender's thread reads straight into the tensor's memory.
+On a machine with busy cores every thread switch costs milliseconds, so there are few. The worker itself writes what the
+socket takes at once, a thread writes the rest, and each sender's thread reads straight into the tensors' memory.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from recycle_plugin.runtime.movers.outbox import CONNECT_S, HELLO_S, Identity, M
 from recycle_plugin.runtime.movers.wire import FRAMES, LONGEST_HEADER, Header, Sender, dtype_of, raw
 from recycle_plugin.runtime.system.accepting import NO_ROOM
 
-DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
-LINGER_S = 1.0  # how long what live peers still have to get may take
+DEATH_S = 1.0  # for the news that a peer with a broken connection is dead
+LINGER_S = 1.0  # for data that live peers still have to get
 
 
 class Transport:
-    """The mover over TCP: one inbox of this worker and one outbox for each peer.
+    """The mover over TCP: this worker's inbox, and one outbox per peer.
 
-    ``device``: the one on which arriving tensors will be used.  ``hear(sender, message)`` takes, in a thread of that
-    sender's, what is no header of a tensor; it raises Nonsense for what nobody says.
+    ``device``: where arriving tensors will be used. ``hear(sender, message)`` handles messages other than tensor
+    headers, in that sender's thread; it raises Nonsense for invalid ones.
     """
 
     def __init__(self, session: Session, device: Device) -> None:
@@ -50,12 +49,12 @@ class Transport:
         self._failure: RecycleError | None = None  # of a copy
         self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
-        self._peers = threading.Lock()  # which have one
+        self._peers = threading.Lock()  # guards _outboxes
         self._closed = threading.Event()
-        # by connection the address of whose messages come there, once that is said
+        # {connection: its sender's address, "" before that is known}
         self._readers: dict[socket.socket, str] = {}
-        self._heard: frozenset[str] | None = None  # from these only, if that is said
-        self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
+        self._heard: frozenset[str] | None = None  # the only senders still heard; None: all
+        self._knocked: tuple[str, int] | None = None  # this worker's connection to its own listener, not yet let in
         door = Door(session.secret, Port.TENSORS, f"at worker {session.rank}", session.note_stranger)
         note = partial(session.note, "warning")
         self._listener = Listener(
@@ -64,14 +63,12 @@ class Transport:
         self.address = self._listener.address
 
     def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
-        """Send a datum to a peer without blocking; see Mover.send.  Raises the RecycleError of a copy that failed
-        before.
-        """
+        """Send a datum to a peer without blocking; see Mover.send. Raises the error of an earlier copy that failed."""
         self.check()
         self.outbox(address).send(Message(datum, valid_from, tensors, self._session.waiting.timeout_s))
 
     def outbox(self, address: str) -> Outbox:
-        """What is to be sent to a peer."""
+        """Return the outbox of a peer."""
         with self._peers:
             if address not in self._outboxes:
                 own = Identity(self._session.secret, self.address)
@@ -79,15 +76,13 @@ class Transport:
             return self._outboxes[address]
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """What has come since this was asked last: datum, tensors, and the generation from which they are valid."""
+        """Yield what has come since the last call: datum, tensors, and the generation from which they are valid."""
         self.check()
         while self._arrived:
             yield self._arrived.popleft()
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
-        """Return when the sockets to these peers have taken all that is for them, or the peers are gone; see
-        Mover.wait_sent.
-        """
+        """Return when the sockets to these peers have taken everything, or the peers are gone; see Mover.wait_sent."""
 
         def taken() -> bool | None:
             self.check()
@@ -97,15 +92,15 @@ class Transport:
         self._session.waiting.until("a peer to take what is sent to it", taken)
 
     def hears(self) -> bool:
-        """Whether this worker's own listener lets peers in; it connects to it, and waits up to 10 s."""
+        """Return whether this worker's own listener lets peers in: connects to it, and waits up to 10 s."""
         if not self._knock():
             return False
         with self._session.waiting.changed:
             return self._session.waiting.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
 
     def hear_out(self, peers: Collection[str]) -> bool:
-        """Take what peers other than ``peers`` have sent before they went, waiting up to 1 s, and nothing of theirs
-        after.  Who was heard out before is not waited for again.
+        """Take what peers other than ``peers`` sent before they went, waiting up to 1 s, and nothing of theirs after
+        that. Does not wait again for peers that were heard out before.
         """
         live, could_knock = frozenset(peers), self._knock()
         out = frozenset() if self._heard is None else frozenset(self._readers.values()) - self._heard
@@ -113,22 +108,23 @@ class Transport:
         def heard() -> bool:
             return self._knocked is None and (live | out).issuperset(self._readers.values())
 
-        # a process that has ended has closed its connections, so this takes long only where a host is gone
+        # an ended process has closed its connections, so this takes long only if a host is gone
         with self._session.waiting.changed:
             self._session.waiting.changed.wait_for(heard, DEATH_S)
             self._heard = live
             return could_knock and self._knocked is None
 
     def listen_to(self, peers: Iterable[str]) -> None:
-        """Take from now on also what ``peers`` send, of which some have come back since others were heard out."""
+        """From now on also take what ``peers`` send; some of them have come back since others were heard out."""
         with self._session.waiting.changed:
             if self._heard is not None:
                 self._heard |= set(peers)
 
     def _knock(self) -> bool:
-        """Connect to this worker's own listener: who came before, and has perhaps sent and died since, is let in first.
+        """Connect to this worker's own listener: earlier callers, which may have sent and died since, are let in first.
 
-        False where that can't be, for want of a descriptor as may be; then whoever is in is heard out.
+        Returns False if that is impossible, for example without a free descriptor; then only connected peers are heard
+        out.
         """
         try:
             with socket.socket(self._listener.family) as knocking:
@@ -142,7 +138,7 @@ class Transport:
         return True
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
+        """From now on send only to ``members``; broken connections to these are made anew."""
         peers = set(members)
         with self._peers:
             left = [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]
@@ -151,10 +147,8 @@ class Transport:
             outbox.close(linger_s=0)
 
     def _broke(self, address: str, error: OSError | None) -> None:
-        """Note that the connection to a peer has broken.
-
-        Most often the peer is dead, and the coordinator says so within moments; for want of room here, this worker is
-        at fault itself.
+        """Handle a broken connection to a peer. Usually the peer is dead, and the coordinator says so within moments.
+        If this host had no room, this worker is at fault.
         """
         what, at = "a connection", address
         if error is not None and error.errno in NO_ROOM:
@@ -164,9 +158,7 @@ class Transport:
         timer.start()
 
     def say_broken(self, address: str, what: str, generation: int) -> None:
-        """Complain of ``what`` between this worker and the one at ``address``, unless the membership of ``generation``
-        is not in force any more.
-        """
+        """Report ``what`` between this worker and the one at ``address``, if ``generation`` is still in force."""
         session = self._session
         peer = session.view.roster.at(address)
         if (
@@ -178,13 +170,13 @@ class Transport:
             session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
     def failed(self, error: RecycleError) -> None:
-        """Note that a copy of what was to be sent has failed: the thread that trains has to know."""
+        """Record that a copy of data to send has failed, for the training thread."""
         with self._session.waiting.changed:
             self._failure = error
             self._session.waiting.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the error of a copy that has failed, if one has."""
+        """Raise the error of a failed copy, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -202,7 +194,7 @@ class Transport:
     # --- receiving ---------------------------------------------------------------------------------
 
     def _comes(self, connection: socket.socket, peer: tuple[str, int]) -> bool:
-        """Note who connects, before whoever does so later; False for this worker's own knock."""
+        """Record a connection, in order of arrival; returns False for this worker's own knock."""
         with self._session.waiting.changed:
             knocks = peer == self._knocked
             if knocks:
@@ -218,7 +210,7 @@ class Transport:
             self._session.waiting.changed.notify_all()
 
     def _read(self, own: socket.socket, proved: Proved) -> None:
-        """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
+        """Deliver one peer's messages until it closes, breaks off inside one, or sends an invalid one."""
         connection, seal = proved.connection, proved.seals.into
         sender = FRAMES.receive(connection, Sender, seal, LONGEST_HEADER).address
         connection.settimeout(None)
@@ -235,7 +227,7 @@ class Transport:
             self.deliver(sender, header.datum, header.valid_from, tensors)
 
     def check_step(self, datum: Datum) -> None:
-        """Raise Nonsense for what is of no step that may be under way."""
+        """Raise Nonsense for a datum of a step that cannot be under way."""
         if not self._session.view.may_come(datum.step):
             known = f"step {self._session.view.committed} is the last one committed, evaluation "
             raise Nonsense(f"{datum}, while {known}{self._session.view.evaluated} the last one that is over")
@@ -250,13 +242,13 @@ class Transport:
             TypeError,
             OverflowError,
             MemoryError,
-        ) as error:  # torch's own words on a shape that can't be, or on one for which there is no room
+        ) as error:  # torch's errors for an impossible shape, or one without room
             raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
         fill(connection, target)
         return tensor
 
     def has(self, datum: Datum) -> bool:
-        """Whether ``datum`` has come, and nobody has asked for it yet."""
+        """Return whether ``datum`` has come and waits to be taken."""
         with self._session.waiting.changed:
             return any(arrived[0] == datum for arrived in self._arrived)
 
@@ -273,5 +265,5 @@ class Transport:
 
 
 def _refuse(sender: str, message: object) -> None:
-    """Take nothing but headers."""
+    """Raise Nonsense: only headers are expected."""
     raise Nonsense(f"a {type(message).__name__} where it should be a {Header.__name__}")

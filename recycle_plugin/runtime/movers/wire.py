@@ -1,4 +1,4 @@
-"""What movers say to each other over TCP, as bytes: a sealed message of LANGUAGE, and behind a Header its tensors."""
+"""The movers' messages over TCP, as bytes: a sealed message of LANGUAGE, followed by tensors if it is a Header."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from recycle_plugin.core.messages.encoding import Language
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.runtime.lines.frames import Framing, Nonsense
 
-LONGEST_HEADER = 1 << 20  # bytes; what says more is none of ours
+LONGEST_HEADER = 1 << 20  # bytes; longer ones are invalid
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
 class Sender:
-    """The first message on a connection: the address of its sender."""
+    """The first message on a connection: its sender's address."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class Header:
-    """What comes before the bytes of a datum's tensors: the dtype and shape of each."""
+    """Precedes the bytes of a datum's tensors, with the dtype and shape of each."""
 
     datum: Datum
     valid_from: int
@@ -33,8 +33,8 @@ class Header:
 
 @dataclass(frozen=True)
 class Apart:
-    """A datum whose tensors come over a link of the two workers (runtime/collectives/pairs.py), of ``generation``, as
-    its operation ``number``, from 0 on, which the sender has launched.
+    """A datum whose tensors come over the two workers' link of ``generation`` (runtime/collectives/pairs.py).
+    ``number``: of the operation, from 0; the sender has launched it.
     """
 
     datum: Datum
@@ -46,7 +46,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class LinkOver:
-    """Nothing more goes over the link of ``generation`` between the two, on which who says this ``sends``."""
+    """The end of the link of ``generation`` between the two workers; ``sends``: who says so was the link's sender."""
 
     generation: int
     sends: bool
@@ -57,17 +57,17 @@ FRAMES = Framing(LANGUAGE)
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The dtype and shape of each, as a header has them."""
+    """Return the dtype and shape of each tensor, as in a header."""
     return tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a header names; raises Nonsense."""
+    """Return the dtype that a header names; raises Nonsense."""
     if name not in DTYPES:
         raise Nonsense(f"a tensor of {name[:80]!r}, which is no type")
     return DTYPES[name]
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host that has elements."""
+    """Return the memory of a non-empty contiguous host tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -23,7 +23,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(text: bytes) -> Any:
-    """Invert :func:`packed`, with tensors in host memory; UnpicklingError if it has more than tensors and plain values."""
+    """Invert :func:`packed`; tensors come to host memory. UnpicklingError for all but tensors and plain values."""
     return torch.load(io.BytesIO(text), map_location=HOST, weights_only=True)
 
 
