@@ -74,9 +74,7 @@ class StepRunner(Protocol):
 
     @property
     def places(self) -> dict[str, Place]:
-        """By step, where its plain iterator stood after the last applied step, and the next if begun; empty as for
-        ``place_behind``.
-        """
+        """By step, ``place_behind`` the last applied step, and the next if begun; empty if there is none."""
 
     def place_behind(self, step: int) -> Place | None:
         """Return where its plain iterator stood after ``step``; None if it has none, or not at its replica's place."""

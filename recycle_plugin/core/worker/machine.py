@@ -107,8 +107,8 @@ class Machine(Protocol):
         """
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
-        """Yield until ``ready()`` is not None, for ``datum`` from ``source``, which is asked to send it again after a
-        while.
+        """Yield until ``ready()`` is not None, for ``datum`` from ``source``. The coordinator has late data
+        sent again.
         """
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
@@ -139,9 +139,7 @@ class Machine(Protocol):
         """Return how long this worker has waited for others so far, in integer microseconds."""
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """Report that an instruction is about to run or has run, or that the point ``when`` is reached; faults strike
-        here.
-        """
+        """Report that an instruction is about to run or has run, or that point ``when`` is reached; for faults."""
 
     def record(self, span: Span) -> Iterable[Span]:
         """Record an instruction's span. Return the spans that have ended since, later if a device lags its host."""

@@ -69,9 +69,7 @@ class Newcomer:
         self._wants_script, self._from_top = wants_script, from_top
         self._catching_up, self._replay = CatchingUp(state, wants_script), replay
         self._behind: tuple[float, int, int] | None = None  # when the last report was made, its step, and the others'
-        self._progress: tuple[float, int] | None = (
-            None  # when the last report was made, and the bytes that had come by then
-        )
+        self._progress: tuple[float, int] | None = None  # when the last report was made, and the bytes by then
         self.handed = b""
 
     @property
@@ -236,7 +234,7 @@ class Newcomer:
         closer = self._follow()
         if (
             self._catching_up.deserted and self._catching_up.renewed > renewed
-        ):  # also if only the lines to live sources broke
+        ):  # also if only the lines to live ones broke
             self._port.send(CatchUp(self._view.rank))
         self._said &= self._renewed == self._catching_up.renewed
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending

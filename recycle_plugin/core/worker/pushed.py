@@ -150,9 +150,7 @@ class PushedWorker(Worker):
 
 
 def steps(loop: TrainingLoop) -> Iterator[Any]:
-    """Train step after step; yield what the script has to do (NOTHING once a step is committed) or, if waits don't
-    block, waits.
-    """
+    """Train step after step; yield what the script has to do (NOTHING at a commit) and, if waits don't block, waits."""
     while True:
         yield from loop.advance(loop.machine.stepped + 1)
         yield from loop.settle()
@@ -192,9 +190,7 @@ class PushedSteps:
         return self.need is Need.STEP or (self._script.left == 1 and not self.ran)
 
     def open(self) -> Iterator[Any]:
-        """Return when the next step has begun up to its first micro-batch: newcomers that enter in it are
-        members then.
-        """
+        """Return when the next step has begun up to its first micro-batch; newcomers of this step are members then."""
         yield from self._go_on(Need.MICRO_BATCH)
 
     def begin(self) -> Iterator[Any]:
@@ -208,9 +204,7 @@ class PushedSteps:
         self.need = yield from self._resume(closes=False)
 
     def close(self) -> Waits[bool]:
-        """Apply the step if the program is at its end; the value is whether it was. A loss may have moved the
-        boundary.
-        """
+        """Apply the step if the program is at its end; the value is whether it was. A loss may move the boundary."""
         self.ran = False
         while self.need is Need.STEP:
             self.need = yield from self._resume(closes=True)

@@ -17,9 +17,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass(frozen=True)
 class Call:
-    """From worker ``by`` at ``address``: make ``stage``, of ``bytes`` bytes of weights, and answer. ``logs``:
-    its logs.
-    """
+    """From worker ``by`` at ``address``: make ``stage``, with ``bytes`` of weights, and answer. ``logs``: its logs."""
 
     by: WorkerId
     address: str

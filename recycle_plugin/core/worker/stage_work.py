@@ -1,6 +1,4 @@
-"""The work of a stage that is replayed, step by step: its instructions, where their inputs come from, and the end of a
-step (core/worker/replay.py).
-"""
+"""The work of a replayed stage: its instructions, their inputs, and the end of a step (core/worker/replay.py)."""
 
 from __future__ import annotations
 
@@ -23,22 +21,22 @@ T = TypeVar("T")
 
 
 class WorkingMachine(Protocol):
-    """What does a stage's work again by what is logged; generators as in core.worker.worker.Machine."""
+    """What does a stage's work again from logs; generators as in core.worker.worker.Machine."""
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
-        """Yields until ``ready()`` is not None, looking again and again; that is the value.  ``what``: what of the logs
-        it waits for; ``made``: that was made long ago, and is there or will never be, or else another stage makes it
-        while it is replayed.  Raises JobEnded, and CantReplay where it does not come.
+        """Yield until ``ready()``, polled, is not None, the value. ``what``: the log entry that it waits for. ``made``:
+        it was made long ago, and is there or will never be; else another stage makes it in its replay. Raises JobEnded,
+        and CantReplay if it does not come.
         """
 
     def logs(self) -> ReplayLogs:
-        """The logs of all workers of the job."""
+        """Return the logs of all workers of the job."""
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Waits for the time that ``instruction`` takes, where no computing does."""
+        """Wait for the time that ``instruction`` takes, if no computing does."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Makes what LOAD, F, I, W, B or STEP provides, of what the store has."""
+        """Make what LOAD, F, I, W, B or STEP provides, from the store's data."""
 
 
 class ReplayingMachine(WorkingMachine, Protocol):
@@ -49,30 +47,28 @@ class ReplayingMachine(WorkingMachine, Protocol):
         """What this worker knows of the control plane."""
 
     def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
+        """Send ``message`` to the coordinator."""
 
     def clock(self) -> float:
-        """The time in seconds."""
+        """Return the time in seconds."""
 
     def restore(self, replay: Replay) -> Waits[int]:
-        """Takes the state of this worker's stage from a checkpoint; the value is its bytes.  Raises CantReplay."""
+        """Load the state of this worker's stage from a checkpoint; the value is its bytes. Raises CantReplay."""
 
     def forget_sums(self, after: int) -> None:
-        """Drops the weight gradients of the steps after ``after`` that were added up here."""
+        """Drop the weight gradients of the steps after ``after`` that were summed here."""
 
     def set_for(self, step: int) -> None:
-        """Sets what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
+        """Set what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
 
     def differs(self, made: Any, sent: Any) -> str:
-        """By how much what was made once more is something else than what was sent, in words; "" where it is the same,
-        up to what the order of sums changes.
-        """
+        """Return in words how ``made`` differs from ``sent``; "" if only by what the order of sums changes."""
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
-        """The sum of a REDUCE over all contributions of the stage, which are all here."""
+        """Return the sum of a REDUCE over all contributions of the stage, which are all here."""
 
     def tied_of(self, logged: Any) -> Any:
-        """What TIE leaves at this stage's workers, of what another stage of the tie has logged of it."""
+        """Return what TIE leaves at this stage's workers, from what another stage of the tie has logged."""
 
 
 OTHERWISE = (
@@ -81,8 +77,8 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed, and why.  ``stage``: the one that could make once more what is missing;
-    ``checkpoint``: the path of the one that can't be read, if that is why.
+    """The stage can't be replayed, and why. ``stage``: the one that could make again what is missing; ``checkpoint``:
+    the path of an unreadable one, if that is why.
     """
 
     def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
@@ -91,29 +87,29 @@ class CantReplay(Exception):
 
 
 class Undisturbed:
-    """What is the same in all runners of a replay (core.worker.executor.InstructionRunner): no change of the membership
-    interrupts it, no fault strikes, and its spans are nobody's.
+    """What all runners of a replay (core.worker.executor.InstructionRunner) share: no membership change interrupts it,
+    no fault strikes, and its spans are not recorded.
     """
 
     def check_generation(self) -> None:
-        """Goes on whoever is lost meanwhile."""
+        """Go on, whoever is lost meanwhile."""
 
     def now_us(self) -> int:
-        """No time at all."""
+        """Return 0: nobody measures a replay's spans."""
         return 0
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Lets no fault strike."""
+        """Let no fault strike."""
 
     def record(self, span: Span) -> None:
-        """Counts nothing: a replay says itself how long it has taken."""
+        """Count nothing: a replay reports its own times."""
 
 
 class StageWork(Undisturbed):
-    """What a stage does with micro-batches of committed steps, by what the logs have, on ``machine`` and in ``store``,
-    in a pipeline of ``shape``.
+    """What a stage does with micro-batches of committed steps, from the logs, on ``machine`` and in ``store``, in a
+    pipeline of ``shape``.
 
-    ``splits``: backwards are split; ``keep(datum, value)`` is given what a log has to have of it, once it is there.
+    ``splits``: backwards are split; ``keep(datum, value)`` gets what a log has to have, once it is there.
     """
 
     def __init__(
@@ -130,14 +126,14 @@ class StageWork(Undisturbed):
         self.refused: Callable[[], str] = str  # why what these need is not logged here
 
     def keep(self, datum: Datum, value: Any) -> None:
-        """Gives ``value`` to whoever keeps what a log has to have."""
+        """Give ``value`` to whatever keeps what a log has to have."""
         self._keep(datum, value)
 
     def run(self, step: int, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
-        """Does all of it with ``micro_batches``.  Raises JobEnded and CantReplay.
+        """Run all of ``micro_batches``, one after the other. Raises JobEnded and CantReplay.
 
-        One after the other; where the stages behind this one are replayed meanwhile, forwards go before backwards by as
-        many as these are, so that all of them work at once (1F1B).
+        If the stages behind this one are replayed meanwhile, forwards lead backwards by their number, so that all work
+        at once (1F1B).
         """
         begun, ahead = 0, self._behind()
         for done, micro_batch in enumerate(micro_batches):
@@ -147,19 +143,19 @@ class StageWork(Undisturbed):
             yield from execute(self._store.seat, self._backward(step, micro_batch), self)
 
     def _behind(self) -> int:
-        """How many stages behind this one, without one between, are replayed meanwhile."""
+        """Return how many stages right behind this one are replayed meanwhile."""
         last = self._stage
         while last + 1 in self.others:
             last += 1
         return last - self._stage
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Waits until what ``instruction`` needs is read from the logs."""
+        """Wait until what ``instruction`` needs is read from the logs."""
         for datum in list(self._store.missing(instruction)):
             yield from self._fetch(datum)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Computes, and keeps for the log what would travel: another stage may have to be replayed later."""
+        """Compute, and keep for the log what would travel: another stage may have to be replayed later."""
         yield from self._machine.spend(instruction)
         self._store.run(instruction, self._machine.compute)
         for datum in provides(instruction):
@@ -167,11 +163,11 @@ class StageWork(Undisturbed):
                 self.keep(datum, self._store.move(datum, -1))
 
     def step_record(self, step: int) -> Waits[CommittedStep]:
-        """The record of ``step``, which is committed.  Raises as :meth:`run`."""
+        """Return the record of the committed ``step``. Raises as :meth:`run`."""
         return (yield from self.wait(f"the record of step {step}", lambda: self.logs.record(step), True))
 
     def tied(self, others: Collection[int], step: int) -> Waits[Any]:
-        """The sum over the stages that share weights, which any of ``others`` has logged.  Raises as :meth:`run`."""
+        """Return the sum over stages that share weights, as any of ``others`` has logged it. Raises as :meth:`run`."""
 
         def logged() -> Any:
             found = (self.logs.get(Datum("tied", other, None, step)) for other in others)
@@ -181,9 +177,7 @@ class StageWork(Undisturbed):
         return (yield from self.wait(what, logged, not self.others.issuperset(others)))
 
     def wait(self, what: str, look: Callable[[], T | None], made: bool, stage: int | None = None) -> Waits[T]:
-        """What ``look()`` finds in the logs, as soon as that is there; see WorkingMachine.wait_logged.  ``stage``: who
-        could make it once more.
-        """
+        """Wait for what ``look()`` finds in logs (WorkingMachine.wait_logged). ``stage``: which could make it again."""
 
         def found() -> T | None:
             if self.others and (why := self.refused()):
@@ -220,8 +214,8 @@ class StageWork(Undisturbed):
 
 
 class StepEnd(Undisturbed):
-    """What a stage that is replayed ends a step with: its sums, which are made here of all that there is, and STEP, as
-    ``record`` says; ``work`` has the rest of the step.  ``times``: how long what takes.
+    """How a replayed stage ends a step: its sums, made here of all contributions, and STEP, by ``record``. ``work`` has
+    the rest of the step; ``times`` measures the parts.
     """
 
     def __init__(
@@ -230,20 +224,20 @@ class StepEnd(Undisturbed):
         self._machine, self._store, self._work, self._record, self._times = machine, store, work, record, times
 
     def run(self, tie: Collection[int]) -> Iterator[Any]:
-        """Ends the step.  ``tie``: the stages that share weights with this one, if there are any."""
+        """End the step. ``tie``: the stages that share weights with this one, if there are any."""
         self._tie, chunk = tie, self._store.seat.chunk
         ops = (Op.REDUCE, *[Op.TIE] * bool(tie), Op.STEP)
         program = (Instruction(op, chunk, None, self._record.step) for op in ops)
         yield from execute(self._store.seat, program, self)
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Waits for the sum over the stages that share weights, which any other of them has logged."""
+        """Wait for the sum over the stages that share weights, which any other of them has logged."""
         if instruction.op is Op.TIE:
             others = [chunk for chunk in self._tie if chunk != seat.chunk]
             self._tied = yield from self._work.tied(others, instruction.step)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Carries REDUCE, TIE or STEP out."""
+        """Carry out REDUCE, TIE or STEP."""
         (made,) = provides(instruction)
         if instruction.op is Op.REDUCE:
             with self._times.of("reduce"):
@@ -260,7 +254,7 @@ class StepEnd(Undisturbed):
 
 
 class PartTimes:
-    """How long the parts of a replay have taken, in seconds of ``clock``, by their names."""
+    """How long the parts of a replay have taken, in seconds of ``clock``, by name."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -268,7 +262,7 @@ class PartTimes:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """A context whose time counts as that of ``part``."""
+        """Return a context whose time counts as that of ``part``."""
         began = self._clock()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - began

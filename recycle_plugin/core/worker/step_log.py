@@ -1,10 +1,10 @@
-"""What a worker writes to its log, and what is read of everybody's, so that a stage that nobody has can be replayed
-(SWIFT, PPoPP'23, section 5; core/worker/replay.py).
+"""What a worker writes to its log, and what is read of all logs, so that an empty stage can be replayed (SWIFT,
+PPoPP'23, section 5; core/worker/replay.py).
 
-A sender keeps each boundary tensor that it makes, an end what it draws from a plain iterator, and every worker a record
-of each committed step: with regard to which norm it was applied, and what counts.  A step may have been begun with
-weights that were rejected: what was made of that carries the generation from which its maker's data was valid, and the
-record says from which one on it counts.  What is made twice is the same numbers, whoever makes it.
+A sender logs each boundary tensor that it makes, an end what it draws from a plain iterator, and every worker a record
+of each committed step: its norm, and what counts. A step may have been begun with weights that were rejected. Data made
+from them carries the generation from which its maker's data was valid, and the record says from which generation on
+data counts. Data that is made twice has the same numbers, whoever makes it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from recycle_plugin.core.worker.observer import Observer
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """What a replay of the committed ``step`` needs beside boundary tensors: the ``norm`` with regard to which it was
-    applied, None where nobody asked for it; data of it counts that was valid from generation ``counts_from`` or a later
-    one.  ``valid_from``: the generation from which its writer's data is valid.
+    """What a replay of the committed ``step`` needs beside boundary tensors: the ``norm`` that it was applied with,
+    None if nobody asked for it; data of it counts from generation ``counts_from`` on. ``valid_from``: the generation
+    from which its writer's data is valid.
     """
 
     step: int
@@ -39,8 +39,8 @@ class CommittedStep:
 class CountsFrom:
     """The generation from which data of each step has to be valid to count.
 
-    ``voids``: after which steps data counts only from which generation on; ``commits``: committed steps, each with the
-    generation from which on data of it counts.  Costs a sort of both.
+    ``voids``: (step after which, generation from which) data counts; ``commits``: committed steps, each with the
+    generation from which its data counts. Costs a sort of both.
     """
 
     def __init__(self, voids: Iterable[tuple[int, int]], commits: Iterable[tuple[int, int]] = ()) -> None:
@@ -49,88 +49,82 @@ class CountsFrom:
         self._since = list(accumulate((since for _, since in points), max))
 
     def of(self, step: int) -> int:
-        """The one for ``step``."""
+        """Return the generation for ``step``."""
         place = bisect_right(self._steps, step)
         return self._since[place - 1] if place else 0
 
 
 class DiskLog(Protocol):
-    """A worker's log on its disk.  Nothing that is called here waits for the disk but :meth:`flush`; where that can't
-    follow, the log says so, and is whole again from the next checkpoint on.
+    """A worker's log on its disk. Only :meth:`flush` waits for the disk. If the disk can't follow, the log says so, and
+    is whole again from the next checkpoint on.
     """
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """Keeps a value, made where data is valid from the generation ``valid_from``."""
+        """Write a value, whose maker's data is valid from the generation ``valid_from``."""
 
     def commit(self, record: CommittedStep) -> None:
-        """Keeps the record of a committed step."""
+        """Write the record of a committed step."""
 
     def void(self, after: int, valid_from: int) -> None:
-        """Takes back what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        """Take back what was written of steps after ``after`` and is valid from before generation ``valid_from``."""
 
     def mark(self, step: int) -> None:
-        """Notes that all that ``step`` needs of this worker was kept; the coordinator is told once all of it is on the
-        disk.
-        """
+        """Record that all that ``step`` needs of this worker was written; tell the coordinator once it is on disk."""
 
     def checkpointed(self, step: int) -> None:
-        """Drops what is kept up to ``step``: a checkpoint of it is durable."""
+        """Drop what is kept up to ``step``: a checkpoint of it is durable."""
 
     def interrupted(self, step: int, why: str) -> None:
-        """Notes that ``step`` can't be replayed, nor any later one, before the next checkpoint is durable."""
+        """Record that no step from ``step`` on can be replayed before the next checkpoint is durable."""
 
     def resume(self) -> None:
-        """Keeps again what comes, of whatever step, though some was refused before."""
+        """Write again what comes, of whatever step, though some was refused before."""
 
     def refuses(self) -> str:
-        """Why what comes is not kept, in words; empty where it is."""
+        """Return in words why new data is not written; empty if it is."""
 
     def flush(self) -> None:
-        """Returns when all that was kept can be read by others, also after this process's end."""
+        """Return when all that was written can be read by others, also after this process's end."""
 
 
 class ReplayLogs(Protocol):
     """The logs of all workers of a job, for one that replays its stage."""
 
     def record(self, step: int) -> CommittedStep | None:
-        """The record of a committed step; None as long as nobody has written it."""
+        """Return the record of a committed step; None while nobody has written it."""
 
     def get(self, datum: Datum) -> Any:
-        """The value of a datum of a committed step, of an attempt that counts; None as long as nobody has written
-        it.
-        """
+        """Return the value of a datum of a committed step, of an attempt that counts; None while it is not written."""
 
     def damaged(self, datum: Datum) -> bool:
-        """Whether a datum that was asked for is there, and no copy of it can be read; or is not, where something of
-        what its stage has logged is lost.
-        """
+        """Return whether no copy of a datum can be read, or it is missing and part of its stage's log is lost."""
 
     def faults(self) -> str:
-        """What there is and can't be read, in words; empty where all can."""
+        """Return in words what can't be read; empty if all can."""
 
     def close(self) -> None:
-        """Lets go of what was fetched to be read."""
+        """Drop what was fetched to be read."""
 
 
 class StepLog(Observer):
-    """What one worker logs, on ``log``.  ``boundaries``: the stages behind which what crosses is logged, until
-    :meth:`committed` says which; ``weigh(value)``: its bytes, for the ``meter``.
+    """What one worker logs, on ``log``. ``boundaries``: those logged until :meth:`committed` names others;
+    ``weigh(value)``: its bytes, for the ``meter``.
     """
 
     def __init__(
         self, log: DiskLog, boundaries: Collection[int], weigh: Callable[[Any], int] = lambda value: 0
     ) -> None:
         self._log, self.boundaries, self._weigh = log, frozenset(boundaries), weigh
-        self._all = False  # boundaries are logged, whatever those are
+        self._all = False  # log all boundaries, whatever ``boundaries`` says
         self.meter = LogMeter()
-        self._kept: dict[Datum, int] = {}  # of steps that are not committed, with the generation it is valid from
+        self._kept: dict[Datum, int] = {}  # of uncommitted steps, with the generation it is valid from
         self._discarded: list[tuple[int, int]] = []  # after which steps, and from which generation on data counts
-        self._applied: dict[int, Any] = {}  # norms, by the steps with regard to which they were applied here
+        self._applied: dict[int, Any] = {}  # norms, by the steps applied here with them
         self._records: dict[int, CommittedStep] = {}  # of the committed steps behind the checkpoint
         self._committed = self._checkpoint = 0
 
     def begin(self, step: int) -> None:
-        """Begins behind ``step``, whose state this worker has."""
+        """Begin behind ``step``, whose state this worker has."""
         self._committed = self._checkpoint = step
         self._records.clear()
         self._kept.clear()
@@ -139,8 +133,8 @@ class StepLog(Observer):
 
     @contextmanager
     def replaying(self, step: int) -> Iterator[None]:
-        """A context in which what is behind ``step`` is logged once more, at all boundaries: those between stages that
-        are replayed too.  The records of its steps at once: nobody else may have any.
+        """Return a context in which everything behind ``step`` is logged again, at all boundaries: also those between
+        replayed stages. The records of its steps are written at once: nobody else may have any.
         """
         records = [each for each in self._records.values() if each.step > step]
         self.begin(step)
@@ -154,11 +148,11 @@ class StepLog(Observer):
             self._all = False
 
     def refuses(self) -> str:
-        """Why what comes is not kept, in words; empty where it is."""
+        """Return in words why new data is not logged; empty if it is."""
         return self._log.refuses()
 
     def kept(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """Keeps a boundary tensor, what was drawn, or a sum over a tie, once."""
+        """Log a boundary tensor, a drawn batch, or a sum over a tie, once."""
         if datum.step <= self._committed or self._kept.get(datum, -1) >= valid_from:
             return
         self._kept[datum], logged = valid_from, True
@@ -170,21 +164,19 @@ class StepLog(Observer):
             self._log.keep(datum, value, valid_from)
 
     def rejected(self, after: int, valid_from: int) -> None:
-        """Notes that a step was rejected, and what was made of the steps after ``after`` counts from generation
-        ``valid_from`` on.
-        """
+        """Record a rejection: data of the steps after ``after`` counts from generation ``valid_from`` on."""
         self._discarded.append((after, valid_from))
         self._log.void(after, valid_from)
 
     def applied(self, step: int, norm: Any) -> None:
-        """Notes with regard to which ``norm`` this worker has applied ``step``, which may yet be taken back."""
+        """Record the ``norm`` with which this worker has applied ``step``, which may yet be taken back."""
         self._applied[step] = norm
         self.meter.stepped()
         self._log.mark(step)
 
     def commit(self, step: int, valid_from: int, counts_from: int = 0) -> None:
-        """Keeps the records of the steps up to ``step``, which is committed, that were applied here.  ``counts_from``:
-        what counts of them, where this worker has replayed them and was not told of rejections.
+        """Write the records of the steps up to ``step``, which is committed, that were applied here. ``counts_from``:
+        what counts of them, if this worker has replayed them and was not told of rejections.
         """
         if step <= self._committed:
             return
@@ -197,7 +189,7 @@ class StepLog(Observer):
         self._kept = {datum: number for datum, number in self._kept.items() if datum.step > step}
 
     def checkpointed(self, step: int) -> None:
-        """Drops what is kept up to ``step``, whose checkpoint is durable."""
+        """Drop what is kept up to ``step``, whose checkpoint is durable."""
         if step > self._checkpoint:
             self._checkpoint = step
             self._records = {each: record for each, record in self._records.items() if each > step}
@@ -205,26 +197,26 @@ class StepLog(Observer):
             self._log.checkpointed(step)
 
     def committed(self, view: ControlView, valid_from: int) -> None:
-        """Keeps the records of steps that are committed now, drops what is behind a durable checkpoint, and logs the
-        boundaries that are to be logged now.
+        """Write records of new commits, drop what a durable checkpoint replaces, and take over the boundaries
+        to log.
         """
         self.commit(view.committed, valid_from)
         self.checkpointed(view.durable)
         self.boundaries = self.boundaries if view.logged is None else view.logged
 
     def ran(self, span: Span) -> None:
-        """Measures what a replay would run again."""
+        """Measure what a replay would run again."""
         self.meter.ran(span)
 
     def broke_off(self, step: int, why: str) -> None:
-        """Notes that no log leads over ``step``, before the next checkpoint."""
+        """Record that no log leads over ``step``, before the next checkpoint."""
         self._log.interrupted(step, why)
 
     def loaded(self, step: int) -> None:
-        """Notes that no log leads to ``step``, whose state was loaded, and begins behind it."""
+        """Record that no log leads to ``step``, whose state was loaded, and begin behind it."""
         self.broke_off(step + 1, "a checkpoint was loaded while the job trained")
         self.begin(step)
 
     def parks(self) -> None:
-        """Returns when all that was kept can be read by others."""
+        """Return when all that was logged can be read by others."""
         self._log.flush()

@@ -1,21 +1,21 @@
-"""The store of a worker's data of uncommitted steps: one rule each for how a datum comes, is used up, is pinned, and
+"""The store of a worker's data of uncommitted steps: one rule each for how a datum arrives, is used up, is pinned, and
 goes.
 
-What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``; values are opaque,
-tensors in a real worker and numbers in a simulated one.  A datum goes
+What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``. Values are opaque:
+tensors in a real worker, numbers in a simulated one. A datum goes
 
 * when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
 * when its step is *committed*;
-* when it is *discarded*: computed with weights that were rejected (core/coordinator/facts/step_validation.py).  Data
-  carry the generation from which their maker's data is valid (``valid_from``), the one in which that worker last went
-  on from other weights, and what comes from an earlier one is not taken;
+* when it is *discarded*: computed with rejected weights (core/coordinator/facts/step_validation.py). Data carries the
+  generation ``valid_from`` in which its maker last went on from other weights; data from an earlier one is not
+  accepted;
 * a stash, when the weights that it was made with are about to change;
-* for want of room: of the boundary tensors that this worker has made and sent, which stay because a peer may need them
-  once more, the oldest go where they take more than a budget.  But what peers have been told of is *pinned*: they
-  plan with it, so it stays until it is sent again.
+* for want of room: boundary tensors that this worker has made and sent stay because a peer may need them again, but
+  over a budget the oldest go. Data that peers were told of is *pinned*: they plan with it, so it stays until it is sent
+  again.
 
-Of one thread: whoever receives hands over what has come between two instructions.  Each step costs time in proportion
-to what is here, a few data for each micro-batch that the worker runs, however many workers there are.
+Of one thread: received data is handed over between two instructions. Each step costs time in proportion to the data
+here, a few for each micro-batch that the worker runs, however many workers there are.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.step_batches import SUMMED, StepBatches
 
 REPORTED = frozenset({"act", "grad", "stash", "inner", "wgrad", "reduced", "tied", "norm", "params"})
-"""Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); of what is drawn from iterators they
-hear apart.
-"""
+"""Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); drawn batches are reported apart."""
 SUMS = frozenset({"reduced", "tied"})
 """Kinds that are as large as the weights."""
 GIVEN = frozenset({"drawn", "params"})
-"""Kinds that no rejected weight has a part in: data that can't be read again, and the weights that are gone back to."""
+"""Kinds that rejected weights have no part in: data that can't be read again, and the weights to go back to."""
 Compute = Callable[[Instruction, "StepStore", bool], Mapping[Datum, Any]]
 
 
@@ -44,39 +42,37 @@ class Tier(Protocol):
     """A kind of memory: a device's, a host's, a disk."""
 
     def keep(self, value: Any) -> Any:
-        """The given value, of whatever tier, as it is kept in this one."""
+        """Return the value, of whatever tier, as it is kept in this one."""
 
     def weigh(self, kept: Any) -> int:
-        """The share of a budget that a kept value takes, in the budget's unit."""
+        """Return the share of a budget that a kept value takes, in the budget's unit."""
 
 
 class AsItIs:
     """A tier in which values stay as they are made, and each weighs 1."""
 
     def keep(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def weigh(self, kept: Any) -> int:
-        """Every value weighs 1."""
+        """Return 1."""
         return 1
 
 
 class _Entry(NamedTuple):
     value: Any
     valid_from: int
-    weight: int  # of what a budget counts
+    weight: int  # in the budget's unit
 
 
 class StepStore:
     """The data of uncommitted steps of the worker at ``seat``, in a pipeline of ``stages`` stages.
 
-    ``tied``: its stage shares weights; ``reads_iterator``: its data is read from an iterator.
-
-    ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no
-    limit.  ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``;
-    ``sums``, what is here of the kinds in SUMS;
-    ``peak_weight``, the most that boundary tensors of its own have weighed; ``peak``, the most micro-batches that had a
+    ``tied``: its stage shares weights. ``reads_iterator``: its data is read from an iterator. ``budget``: what its own
+    boundary tensors may weigh before sent ones are dropped; None: no limit. ``tiers``: where values may be; they are
+    made in the first. Read-only: ``committed``, ``valid_from``; ``sums``, the data here of the kinds in SUMS;
+    ``peak_weight``, the most that its own boundary tensors have weighed; ``peak``, the most micro-batches that had a
     stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
     """
 
@@ -103,7 +99,7 @@ class StepStore:
     # --- what is here ------------------------------------------------------------------------------
 
     def of_layers(self, kind: str, step: int) -> Datum:
-        """The name of what there is once in ``step`` for all the layers that this worker holds."""
+        """Return the name of the datum that exists once per ``step`` for all layers of this worker."""
         return of_layers(kind, self.seat, step)
 
     def __contains__(self, datum: Datum) -> bool:
@@ -113,16 +109,16 @@ class StepStore:
         return iter(tuple(self._data))
 
     def __getitem__(self, datum: Datum) -> Any:
-        """Raises KeyError."""
+        """Return a value. Raises KeyError."""
         return self._data[datum].value
 
     def get(self, datum: Datum, default: Any = None) -> Any:
-        """The value of ``datum``, or ``default`` where it is not here."""
+        """Return the value of ``datum``, or ``default`` if it is not here."""
         found = self._data.get(datum)
         return default if found is None else found.value
 
     def of(self, kind: str, step: int) -> dict[MicroBatch | None, Any]:
-        """All values of this kind that belong to ``step``, by micro-batch.  Costs time in proportion to the store."""
+        """Return all values of ``kind`` of ``step``, by micro-batch. Costs one pass over the store."""
         return {
             datum.micro_batch: found.value
             for datum, found in self._data.items()
@@ -130,24 +126,20 @@ class StepStore:
         }
 
     def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-        """The data that ``instruction`` requires in this pipeline (core.vocabulary.dataflow.requires).  What is
-        evaluated is read from an iterator in any case.
-        """
+        """Return what ``instruction`` requires here (core.vocabulary.dataflow); an evaluation reads iterators too."""
         return requires(instruction, self._stages, own, self.tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
-        """The data that ``instruction`` requires and that is not here (yet).
+        """Yield the data that ``instruction`` requires and that is not here (yet).
 
-        ``own``: the micro-batches whose weight gradients a REDUCE needs.  An evaluation has no weights of its own.
+        ``own``: the micro-batches whose weight gradients a REDUCE needs. An evaluation has no weights of its own.
         """
         for datum in self.requires(instruction, own):
             if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
                 yield datum
 
     def held(self) -> set[Datum]:
-        """The data of uncommitted steps that is here, for peers, who plan with it.  From now on it is pinned: none of
-        it is let go for want of room before it is sent again.
-        """
+        """Return the data of uncommitted steps that is here, for peers to plan with; it is pinned until sent again."""
         self._sent.clear()
         return {datum for datum in self._data if datum.kind in REPORTED and datum.step > self.committed}
 
@@ -162,7 +154,7 @@ class StepStore:
         return tuple(self._sent)
 
     def copy(self) -> StepStore:
-        """A copy with the same values, and a life of its own."""
+        """Return an independent copy with the same values."""
         found = copy(self)
         found._data, found._sent, found._open = dict(self._data), dict(self._sent), dict(self._open)
         found.sums = set(self.sums)
@@ -171,13 +163,13 @@ class StepStore:
     # --- how it comes ------------------------------------------------------------------------------
 
     def put(self, datum: Datum, value: Any = None) -> None:
-        """Keeps a value that was made here; a tensor is not to be changed in place afterwards.  Raises AssertionError
-        for a weight gradient that is here already.
+        """Add a value that was made here; a tensor must not be changed in place afterwards. Raises AssertionError for a
+        weight gradient that is here already.
         """
         self._put(datum, value, self.valid_from)
 
     def arrive(self, datum: Datum, value: Any, valid_from: int) -> bool:
-        """Takes a value from a worker whose data is valid from generation ``valid_from``; returns whether it is of use.
+        """Add a value from a worker whose data is valid from generation ``valid_from``; return whether it is of use.
 
         A second copy does no harm: a datum has the same numbers whoever makes it.
         """
@@ -187,8 +179,8 @@ class StepStore:
         return True
 
     def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
-        """Lets ``compute(instruction, self, boundary_only)`` make what ``instruction`` provides of what is here.
-        Raises AssertionError where an input is missing.
+        """Have ``compute(instruction, self, boundary_only)`` make what ``instruction`` provides. Raises AssertionError
+        if an input is missing.
 
         ``boundary_only``: for the boundary tensor only, so that nothing else stays.
         """
@@ -197,9 +189,8 @@ class StepStore:
         self.conclude(instruction, compute(instruction, self, boundary_only), boundary_only)
 
     def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
-        """Takes in that ``instruction`` has run: what it uses up goes, and what it has ``made`` is kept.
-
-        ``boundary_only``: for the boundary tensor only, so that nothing else stays.
+        """Record that ``instruction`` has run: drop what it uses up, and add what it has ``made``; with
+        ``boundary_only`` only the boundary tensor.
         """
         for datum in consumes(instruction, self._stages, self.own(instruction)):
             self._remove(datum)
@@ -211,21 +202,19 @@ class StepStore:
                 self._put(datum, value, self.valid_from)
 
     def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """The micro-batches whose weight gradients a REDUCE sums up here; none for another instruction."""
+        """Return the micro-batches whose weight gradients a REDUCE sums here; empty for another instruction."""
         if instruction.op is not Op.REDUCE:
             return ()
         return tuple(micro_batch for micro_batch in self.of("wgrad", instruction.step) if micro_batch is not None)
 
     def move(self, datum: Datum, tier: int) -> Any:
-        """Keeps ``datum`` in the given tier from now on; returns the value as it is there."""
+        """Keep ``datum`` in the given tier from now on; return the value as it is there."""
         kept = self._tiers[tier].keep(self._data[datum].value)
         self._data[datum] = self._data[datum]._replace(value=kept)
         return kept
 
     def sent(self, datum: Datum) -> int:
-        """Notes that a boundary tensor has gone to a peer: from now on it may go for want of room.  Returns how many do
-        now.
-        """
+        """Record that a boundary tensor was sent, so it may go for want of room. Return how many go now."""
         self._sent[datum] = None
         before = self.let_go
         while self._budget is not None and self._weight > self._budget and self._sent:
@@ -236,25 +225,21 @@ class StepStore:
     # --- how it goes -------------------------------------------------------------------------------
 
     def commit(self, step: int) -> None:
-        """Drops what is of no use any more, since all stages have applied ``step``: everything of it, and the weights
-        behind it.
-        """
+        """Drop all data of ``step`` and before, which all stages have applied, and the weights to take it back."""
         self.committed = max(self.committed, step)
         self._remove_all(lambda datum: 0 <= datum.step <= step and datum.kind != "params")
         if self._before is not None and self._before[0].step <= step:
             self._before = None
 
     def drop_sums(self, step: int) -> None:
-        """Drops the sums of the steps up to ``step``, which are committed, in the middle of a later one, whose own sum
-        needs as much room.  What else :meth:`commit` drops is small, or on the host, and waits for the step's end.
+        """Drop the sums of the committed steps up to ``step`` in the middle of a later one, whose own sum needs as much
+        room. The rest that :meth:`commit` drops is small, or on the host, and waits for the step's end.
         """
         for datum in [datum for datum in self.sums if datum.step <= step]:
             self._remove(datum)
 
     def undo(self, step: int) -> None:
-        """Takes ``step``, the last one, back: the weights are those before it, and what was begun with the later ones
-        can't be gone on with.
-        """
+        """Take ``step``, the last one, back: restore its weights, and drop stashes made with the later ones."""
         assert self._before is not None, f"nothing is kept of the weights before step {step}"
         before, value = self._before
         self._remove(before._replace(step=step + 1))
@@ -263,9 +248,8 @@ class StepStore:
         self._forget_stashes(step)
 
     def discard_after(self, after: int, valid_from: int) -> set[Datum]:
-        """Discards what is here of the steps after ``after``, from whomever, which was computed with rejected weights,
-        but not what has come from generation ``valid_from`` already; returns what that was.  Data is valid from that
-        generation now.
+        """Drop data of the steps after ``after``, whoever made it, that was computed with rejected weights, except data
+        of generation ``valid_from`` or later; return it. Data is valid from that generation now.
         """
         self.valid_from = valid_from
         return self._remove_all(
@@ -273,34 +257,26 @@ class StepStore:
         )
 
     def without(self, batches: StepBatches) -> bool:
-        """Drops what counts no more of void steps (core/vocabulary/step_batches.py); returns whether something goes
-        that was added up here.
-        """
+        """Drop what no longer counts of void steps; return whether any of it was in a sum here."""
         gone = batches.gone(self._data.keys())
         return any(datum.kind in SUMMED for datum in self._remove_all(lambda datum: datum in gone))
 
     def drop_draws(self, step: int) -> None:
-        """Drops the data of plain iterators for ``step``, which they can't fill."""
+        """Drop the data of plain iterators for ``step``, which they can't fill."""
         self._remove_all(lambda datum: datum.step == step and datum.kind == "drawn")
 
     def rewind(self, step: int, valid_from: int) -> None:
-        """Empties the store for the state of ``step``, from a checkpoint; later data is valid from generation
-        ``valid_from``.
-        """
+        """Empty the store for a checkpoint's state of ``step``; later data is valid from generation ``valid_from``."""
         self._remove_all(lambda datum: True)
         self.committed, self.valid_from, self._before = step, valid_from, None
         self.put(self.of_layers("params", step + 1))
 
     def forget_evaluation(self, step: int) -> None:
-        """Drops what belongs to the evaluation ``step`` (negative) and all before it, which are through, or given
-        up.
-        """
+        """Drop the data of evaluation ``step`` (negative) and all before it, which are through or given up."""
         self._remove_all(lambda datum: step <= datum.step < 0)
 
     def _step(self, instruction: Instruction) -> None:
-        """The weights change, and the stashes that were made with the old ones and that a later failure has made
-        needless go.
-        """
+        """Change the weights, and drop the stashes made with the old ones that a later failure has made needless."""
         before = Datum("params", instruction.stage, None, instruction.step)
         self._before = before, self[before]
         self._remove(before)

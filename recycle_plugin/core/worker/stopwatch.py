@@ -1,7 +1,6 @@
-"""The stopwatch of a worker: how long it has computed in each step, and how long its plan thinks that takes; how long
-its sum with the other replicas took, and for how long it has waited for nobody.
-
-All by its own clock, so that clocks of different hosts are never compared.
+"""The stopwatch of a worker: how long it computes in each step and how long its plan expects, how long its sum with the
+other replicas took, and for how long it waited for nobody. All by its own clock, so that clocks of different hosts are
+never compared.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ class Clock(Protocol):
     """The clock of a worker, and its way to the coordinator."""
 
     def now_us(self) -> int:
-        """The time, in integer microseconds."""
+        """Return the time, in integer microseconds."""
 
     def waited_us(self) -> int:
-        """How long this worker has waited for others so far."""
+        """Return how long this worker has waited for others so far, in integer microseconds."""
 
     def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
+        """Send ``message`` to the coordinator."""
 
 
 class Stopwatch(Observer):
-    """A count of the microseconds that the worker of ``rank`` computes in each step, which it says by ``clock``.
+    """Counts the microseconds that the worker of ``rank`` computes in each step, and reports them by ``clock``.
     ``costs``: those of the stage, whoever computes.
     """
 
@@ -41,14 +40,13 @@ class Stopwatch(Observer):
         self._meant: dict[int, frozenset[Instruction]] = {}
         self._done: dict[int, set[Instruction]] = defaultdict(set)
         self._exchanged: dict[int, int | None] = {}  # by step, what its sum took; None: it was interrupted
-        self._since: tuple[int, int] | None = None  # the clock at the last step, and what had been waited by then
+        self._since: tuple[int, int] | None = None  # the clock at the last step, and the time waited by then
 
     def begins(self, program: StepProgram) -> None:
-        """Notes that ``program`` is run next.
+        """Record that ``program`` is run next. The first one of a step is what was meant to be computed here; a later
+        one is of recovery.
 
-        The first of a step says what was meant to be computed here; a later one is of recovery.
-
-        Nothing of the step before the last one will be run again: it is committed (core/vocabulary/commit_rule.py).
+        Nothing of the step before the last one will run again: it is committed (core/vocabulary/commit_rule.py).
         """
         for kept in (self._meant, self._done):
             for old in [step for step in kept if step < program.step - 1]:
@@ -58,7 +56,7 @@ class Stopwatch(Observer):
             self._exchanged[program.step] = None
 
     def ran(self, span: Span) -> None:
-        """Counts the time of an instruction that has run, if it computes for a step."""
+        """Count the time of an instruction that has run, if it computes for a step."""
         one, took = span.instruction, span.end_us - span.start_us
         if one.op in COMPUTE and one.step > 0:
             spent, done = self._spent[one.step], self._done[one.step]
@@ -68,12 +66,12 @@ class Stopwatch(Observer):
             done.add(one)
 
     def summed(self, instruction: Instruction, took_us: int) -> None:
-        """Counts what the sum of a step with the other replicas took."""
+        """Count what the sum of a step with the other replicas took."""
         if instruction.op is Op.REDUCE:
             self._exchanged.setdefault(instruction.step, took_us)
 
     def applied(self, step: int, norm: Any) -> None:
-        """Says how long ``step``, which has been applied, was computed on here; the count is dropped."""
+        """Report how long ``step``, which has been applied, was computed on here, and drop the count."""
         now_us, waited_us = self._clock.now_us(), self._clock.waited_us()
         exchange, since = self._exchanged.pop(step, None), self._since
         self._since = now_us, waited_us

@@ -1,11 +1,11 @@
 """A worker's training loop: run the program of each step, and recover when the membership changes.
 
-Recovery: stop at the instruction boundary, plan for the survivors, report how many steps are applied here and what this
-worker holds of unfinished ones; once everybody knows that of all, run what is left of them
-(core/vocabulary/recovery_plan.py), and go on with the new plan.  A worker whose last step stands in the way takes it
-back first.  Further failures while this goes on just make another generation.
+Recovery: stop at the instruction boundary, plan for the survivors, and report the steps applied here and the data held
+of unfinished ones. Once all workers know that of all, run what is left of the steps (core/vocabulary/recovery_plan.py),
+and go on with the new plan. A worker whose last step stands in the way takes it back first. A further failure meanwhile
+makes another generation.
 
-As the executor's, its waits are yielded: one process drives every worker of a simulated cluster, and a real worker,
+Its waits are yielded, like the executor's: one process drives every worker of a simulated cluster, and a real worker,
 whose waits block, drains it (runtime/worker/blocking_loop.py).
 """
 
@@ -51,9 +51,7 @@ from recycle_plugin.core.worker.loop_ports import LEAVE, DataEnded, LoopPort, Pl
 
 
 class TrainingLoop:
-    """The training loop of the worker at ``seat``: it runs one step after the other, and recovers when the membership
-    changes.  ``lockstep``: with the others that hold the seat, where there are some.
-    """
+    """The training loop of the worker at ``seat``. ``lockstep``: with the seat's other shards, if there are any."""
 
     def __init__(
         self,
@@ -75,25 +73,23 @@ class TrainingLoop:
         self.machine = machine
         self._lockstep = lockstep
         self._plan: Plan | None = None
-        self._loaded = False  # a checkpoint, of which the coordinator does not know yet
+        self._loaded = False  # a checkpoint that the coordinator does not know of yet
         self._unfilled = 0  # the step that the data does not fill, if any
         self._batches = StepBatches.full(topology.replicas)
 
     @property
     def plan(self) -> Plan:
-        """The one in force, from the start on."""
+        """The plan in force, from the start on."""
         assert self._plan is not None, "there is no plan before the start"
         return self._plan
 
     def start(self) -> Iterator[Any]:
-        """Waits for everybody and agrees on the first plan."""
+        """Wait for all workers and agree on the first plan."""
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
     def train(self, step: int) -> Waits[dict[str, Loss]]:
-        """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later.  Raises
-        DataEnded.
-        """
+        """Apply ``step``; the value is the loss of each micro-batch. The commit may come later. Raises DataEnded."""
         while True:
             yield from self.advance(step)
             try:
@@ -102,11 +98,11 @@ class TrainingLoop:
             except Interrupted:
                 losses = self._control_view.collected(step, "loss")
                 if losses is not None and self._control_view.is_committed(step):
-                    return losses  # the script may end here: the others may, and wait for nobody then
+                    return losses  # the script may end here: the others may too, and wait for nobody then
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
-        """Returns when ``step`` is applied here, and what peers need for it is done.  Raises DataEnded."""
+        """Return when ``step`` is applied here, and what peers need for it is done. Raises DataEnded."""
         while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
                 if coming == self._unfilled:
@@ -118,7 +114,7 @@ class TrainingLoop:
                 yield from self.recover()
 
     def _end_data(self, step: int) -> Iterator[Any]:
-        """Raises DataEnded once all are at ``step``, which the data does not fill, and know so."""
+        """Raise DataEnded once all are at ``step``, which the data does not fill, and know it."""
         yield from self._await_commit(step - 1)
         if self.machine.committed < step - 1:
             self.machine.commit(step - 1)
@@ -131,7 +127,7 @@ class TrainingLoop:
         return StepProgram(step, program, share=self._batches.share(step))
 
     def applied(self, step: int) -> None:
-        """Tells the coordinator that ``step`` has been applied here."""
+        """Record that ``step`` has been applied here, and tell the coordinator."""
         self.machine.applied(step)
         self._tell_applied(self._control_view.number, step)
 
@@ -139,7 +135,7 @@ class TrainingLoop:
         self._port.send(Stepped(self._control_view.rank, generation, step, self._runner.place_behind(step)))
 
     def settle(self) -> Iterator[Any]:
-        """Returns when all steps applied here are committed: only then may their effects be shown or saved."""
+        """Return when all steps applied here are committed: only then may their effects be shown or saved."""
         step = self.machine.stepped
         while self.machine.committed < step:
             try:
@@ -150,11 +146,10 @@ class TrainingLoop:
                 yield from self.recover()
 
     def barrier(self, place: str, values: dict[str, Any]) -> Waits[BarrierPassed]:
-        """Waits at the barrier named ``place`` for all live workers, outside a step; the value is the
-        :class:`BarrierPassed`.
+        """Wait at the barrier ``place``, outside a step, for all live workers; the value is the :class:`BarrierPassed`.
 
-        ``values``: what this worker brings along for everybody.  Raises Interrupted when the membership changes before
-        all are there, and then nobody passes it.
+        ``values``: what this worker brings for all. Raises Interrupted if the membership changes before all are there;
+        then nobody passes it.
         """
         number = self._control_view.number
         self._port.send(BarrierReached(self._control_view.rank, number, place, values))
@@ -168,9 +163,7 @@ class TrainingLoop:
         return passed
 
     def loaded(self, step: int) -> Iterator[Any]:
-        """Goes on from the state of ``step``, which the worker has from a checkpoint, as all have who have passed the
-        barrier before.
-        """
+        """Go on from the state of ``step``, loaded from a checkpoint, as all do that have passed the barrier before."""
         self.machine.rewind(step)
         self._control_view.rewind(step)
         self._loaded = True
@@ -181,14 +174,14 @@ class TrainingLoop:
         yield from self.recover()
 
     def plan_for(self, topology: Topology) -> None:
-        """Makes its plans for ``topology`` from now on, of another number of micro-batches."""
+        """Plan for ``topology``, with another number of micro-batches, from now on."""
         self._topology = topology
         self._plans.clear()
 
     def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
-        """Goes on with plans for ``topology``, of another number of micro-batches, as all do who have passed the
-        barrier before with all steps committed.  ``batch``: samples in a step; ``full_us``: the planned period with
-        everybody there.
+        """Go on with plans for ``topology``, with another number of micro-batches, as all do that have passed the
+        barrier before with all steps committed. ``batch``: samples in a step; ``full_us``: the planned period with all
+        seats live.
         """
         self.plan_for(topology)
         self._port.send(
@@ -200,7 +193,7 @@ class TrainingLoop:
         yield from self.recover()
 
     def recover(self) -> Iterator[Any]:
-        """Returns when every member of the newest generation has agreed where to go on.  Raises JobEnded."""
+        """Return when every member of the newest generation has agreed where to go on. Raises JobEnded."""
         self._port.reach("recovery.start")
         while (generation := self._control_view.interruption()) is not None:
             if self._lockstep is not None:
@@ -210,13 +203,13 @@ class TrainingLoop:
             yield from self.enter(generation)
 
     def pass_over(self, past: int) -> None:
-        """Notes that this worker, a newcomer, enters no generation before ``past``."""
+        """Record that this worker, a newcomer, enters no generation before ``past``."""
         if self._lockstep is not None:
             self._lockstep.pass_over(past)
 
     def catch_up(self) -> Iterator[Any]:
-        """Recovers from a membership change between steps: returns when all steps that the script has been told of are
-        applied again, also where one was taken back, and committed.
+        """Recover from a membership change between steps. Return when all steps that the script was told of are
+        applied, again if taken back, and committed.
         """
         stepped = self.machine.stepped
         yield from self.recover()
@@ -224,9 +217,7 @@ class TrainingLoop:
         yield from self.settle()
 
     def _await_commit(self, step: int) -> Iterator[Any]:
-        """Waits for the commit of ``step``.  Whoever knows of it is not interrupted: it may have nothing more to do
-        with the others.
-        """
+        """Wait for the commit of ``step``. A worker that knows it is not interrupted: it may need nobody any more."""
         try:
             yield from self._port.wait(f"the commit of step {step}", lambda: self._control_view.is_committed(step))
         except Interrupted:
@@ -236,7 +227,7 @@ class TrainingLoop:
     # --- membership changes ------------------------------------------------------------------------
 
     def _change_at(self, step: int) -> Iterator[Any]:
-        """Enters a planned change, or the planned end, that holds from ``step`` on."""
+        """Enter a planned change, or the planned end, that holds from ``step`` on."""
         while True:
             end, planned = self._control_view.end, self._control_view.pending
             if end is not None and end.step and step >= end.step:
@@ -252,8 +243,8 @@ class TrainingLoop:
                 yield from self.enter(planned)
 
     def enter(self, generation: Generation) -> Iterator[Any]:
-        """Reports for ``generation`` and adopts it, unless a newer one replaces it meanwhile.  Of one in which a stage
-        has nobody nothing can be said: what is here stays as it is, until the stage was replayed.
+        """Report for ``generation`` and adopt it, unless a newer one replaces it meanwhile. If a stage is empty in it,
+        report nothing: data here stays until the stage was replayed.
         """
         if empty := self._empty_stages(generation):
             yield from self._await_stages(empty, generation)
@@ -264,7 +255,7 @@ class TrainingLoop:
         planned = self._port.clock()
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
-        drawn = self._runner.held_draws()  # first: from here on nothing of a lost worker's is taken any more
+        drawn = self._runner.held_draws()  # first: from here on nothing of a lost worker is accepted
         held = pack({*self._runner.held(), of_layers("params", self.seat, self.machine.stepped + 1)})
         report = SurvivorReport(
             self._control_view.rank,
@@ -310,8 +301,8 @@ class TrainingLoop:
         return ClusterView(self._topology, generation.roster.working).empty_stages()
 
     def finish(self) -> Iterator[Any]:
-        """Says that the script is through, and returns once this worker may go.  While a stage that has nobody is
-        replayed it may be needed for that, and helps.
+        """Tell the coordinator that the script is through, and return once this worker may go. While an empty stage is
+        replayed it helps with that.
         """
         view = self._control_view
         self._runner.park()
@@ -330,13 +321,11 @@ class TrainingLoop:
             yield from self._port.wait(what, news, False, expected.limit_s)
 
     def _await_stages(self, empty: tuple[int, ...], generation: Generation) -> Iterator[Any]:
-        """Waits for a newer generation, in which all stages have somebody, or until this worker may go, and helps with
-        that meanwhile.
-        """
+        """Wait for a newer generation without empty stages, or until this worker may go; help with replays."""
         self._runner.park()
         self._port.reach("recovery.parked")
         view, stages = self._control_view, ", ".join(map(str, empty))
-        while view.pending is generation and not view.may_go:  # the deadline: one for the next word of who replays them
+        while view.pending is generation and not view.may_go:  # the deadline: one for the next replayed step
             expected = view.expected
             what = f"stage {stages} to be replayed ({generation.cause})" + f": {expected.what}" * bool(expected.what)
 
@@ -352,21 +341,19 @@ class TrainingLoop:
             yield from self.help()
 
     def asked_to_help(self) -> bool | None:
-        """Whether a worker that replays a stage wants something of this one: True, or None."""
+        """Return True if a worker that replays a stage wants this one's help, else None."""
         return self._runner.asked_to_help()
 
     def help(self) -> Iterator[Any]:
-        """Does what such a worker wants, as long as its stage has nobody."""
+        """Help such a worker, as long as its stage is empty."""
         yield from self._runner.help(self._is_away)
 
     def stop_helping(self) -> None:
-        """Lets go of what was made to help."""
+        """Drop what was made to help."""
         self._runner.stop_helping()
 
     def _is_away(self, stage: int) -> bool:
-        """Whether ``stage`` has nobody, as far as is known: a newcomer has heard of no change before the first one
-        since it came.  Costs one look at each member.
-        """
+        """Return whether ``stage`` is empty, as far as known: a newcomer may not have heard of any change yet."""
         view = self._control_view
         if view.outside:
             known = view.others
@@ -375,7 +362,7 @@ class TrainingLoop:
         return pending is not None and stage in ClusterView(self._topology, pending.roster.working).empty_stages()
 
     def _hand_over(self, generation: Generation) -> None:
-        """Gives newcomers what is its script's alone, as one worker of the stage does, the first that has it."""
+        """Hand the script's own state to newcomers, if this worker is the first former member of its stage."""
         before, peers = (
             self._control_view.roster.workers,
             generation.roster.peers(self.seat.stage, self._control_view.shard),
@@ -387,7 +374,7 @@ class TrainingLoop:
 
     @no_collections()
     def _take_up(self, plan: Plan, resume: Resume) -> None:
-        """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
+        """Work out what is left of the unfinished steps, and take the last one back if it is in the way."""
         started = self._port.clock()
         reported: Held = {Seat.parse(seat): PackedData(packed) for seat, packed in resume.held.items()}
         if resume.unfilled:
@@ -473,7 +460,7 @@ class TrainingLoop:
 
 
 def _draws(packed: Mapping[str, str], unfilled: int, batches: StepBatches) -> dict[int, Batches]:
-    """The batches by step, but those of a step that they don't fill, and of micro-batches that a step does not have."""
+    """Return the batches by step, without steps that they don't fill and micro-batches that a step does not have."""
     return {
         step: {one: draw for one, draw in drawn.items() if batches.has(one, step)}
         for step, drawn in unpack_drawn(packed).items()

@@ -1,9 +1,9 @@
-"""The worker: what computes for ``core.worker.training_loop`` and runs instructions for ``core.worker.executor``, the
-same for a real worker and for a simulated one.
+"""The worker: it computes for ``core.worker.training_loop`` and runs instructions for ``core.worker.executor``, the
+same for a real and a simulated worker.
 
-What it has of uncommitted steps is in one store (core/worker/step_store.py); what it waits for is what the store lacks.
-It says losses and shares of the norm, judges, and gives on what it draws from an iterator
-(core/worker/iterator_data.py).  What is left is its *machine*: a clock, lines, and whoever computes.
+Its data of uncommitted steps is in one store (core/worker/step_store.py); it waits for what the store lacks. It reports
+losses and shares of the norm, judges the norm, and sends on what it draws from an iterator
+(core/worker/iterator_data.py). The rest is its *machine*: a clock, lines, and what computes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ AWAITS = RECEIVES | {Op.LOAD, Op.STEP}  # what comes from elsewhere
 
 @dataclass(frozen=True)
 class Judging:
-    """The way in which a job uses the gradient norm.  ``waits``: VALIDATE waits for it, and the step is clipped by it;
-    ``validates``: it is judged after the step (core/coordinator/facts/step_validation.py).
+    """How a job uses the gradient norm. ``waits``: VALIDATE waits for it, and the step is clipped by it; ``validates``:
+    it is judged after the step (core/coordinator/facts/step_validation.py).
     """
 
     waits: bool = False
@@ -54,11 +54,11 @@ class Judging:
 
 
 class Worker:
-    """The worker at ``store.seat``: it runs programs on its machine, and keeps what it makes in its store.
+    """The worker at ``store.seat``: it runs programs on its machine, and keeps its data in its store.
 
-    ``observers``: who watches its steps, in the order in which they are told; ``lockstep``: with the others that hold
-    the seat, where there are some.  ``applied(step)``: called for each step that is
-    (core.worker.training_loop.TrainingLoop.applied).  ``called``: the script trains a step in one call, in which it
+    ``observers``: those of its steps, in the order in which they are called; ``lockstep``: with the other shards of the
+    seat, if there are any. ``applied(step)``: called for each applied step
+    (core.worker.training_loop.TrainingLoop.applied). ``called``: the script trains a step in one call, in which it
     changes nothing of the state.
     """
 
@@ -99,21 +99,18 @@ class Worker:
 
     @property
     def running(self) -> StepProgram:
-        """The program that is being run, or was run last; AssertionError before the first."""
+        """The current or last program. Raises AssertionError before the first."""
         assert self.program is not None, "nothing has been run yet"
         return self.program
 
     def resize(self, shape: Topology) -> None:
-        """Goes on with steps of another number of micro-batches from now on."""
+        """Go on with steps of another number of micro-batches from now on."""
         self._shape = shape
         for each in self._observers:
             each.broke_off(self._steps.stepped + 1, "another number of micro-batches")
 
     def rewind(self, step: int) -> None:
-        """Goes on from the state of ``step``, which all load, in place of the last one.
-
-        A new generation follows, and what comes later is valid from that one.
-        """
+        """Go on from the state of ``step``, which all load. Later data is valid from the generation that follows."""
         self.servings.close()
         self._final = 0
         self.store.rewind(step, self._control_view.number + 1)
@@ -125,7 +122,7 @@ class Worker:
     # core.worker.loop_ports.StepRunner
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
-        """Runs ``program``, its data provided before; raises Interrupted."""
+        """Run ``program`` after providing its data. Raises Interrupted."""
         self.program = program
         self._machine.operations.go_by(program.share)
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
@@ -135,7 +132,7 @@ class Worker:
                 self._final = program.step if self.called else 0
                 yield from self._begin(program)
             if program.resumed:
-                self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
+                self._say_losses(program.step)  # of forwards that the failure has cut off from the last one
             if self._lockstep is not None:
                 yield from self._lockstep.come_to()
                 yield from self._lockstep.begin(f"the program of step {program.step}")
@@ -159,13 +156,13 @@ class Worker:
         return self.store.valid_from
 
     def held(self) -> set[Datum]:
-        """The data of uncommitted steps that is here, which is pinned from now on."""
+        """Return the data of uncommitted steps that is here, which is pinned from now on."""
         self.forget_committed()
         return self.store.held()
 
     def held_draws(self) -> dict[str, str]:
-        """The data of plain iterators that is here, by step, packed for the others, with all that the lost have sent
-        before.
+        """Return the batches of plain iterators that are here, by step, packed, with all that lost workers have
+        sent.
         """
         if self.store.reads_iterator or self._meets_again():
             self._machine.hear_out()
@@ -173,29 +170,26 @@ class Worker:
         return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
     def _meets_again(self) -> bool:
-        """Whether all meet again although nobody is lost: something did not get through.  Who hears nobody may be the
-        last to wait for that, and others complain before it does, each time: so all listen to themselves then.
+        """Return whether all regroup although nobody is lost: a message did not get through. A worker that hears nobody
+        may be the last to wait for that, and others complain before it does, each time. So all listen to themselves
+        then.
         """
         coming = self._control_view.interruption()
         return coming is not None and self._control_view.roster.workers <= coming.roster.workers
 
     @property
     def places(self) -> dict[str, Place]:
-        """Where the plain iterator stood behind the last applied step, and behind the next where that was begun, by
-        their numbers; nothing where it does not stand at its replica's place, or there is none.
-        """
+        """By step, ``place_behind`` the last applied step, and the next if begun; empty if there is none."""
         return self.iterator_data.places(self._steps.stepped) if self.iterator_data is not None else {}
 
     def place_behind(self, step: int) -> Place | None:
-        """Where the plain iterator stood behind ``step``; None where that is not its replica's place, or there is
-        none.
-        """
+        """Return where the plain iterator stood after ``step``; None without one, or if not at its replica's place."""
         data = self.iterator_data
         return data.place_behind(step) if data is not None and self.store.reads_iterator else None
 
     @property
     def ended(self) -> int:
-        """The number of the plain iterator, if it has given all that it has; else 0."""
+        """The number of the plain iterator if it has ended, else 0."""
         return self.iterator_data.ended if self.iterator_data is not None else 0
 
     @property
@@ -204,16 +198,14 @@ class Worker:
         return self.iterator_data.lacks if self.iterator_data is not None else 0
 
     def leave_out(self, step: int, valid_from: int) -> None:
-        """Drops all that there is of ``step``, which plain iterators can't fill; data is valid from generation
-        ``valid_from`` now.
-        """
+        """Drop all data of ``step``, which iterators can't fill; data is valid from generation ``valid_from``."""
         self.discard_after(step - 1, valid_from)
         if self.iterator_data is not None:
             self.iterator_data.leave_out(step)
 
     def skip_to(self, place: Place, enters: bool = False) -> None:
-        """Brings a newcomer's plain iterator to ``place`` if it is that one or a later one, which is at its beginning;
-        there it is in its place if it ``enters`` now: before that its replica's place may change.
+        """Bring a newcomer's plain iterator to ``place``, or a later one to its beginning. It is in its place only if
+        the newcomer ``enters`` now: before that its replica's place may change.
         """
         data = self.iterator_data
         if data is not None and self.store.reads_iterator and place.iterator <= data.stands.iterator:
@@ -221,49 +213,45 @@ class Worker:
             data.in_place = enters
 
     def take_state(self, iterator_state: IteratorState) -> None:
-        """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
+        """Take what all know of plain iterators; it holds until the next call."""
         if self.iterator_data is not None:
             self.iterator_data.take_state(iterator_state)
 
     def undo(self, step: int) -> None:
-        """Takes ``step``, the last applied one, back, in the weights and in the store."""
+        """Take ``step``, the last applied one, back, in the weights and in the store."""
         self._machine.hashing.finish()
         self._machine.operations.undo(step)
         self.store.undo(step)
 
     def record_norm(self, step: int, norm: Any) -> None:
-        """Notes the ``norm`` of ``step``, by which it is to be clipped or skipped."""
+        """Record the ``norm`` of ``step``, by which it is to be clipped or skipped."""
         self.store.put(self.store.of_layers("norm", step), norm)
 
     def discard_after(self, after: int, valid_from: int) -> None:
-        """Discards what is here of the steps after ``after``, which was computed with rejected weights; data is valid
-        from generation ``valid_from`` now.
-        """
+        """Drop data of the steps after ``after``, made with rejected weights; data is valid from ``valid_from`` now."""
         for each in self._observers:
             each.rejected(after, valid_from)
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.operations.forget_sums(after)
 
     def without(self, batches: StepBatches) -> None:
-        """Drops what counts no more of void steps."""
+        """Drop what no longer counts of void steps."""
         if self.store.without(batches):
             self._machine.operations.forget_sums(batches.void - 1)
 
     def listen_to(self, members: Iterable[str]) -> None:
-        """Takes from now on also what workers at these addresses send."""
+        """Also take data from workers at these addresses from now on."""
         self._machine.listen_to(members)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Drops the connections to all workers but those at these addresses, which are left."""
+        """Drop the connections to all workers except those at these addresses."""
         self._machine.keep_only(members)
 
     # newcomers
 
     def serve_now(self, waiting: bool) -> bool | None:
-        """Does what newcomers ask for, where it may be done now; returns whether there was anything to do, None where
-        there are none.
-
-        ``waiting``: this worker has nothing else to do.
+        """Do what newcomers ask for, if it may be done now; return whether there was anything to do, None if there are
+        no newcomers. ``waiting``: this worker has nothing else to do.
         """
         view = self._control_view
         if not (view.serves or view.hashes or self.hash_at or self.servings) or view.outside:
@@ -283,7 +271,7 @@ class Worker:
         return gave
 
     def _serve(self, asked: Serve) -> None:
-        """Lets a newcomer come."""
+        """Open a line for a newcomer, and tell the coordinator where."""
         self._machine.reach("serving.told")
         state, outlet, address = self._machine.open_outlet(asked.newcomer)
         if not self.servings:
@@ -292,19 +280,18 @@ class Worker:
         self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
-        """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
+        """Send a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
         self.servings.hand_over(newcomer, step, self._machine.script_state)
 
     def _last_sum(self, step: int) -> Datum:
-        """What the sums of ``step`` leave last, of which STEP is made."""
+        """Return the last sum of ``step``, which STEP applies."""
         return self.store.of_layers("tied" if self._shape.tie(self.seat.chunk) else "reduced", step)
 
     def _has_sum(self, step: int) -> bool:
-        """Whether what ``step`` applies is here."""
         return self._last_sum(step) in self.store
 
     def _summed(self, step: int) -> None:
-        """Sends newcomers what the sums of ``step`` have left."""
+        """Send newcomers what the sums of ``step`` have left."""
         self.servings.summed(step)
 
     def _hash(self, stepped: int) -> None:
@@ -316,21 +303,21 @@ class Worker:
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raises Interrupted where the membership has changed, or JobEnded where the job is over; serves newcomers, and
-        drops the sums of committed steps.
+        """Raise Interrupted if the membership has changed, or JobEnded if the job is over. Else serve newcomers, and
+        drop the sums of committed steps.
         """
         if self._lockstep is None:
             self._control_view.check()
         else:
-            self._control_view.check_end()  # of a change it hears in await_inputs, with the others of its seat
+            self._control_view.check_end()  # it hears of a change in await_inputs, with the others of its seat
         while self.serve_now(waiting=False):
             pass
         if self.store.sums:
             self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterable[Any]:
-        """Waits for what comes from elsewhere, and, before a step, for the commit of the one whose undo record it
-        overwrites; and for the others that hold the seat, where only all can do it.
+        """Wait for what comes from elsewhere; before a step, for the commit of the step whose undo record it
+        overwrites; and for the seat's other shards, if only all can do it.
         """
         self._left_out = None
         if self._lockstep is None:
@@ -352,7 +339,7 @@ class Worker:
             yield from lockstep.begin(str(instruction))
 
     def _lacks(self, instruction: Instruction) -> bool:
-        """Whether ``instruction``, which another shard of the seat has run, waits for what is not here."""
+        """Return whether ``instruction``, which another shard of the seat has run, waits for what is not here."""
         if instruction.op is Op.VALIDATE:
             return self._control_view.collected(instruction.step, NORM) is None
         return instruction.op in LEFT_OUT and next(self.store.missing(instruction), None) is not None
@@ -369,7 +356,7 @@ class Worker:
             self._steps.commit(before)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Carries ``instruction`` out: computes, sends, adds up, validates or steps."""
+        """Carry ``instruction`` out: compute, send, sum, validate or step."""
         return self._perform(instruction) if self._lockstep is None else self._perform_together(instruction)
 
     def _perform_together(self, instruction: Instruction) -> Iterator[Any]:
@@ -399,7 +386,7 @@ class Worker:
             self._machine.end(instruction)
 
     def record(self, span: Span) -> None:
-        """Takes the time span of an instruction that has run, for the stopwatch and the machine's trace."""
+        """Record the time span of an instruction that has run, for the observers and the machine's trace."""
         if self._lockstep is not None:
             self._lockstep.finished += 1
         for over in self._machine.record(span):
@@ -419,8 +406,8 @@ class Worker:
                 self._tell_made(instruction)
 
     def _tell_made(self, instruction: Instruction) -> None:
-        """Tells of what was drawn, and what a failure has had made again: whoever made it first may not have had it on
-        its disk, and nobody may ask for it any more, so that it is not sent.
+        """Tell observers what was drawn, and what a failure has had made again: its first maker may not have had it on
+        disk, and it is not sent if nobody asks for it any more.
         """
         for drawn in self.store.requires(instruction) if instruction.op is Op.LOAD else ():
             self._tell_kept(drawn, self.store[drawn])
@@ -441,9 +428,7 @@ class Worker:
         self.store.sent(datum)
 
     def _add_up(self, instruction: Instruction) -> Iterator[Any]:
-        """Makes a sum with the others.  Nobody has it before all have come; where it is made again it comes out the
-        same, and what is here stays.
-        """
+        """Make a sum with the others; nobody has it before all have come. Made again, it has the same bits."""
         (datum,) = provides(instruction)
         holder, began_us = self.running.holder if instruction.op is Op.REDUCE else None, self._machine.now_us()
         total = yield from self._machine.add_up(instruction, self.store, holder)
@@ -457,7 +442,7 @@ class Worker:
                 self._summed(datum.step)
 
     def _validate(self, step: int) -> Iterator[Any]:
-        """Waits until all stages have their gradients, and where these are clipped, for the norm over them."""
+        """Wait until all stages have their gradients, and for the norm over them if they are clipped."""
         self._say_share(step, NORM, self._machine.operations.share(step, self.store) if self._judging.waits else 0.0)
         shares = yield from self._machine.wait(
             f"all contributions to the {NORM} of step {step}", lambda: self._control_view.collected(step, NORM)
@@ -475,7 +460,7 @@ class Worker:
         self._machine.hashing.finish()
         settings = self._machine.units.settings()
         self.store.run(instruction, self._machine.operations.compute)
-        norm = self.store.get(self.store.of_layers("norm", step))  # which STEP itself may have found
+        norm = self.store.get(self.store.of_layers("norm", step))  # STEP itself may have found it
         self.servings.stepped(step, Applied(norm, settings, self.running.share))
         for each in self._observers:
             each.applied(step, self.store.get(self.store.of_layers("norm", step)))
@@ -484,9 +469,8 @@ class Worker:
             self._machine.watch_state()
 
     def _validate_later(self, step: int) -> None:
-        """Tells the coordinator this stage's share of the norm; it judges once it has all shares.
-
-        One that is not finite leaves nothing to judge, and no way back for some undo.
+        """Send the coordinator this stage's share of the norm; it judges once it has all shares. A share that is not
+        finite leaves nothing to judge, and no way back for some undo.
         """
         share = self._machine.operations.share(step, self.store)
         self._say_share(step, SHARE, share)
@@ -496,51 +480,51 @@ class Worker:
     # what it has and says
 
     def forget_evaluation(self, step: int) -> None:
-        """Drops what has come for the evaluation ``step`` (negative), which is through, or given up."""
+        """Drop what has come for the evaluation ``step`` (negative), which is through or given up."""
         self._take_arrivals()
         self.store.forget_evaluation(step)
 
     def forget_committed(self) -> None:
-        """Takes in what has come, and drops what belongs to committed steps: nobody will ask for it again."""
+        """Take what has come, and drop the data of committed steps: nobody will ask for it again."""
         self._take_arrivals()
         for each in self._observers:
             each.committed(self._control_view, self.store.valid_from)
         self.store.commit(self._control_view.committed)
 
     def park(self) -> None:
-        """Gets ready to wait long for others, who read what this worker has logged."""
+        """Prepare to wait long for others, who read what this worker has logged."""
         self.forget_committed()
         for each in self._observers:
             each.parks()
 
     def accompany(self, replay: Replay) -> Iterator[Any]:
-        """Replays this worker's stage beside its state (core/worker/companion.py)."""
+        """Replay this worker's stage beside its state (core/worker/companion.py)."""
         assert self.companion is not None, "only a job that logs replays stages"
         self._machine.hashing.finish()
         yield from self.companion.run(replay)
 
     def asked_to_help(self) -> bool | None:
-        """Whether a worker that replays a stage wants something of this one: True, or None."""
+        """Return True if a worker that replays a stage wants this one's help, else None."""
         return None if self.helper is None else self.helper.asked()
 
     def help(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
-        """Does what such a worker wants (core/worker/helper.py)."""
+        """Help such a worker (core/worker/helper.py)."""
         if self.helper is not None:
             yield from self.helper.work(wanted)
 
     def stop_helping(self) -> None:
-        """Lets go of what was made to help."""
+        """Drop what was made to help."""
         if self.helper is not None:
             self.helper.leave()
 
     def losses(self, step: int) -> dict[str, Loss]:
-        """The losses of ``step`` by micro-batch, of those whose last stage has run here."""
+        """Return the losses of ``step`` by micro-batch, of those whose last stage has run here."""
         return {
             str(micro_batch): self._machine.number(loss) for micro_batch, loss in self.store.of("loss", step).items()
         }
 
     def _giver(self, datum: Datum) -> Seat:
-        """The seat that a batch comes from which this worker has not read."""
+        """Return the seat that sends a batch which this worker has not read."""
         if datum.step < 0:
             return self.running.givers[datum]
         assert self.iterator_data is not None, f"nobody reads what the {datum} would come from"
