@@ -36,8 +36,6 @@ class DeviceStuck(RuntimeError):
 
 
 class CutOff(RecycleError):
-    """The coordinator is out of reach, so this worker may be on the smaller side of a divided network. It exits with
-    ``code``.
-    """
+    """The coordinator is out of reach: this worker may be on the smaller side of a cut. It exits with ``code``."""
 
     code = 4

@@ -1,7 +1,4 @@
-"""Write folders and files so that their name shows all of them or nothing, even if the writer dies.
-
-The module also has the words for why something can't be written.
-"""
+"""Write folders and files that appear under their name whole or not at all, and say why one can't be written."""
 
 from __future__ import annotations
 
@@ -90,9 +87,7 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
 
 
 def verify(path: Path) -> None:
-    """Raise RecycleError if a file of ``torch.save`` is damaged, by reading all of it. ``torch.load`` ignores the CRCs
-    in the file.
-    """
+    """Raise RecycleError if a file of ``torch.save`` is damaged: ``torch.load`` ignores its CRCs. Reads all of it."""
     if not is_zipfile(path):
         return  # not torch.save's format: torch reports it
     try:

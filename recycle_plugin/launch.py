@@ -265,9 +265,7 @@ class Join:
         return cls(host, int(port), NO_WAIT not in on, script_command(ranks + rest))
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the worker's environment without its rank and the job's size. A launcher's variables tell the local
-        rank on this host.
-        """
+        """Return the worker's environment without rank and size; a launcher's variables give the local rank."""
         theirs = {"RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"}
         return {name: value for name, value in own.items() if name not in theirs} | {
             "MASTER_ADDR": self.host,

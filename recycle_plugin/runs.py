@@ -224,9 +224,7 @@ def free_port() -> int:
 
 
 def training_script(checkout: Path | None = None) -> Path:
-    """Return the path of scripts/train_gpt.py in this or another checkout. Raises FileNotFoundError if the package is
-    installed without one.
-    """
+    """Return the path of scripts/train_gpt.py in a checkout. Raises FileNotFoundError if there is none."""
     path = (checkout or Path(__file__).resolve().parents[1]) / "scripts" / "train_gpt.py"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run this from a checkout (pip install --editable)")
@@ -234,9 +232,7 @@ def training_script(checkout: Path | None = None) -> Path:
 
 
 def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
-    """Return the environment of a run on CPU: one thread a worker, ``deepspeed`` of this interpreter or ``checkout``.
-    Python's warnings are hidden: they are not ours to fix.
-    """
+    """Return a run's environment on CPU: one thread a worker, no warnings, ``deepspeed`` of this or that checkout."""
     commands = Path(sys.executable).parent if checkout is None else checkout / ".venv" / "bin"
     path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
     return (
@@ -250,9 +246,7 @@ def await_reports(mark: str) -> None:
 
 
 def processes_with(mark: str, of: str = "") -> list[psutil.Process]:
-    """Return all processes of this machine with ``mark`` in their environment, by looking at every process. ``of``:
-    only those that run this module.
-    """
+    """Return all processes of this machine with ``mark`` in their environment; ``of``: that run this module."""
     found = []
     for process in psutil.process_iter():
         try:

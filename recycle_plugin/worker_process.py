@@ -105,9 +105,7 @@ def main(command: list[str]) -> int:
 
 
 def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoReturn:
-    """Exit as the script's ``os._exit``. With 0 between two steps it may be the script's end, but nobody can know
-    (core/coordinator/vanishing.py).
-    """
+    """Exit as the script does; 0 between two steps may be its end or not (core/coordinator/vanishing.py)."""
     if code == 0 and not session.forked and session.between_two_steps:
         with suppress(Exception, JobEnded):  # the script must end, whatever is wrong
             session.hooks.at_end()

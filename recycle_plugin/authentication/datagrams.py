@@ -62,9 +62,7 @@ class DatagramDoor(Generic[Sender]):
         self._names[place] = names[:2]
 
     def opened(self, data: bytes) -> tuple[Sender, bytes] | None:
-        """Return the sender of a datagram and its message, or None if this or a later one has already counted. Raises
-        Stranger if no known sender has sealed it.
-        """
+        """Return sender and message, or None if this or a later datagram has counted. Raises Stranger."""
         name, number = HEAD.unpack_from(data) if HEAD.size + SEAL <= len(data) <= LONGEST else (b"", 0)
         body, seal = data[:-SEAL], data[-SEAL:]
         known = self._known.get(name)

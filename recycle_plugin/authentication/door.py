@@ -36,9 +36,7 @@ class Door:
         self._unproved: dict[socket.socket, float] = {}  # {connection: when it came}, the oldest first
 
     def late(self) -> None:
-        """Record that this process was stopped or slow: a caller that gave up meanwhile is not reported as a
-        stranger.
-        """
+        """Record that this process was stopped or slow, so that callers that gave up meanwhile go unreported."""
         self._late_until = time.monotonic() + LATE_S
 
     def pause_s(self) -> float:
@@ -60,9 +58,7 @@ class Door:
             self._unproved[connection] = time.monotonic()
 
     def lets_in(self, connection: socket.socket, peer: tuple) -> Proved | None:
-        """Return a connection that has proved to be from a process of this job, or None for a stranger's. Changes the
-        connection's timeout.
-        """
+        """Return a connection that has proved to be of this job, or None for a stranger's; changes its timeout."""
         try:
             return answer(connection, self._secret, self._port)
         except OSError as error:

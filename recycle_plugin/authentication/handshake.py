@@ -115,9 +115,7 @@ class _Nonces(NamedTuple):
 
 
 class Caller:
-    """The calling end: it sends ``opening``, and receives the answer of ANSWER bytes. ``binding``: of its TLS, empty
-    without.
-    """
+    """The calling end: sends ``opening``, receives ANSWER bytes; ``binding``: of its TLS, empty without."""
 
     def __init__(self, secret: Secret, port: Port, binding: bytes = b"") -> None:
         self._secret, self._port, self._binding, self._nonce = secret, port, binding, secrets.token_bytes(NONCE)
@@ -154,8 +152,8 @@ ANSWER = NONCE + PROOF
 
 
 def call(connection: socket.socket, secret: Secret, port: Port, timeout_s: float = HANDSHAKE_S) -> Proved:
-    """Do the caller's part on a blocking connection, and change its timeout. Raises Stranger, or OSError. Silence of
-    the other end counts as ConnectionError: a process of this job may be too busy to answer, or about to end.
+    """Do the caller's part on a blocking connection, and change its timeout. Raises Stranger, OSError. A silent other
+    end is a plain ConnectionError: a process of this job may be too busy to answer, or about to end.
     """
     try:
         return _without_loop(_called(_Blocking(timeout_s), connection, secret, port))
@@ -274,9 +272,7 @@ async def _answered(words: _Words, connection: socket.socket, secret: Secret, po
 async def _through_tls(
     words: _Words, connection: socket.socket, secret: Secret, calls: bool
 ) -> tuple[Connection, bytes]:
-    """Return the connection, in TLS after its handshake if the job has TLS, and its binding (else empty). Raises
-    Stranger, OSError.
-    """
+    """Return the connection, in TLS if the job has it, and its binding to that. Raises Stranger, OSError."""
     if secret.tls is None:
         return connection, b""
     if connection.family in (socket.AF_INET, socket.AF_INET6):

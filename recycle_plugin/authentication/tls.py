@@ -49,9 +49,7 @@ class NoCertificate(NoCredentials):
 
 
 class TlsFailure(ConnectionError):
-    """The other end does not speak TLS, or not as this job does. ``spoken``: it does speak TLS; ``parting``: bytes to
-    send to it that say why.
-    """
+    """The other end does not speak TLS, or (``spoken``) not as this job does; ``parting``: last bytes to send to it."""
 
     def __init__(self, done: str, spoken: bool, parting: bytes) -> None:
         super().__init__(done)
@@ -129,9 +127,7 @@ class TlsEnd:
 
     @property
     def binding(self) -> bytes:
-        """Bytes known to both ends of this connection and to no other: the caller's Finished message, after the
-        handshake.
-        """
+        """Bytes that only the two ends of this connection know after the handshake: the caller's Finished message."""
         found = self._end.get_channel_binding("tls-unique")
         assert found, "the handshake is over"
         return found

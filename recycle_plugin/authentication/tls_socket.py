@@ -16,8 +16,8 @@ PIECE = 1 << 18  # most bytes that are encrypted or read at once
 
 
 class TlsSocket:
-    """TLS over a ``connection`` on which this ``end`` has done its handshake; closing this closes the connection.
-    Methods do, return and raise the same as a socket's. One thread may read while one other writes.
+    """TLS over a ``connection`` on which this ``end`` has done its handshake; shutting either down shuts both. Methods
+    do, return and raise the same as a socket's. One thread may read while one other writes.
     """
 
     def __init__(self, connection: socket.socket, end: TlsEnd) -> None:

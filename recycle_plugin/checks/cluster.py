@@ -90,9 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def section_of(path: str | None) -> dict[str, Any]:
-    """Return the settings of the small jobs: those of a config that matter here, and no returns beside the
-    measurements. Raises ValueError.
-    """
+    """Return the settings of the small jobs: the relevant ones of a config, and no rejoin. Raises ValueError."""
     section = {} if path is None else config_of(path).get(SECTION) or {}
     Settings.from_section(section)
     return {"enabled": True, "rejoin": "never", **{name: section[name] for name in TOLD if name in section}}

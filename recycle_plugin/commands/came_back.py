@@ -13,9 +13,7 @@ class NotBack(RunFailed):
 
 
 def rejoined(history: RunHistory, killed: Sequence[Failure]) -> dict:
-    """Return the entry ``rejoined`` of report.json: seconds and bytes of the first killed worker's return. Raises
-    NotBack, or RunFailed if the log does not say how it came.
-    """
+    """Return report.json's entry ``rejoined``: seconds and bytes of the first return. Raises NotBack, RunFailed."""
     back = killed[0].absence
     if not back.is_over:
         raise NotBack(f"the worker of seat {back.seat} did not come back in {history.last} steps: give more --steps")

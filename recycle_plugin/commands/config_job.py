@@ -1,7 +1,4 @@
-"""The job that a DeepSpeed config, a shape and a hostfile describe, read without importing torch or DeepSpeed.
-
-Functions raise ValueError with one line if any of them is wrong.
-"""
+"""The job that a DeepSpeed config, a shape and a hostfile describe, read without torch; errors are ValueErrors."""
 
 from __future__ import annotations
 
@@ -101,9 +98,7 @@ class ConfiguredJob:
         return _planned(self.shape.full().without(*self.gone(lost)), self.costs, replace(self.policy, **changed))
 
     def gone(self, lost: Iterable[Seat]) -> tuple[Seat, ...]:
-        """Return the seats that go when those in ``lost`` do: the same, or their whole replicas if the unit is a
-        replica.
-        """
+        """Return the seats that go with ``lost``: the same, or their whole replicas if replicas are the unit."""
         if self.settings.unit == "worker":
             return tuple(lost)
         replicas = {seat.replica for seat in lost}
@@ -252,9 +247,7 @@ def costs_of(
 
 
 def profile_of(path: str) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
-    """Read a profile, or the costs of each stage with the bytes that a run measured. Raises ValueError if ``path`` has
-    neither.
-    """
+    """Read a profile, or costs of each stage with a run's measured bytes. Raises ValueError if ``path`` has neither."""
     try:
         return read_measured(path)
     except (OSError, ValueError) as error:

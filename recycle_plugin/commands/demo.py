@@ -177,9 +177,7 @@ def gone_along(history: RunHistory) -> list[str]:
 
 
 def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
-    """Return the workers that should have reached the end, with their processes at the start and at the end.
-    ``pid_at_end`` is None for a worker that left no record.
-    """
+    """Return the workers that should have reached the end, with their pids at both ends (None: no record)."""
     dead = {str(failure.seat) for failure in killed} | set(gone_along(outcome))
     return [
         {"seat": seat, "rank": rank, "pid": outcome.pids[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}

@@ -68,9 +68,7 @@ def memory(job: ConfiguredJob) -> Section:
 
 
 class Room(NamedTuple):
-    """Memory in bytes of a worker's device, and of a host for all its workers. None if not known. ``apart``: the
-    device's memory is separate from the host's.
-    """
+    """Bytes of a worker's device, and of a host for all its workers; None: not known. ``apart``: separate memories."""
 
     device: int | None
     host: int | None
@@ -110,9 +108,7 @@ def _has(what: str, size: int) -> str:
 
 
 def _enough(job: ConfiguredJob) -> tuple[dict, str]:
-    """Return the fewest micro-batches in memory at which any one loss costs the least, as data and in words. Raises
-    PlanError.
-    """
+    """Return the fewest micro-batches at which any one loss costs the least, as data and words. Raises PlanError."""
     free, now, most = job.planned()[0], job.one_lost(), job.busiest
 
     def period(held: int) -> int:
@@ -134,9 +130,7 @@ def _enough(job: ConfiguredJob) -> tuple[dict, str]:
 
 
 def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
-    """Return bytes of one parameter between steps and at each moment of a step: {moment: {part: bytes}}. Only memory
-    that grows with the model is counted.
-    """
+    """Return {moment of a step: {part: bytes}} of one parameter, without what does not grow with the model."""
     one = WorkerBytes(1, _dtype(job), job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
     moments = {
         "committed": one.settled,

@@ -104,9 +104,7 @@ class Choices:
 
 
 def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
-    """Return the blocks of a step and the helpers that share them in a replay, as data and in words. ``together``:
-    neighbouring stages may have to replay together.
-    """
+    """Return a step's blocks and a replay's helpers, as data and words; ``together``: stages may replay together."""
     blocks = job.settings.policy(False, job.stages).blocks(job.shape)
     sizes = [len(each) for each in blocks.members().values()]
     live = (job.stages - 1) * job.shape.replicas
@@ -177,9 +175,7 @@ def _from_checkpoint(job: ConfiguredJob, steps_s: Sequence[float]) -> tuple[floa
 
 
 def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
-    """Return seconds of a replayed step of the stages ``first`` and ``last`` (may be equal), at each of ``EVERY``.
-    Includes the stages that have to replay with them.
-    """
+    """Return seconds of a replayed step of two stages (or one) and those that replay along, at each of ``EVERY``."""
     taken = []
     for every, logged in zip(EVERY, found.logged):
         touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]

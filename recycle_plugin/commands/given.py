@@ -1,7 +1,4 @@
-"""Arguments that several subcommands share, from text to the types of the planner and the simulator.
-
-Functions raise ValueError, with one line, for bad input.
-"""
+"""Arguments that subcommands share, as types of planner and simulator. Functions raise one-line ValueErrors."""
 
 from __future__ import annotations
 
@@ -72,9 +69,7 @@ class JobArguments:
 
 
 def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse._MutuallyExclusiveGroup:
-    """Add the arguments that describe a job: shape (``required`` or not), techniques, memory and costs. Returns the
-    argument group of the costs.
-    """
+    """Add a job's arguments: shape (``required`` or not), techniques, memory, costs; return the costs' group."""
     for name, letter, text in SHAPE:
         parser.add_argument(name, type=int, required=required, metavar=letter, help=text)
     parser.add_argument(
@@ -172,9 +167,7 @@ def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str
 
 
 def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:
-    """Return the cost model of ``F=1,I=1,...``, and the number of integers in a tick. That number is the smallest power
-    of ten times ``scale`` that makes every cost whole.
-    """
+    """Return the cost model of ``F=1,I=1,...``, and how many integers (at least ``scale``) are a tick."""
     values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
     missing = [name for name in ("F", "I", "W") if name not in values]
     if missing:

@@ -14,9 +14,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def folder_of(job: str) -> Path:
-    """Return the run folder of ``job``: a path, or the coordinator's address, as in node1:29500. Raises ValueError if
-    the coordinator can't be reached or its folder can't be read here.
-    """
+    """Return the run folder of ``job``, a path or the coordinator's address (node1:29500). Raises ValueError."""
     host, _, port = job.rpartition(":")
     if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
         return Path(job)

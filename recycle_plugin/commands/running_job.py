@@ -22,9 +22,7 @@ ANSWER_S = 30.0  # for its answer
 
 
 def folder_at(host: str, port: int) -> Path:
-    """Return the run folder of the job whose coordinator is at this address. Raises ValueError if there is none, or if
-    the folder can't be read here.
-    """
+    """Return the run folder of the job with this coordinator. Raises ValueError if none can be read here."""
     job = f"{host}:{port}"
     try:
         control, folder = _connected(ControlWay((host, port), SecretFile.of(os.environ | {"MASTER_PORT": str(port)})))
@@ -39,9 +37,7 @@ def folder_at(host: str, port: int) -> Path:
 
 
 def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
-    """Send the request ``make(what)`` to the job of this run folder, and return the answer. Raises ValueError and
-    OSError if there is no such job.
-    """
+    """Send ``make(what)`` to the job of this run folder, and return its answer. Raises ValueError, OSError."""
     access = OperatorAccess.read(folder)
     why = end(RunHistory.read(folder))
     if why is not None:
@@ -61,9 +57,7 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
 
 
 def _connected(way: ControlWay) -> tuple[SocketControl, str]:
-    """Return a connection to the coordinator at the end of ``way``, and the run folder that it names. Raises
-    ConnectionError, NoCredentials.
-    """
+    """Return a connection to a coordinator, and its run folder. Raises ConnectionError, NoCredentials."""
     control = connect(way, CONNECT_S)
     control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
     said = control.receive(ANSWER_S)

@@ -79,7 +79,7 @@ def _printable(text: str) -> str:
 
 
 class Announcer:
-    """Shows events on the console and logs them in the run's folder.
+    """Output of a job's events, to the console and to a log in the run's folder.
 
     Steps get a line each, or on a terminal one live line below the events. Logging begins once the run's folder is
     known (``folder``, None before). ``wants_report``: the settings ask for a report in it. ``stop``: the process that

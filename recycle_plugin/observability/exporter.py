@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class Exporter:
-    """Receives a job's events, and serves metrics from the start event on if the settings ask for it. ``say`` gets the
-    exporter's own events.
-    """
+    """A receiver of a job's events that serves metrics if the settings ask for it; ``say`` gets its own events."""
 
     def __init__(self, say: Callable[[Event], None]) -> None:
         self._say = say

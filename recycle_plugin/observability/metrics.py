@@ -28,8 +28,8 @@ prometheus_client.disable_created_metrics()  # they would add a series with the 
 
 
 class Metrics:
-    """The metrics of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``. ``clock``:
-    returns seconds since the epoch, as events have them.
+    """The metrics of a job, from its ``worker`` and ``start`` events on; ``registry`` is scraped. ``clock``: seconds
+    since the epoch, as events have them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -195,7 +195,7 @@ class Metrics:
 
 
 class Recoveries:
-    """Yields each failure once, at the commit that ends it, with the start of its three parts.
+    """Failures that are over, each found once, at the commit that ends it, and timed in three parts.
 
     * *notice*: until the coordinator knows of the loss. It begins when an injected fault struck, or when a worker that
       was given up was last heard or began the work on which it got stuck. It is 0 if the death or the broken connection

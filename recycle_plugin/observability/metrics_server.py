@@ -15,9 +15,7 @@ ANYWHERE = ("0.0.0.0", "::")
 
 
 class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A server for metrics that listens on ``address`` from now on, for port 0 on a free port. Raises OSError if that
-    is not possible.
-    """
+    """A server for metrics on ``address``, from now on; port 0 takes a free one. Raises OSError."""
 
     daemon_threads = True
     allow_reuse_port = False

@@ -1,7 +1,4 @@
-"""The history of a run read from its event log: steps, throughput, lost workers and why.
-
-Used by status, report, demo and benchmarks.
-"""
+"""The history of a run from its event log: steps, throughput, lost workers; for status, report and benchmarks."""
 
 from __future__ import annotations
 
@@ -394,9 +391,7 @@ class RunHistory:
 
 
 def trained(batch: int, committed: Mapping[str, Any]) -> int:
-    """Return the samples of a step of ``batch`` by its commit event, which names the contributing replicas if not all
-    have contributed.
-    """
+    """Return the samples of a step of ``batch``; its commit event names the contributors unless all contributed."""
     return batch * len(committed["contributed"]) // committed["replicas"] if "contributed" in committed else batch
 
 
@@ -459,9 +454,7 @@ def last_event(path: Path) -> dict:
 
 
 def read_events(path: Path) -> list[dict]:
-    """Return the events of all whole lines of a log, [] if there is none. Raises ValueError for a line that is no
-    event.
-    """
+    """Return the events of all whole lines of a log, if there is one. Raises ValueError for a line that is no event."""
     *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     return _parsed(lines, path)
 

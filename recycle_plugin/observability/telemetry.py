@@ -1,7 +1,7 @@
 """Writing what people read and no training depends on: logs, traces, the lines on the console.
 
-If it can't be written, because the disk is full for instance, it is dropped; that is reported once, and writing is
-tried again now and then. Success after a failure is reported too.
+A line that can't be written, on a full disk for instance, is dropped. That is reported once, and writing is tried again
+now and then; success after a failure is reported too.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from recycle_plugin.observability.telemetry import LineFile, Say
 
 
 class TraceFile(Observer):
-    """A worker's trace ``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch. ``say``
-    reports what can't be written.
-    """
+    """A worker's trace ``<folder>/<seat>.txt``: instruction, start and end in µs since the epoch."""
 
     def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
         self._lines = LineFile(folder / f"{seat}.txt", say)

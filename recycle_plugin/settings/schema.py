@@ -387,9 +387,7 @@ class Settings(BaseModel):
         return self._given()[0]
 
     def measured(self) -> tuple[StageBytes, ...]:
-        """Return the bytes of each stage if ``costs`` is a file that a run measured. Raises as :meth:`given_costs`
-        does.
-        """
+        """Return a run's measured bytes of each stage if ``costs`` has them. Raises as :meth:`given_costs` does."""
         return self._given()[1]
 
     def _given(self) -> tuple[Profile | CostModel | None, tuple[StageBytes, ...]]:

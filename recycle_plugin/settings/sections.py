@@ -78,9 +78,7 @@ class LogSettings(BaseModel):
     )
 
     def of_stages(self, stages: int) -> str | tuple[int, ...]:
-        """Return the ``boundaries`` for a pipeline of ``stages``. Raises SettingsError for a boundary that it does not
-        have.
-        """
+        """Return the ``boundaries`` of a pipeline of ``stages``. Raises SettingsError for one that it does not have."""
         try:
             at_start(self.boundaries, ("",) * stages)
         except ValueError as error:

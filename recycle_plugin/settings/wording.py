@@ -1,7 +1,4 @@
-"""Errors of settings in our words: which key, what is wrong, what to write instead.
-
-:func:`explained` translates pydantic's errors.
-"""
+"""Errors of settings, also pydantic's, in our words: which key, what is wrong, what to write instead."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code, to find one that breaks
-it.
-"""
+"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code, to break it."""
 
 from __future__ import annotations
 

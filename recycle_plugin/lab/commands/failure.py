@@ -16,9 +16,7 @@ DRAWN_COLUMNS = 120
 
 
 def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
-    """Play the steps, write what is asked for, print the rest, and return the exit code. Raises ValueError for bad
-    input.
-    """
+    """Play the steps, write and print what is asked for, and return the exit code. Raises ValueError."""
     from recycle_plugin import planner
     from recycle_plugin.lab.simulator.network import between
     from recycle_plugin.lab.simulator.simulated_job import SimulatedJob

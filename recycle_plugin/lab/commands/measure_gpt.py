@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class DeviceClock:
-    """Measures seconds of work by the device's clock, ``in_a_row`` executions without a wait between them.
+    """A clock for work on a device, ``in_a_row`` executions without a wait between them.
 
     An accelerator executes the work once more before these (``times`` in all). It is then busy when the measured work
     is started, as in a job, where the host is ahead of it.

@@ -19,9 +19,7 @@ DEADLINE_S = 600.0  # of a run, and of each wait in it
 
 
 def script(main: Callable[[list[str]], int]) -> None:
-    """Run a script's ``main`` on its command line and exit: with 130 if interrupted, with one line if a run failed.
-    SIGTERM counts as Ctrl-C.
-    """
+    """Run a script's ``main`` and exit: with 130 after Ctrl-C or SIGTERM, with one line if a run failed."""
     try:
         with terminable():
             code: int | str = main(sys.argv[1:])
@@ -60,8 +58,8 @@ def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us
 def one_loss(
     folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Run a job in which ``lost`` is killed; return seconds of ``steps`` steps before and after, and its plans'
-    digests. Raises RunFailed.
+    """Kill ``lost`` in a job; return seconds of ``steps`` steps before and after, and the plans' digests. Raises
+    RunFailed.
     """
     with TrainingRun(
         folder, workers, [*overrides, "recycle.enabled=true", "recycle.rejoin=never", "steps=100000"]

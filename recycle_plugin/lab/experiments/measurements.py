@@ -32,17 +32,14 @@ class RecoveryCost:
     """The cost of one kill, in seconds.
 
     Suppose only the worker were lost, and none of its work. A kill at fraction f of a step would leave (1 - f) of that
-    step and two more at the degraded speed. ``cost_s`` is how much later the third commit came than that. Its parts:
-
-    * ``detection_s``: until the coordinator knows.
-    * ``regroup_s``: from then until all go on; ``plan_s`` of it is planning.
-    * ``redone_s``: compute that ran a second time, of the survivor that had most of it. The step is at least so much
-      longer.
-    * ``rest_s``: the rest; negative if survivors had work to go on with meanwhile.
+    step and two more at the degraded speed; ``cost_s`` is how much later the third commit came. Its parts:
+    ``detection_s`` until the coordinator knows; ``regroup_s`` from then until all go on, with ``plan_s`` of planning;
+    ``redone_s`` of compute that ran a second time; and ``rest_s``, negative if survivors had work to go on with
+    meanwhile. ``redone_s`` is of the survivor that had most of it: the step is at least so much longer. ``stall_s`` is
+    the cost without it.
 
     Shares of the whole step's compute time: ``redone_share``, run a second time by all of them; ``finished_share``,
-    uncommitted work of the lost worker; ``restart_share``, to be run again if the step had started anew. ``stall_s`` is
-    the cost without the redone part.
+    uncommitted work of the lost worker; ``restart_share``, to be run again if the step had started anew.
     """
 
     seat: str

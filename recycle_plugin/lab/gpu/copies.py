@@ -50,9 +50,7 @@ def bandwidths(device: Device, size: int = BYTES, products: int = 40, side: int 
 def _beside(
     device: Device, compute: Callable[[], None] | None, start: Callable[[], Copy] | None
 ) -> tuple[float, float]:
-    """Return median seconds of the work that ``compute`` starts, and of copies in a row beside it that ``start``
-    begins.
-    """
+    """Return median seconds of the work of ``compute``, and of the copies that ``start`` begins beside it."""
     taken = [_once(device, compute, start) for _ in range(WARM_UP + REPEAT)][WARM_UP:]
     computing, copying = (median(column) for column in zip(*taken))
     return computing, copying

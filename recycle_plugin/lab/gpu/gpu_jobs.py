@@ -115,9 +115,7 @@ def killed_from_outside(run: JobRun, moment: str) -> float:
 
 
 def kills(place: StagePlace, *more: str) -> list[Row]:
-    """Kill a worker from outside in each instruction and between steps, with dropout, and compare the losses. ``more``:
-    options of all the jobs.
-    """
+    """Kill a worker in each instruction and between steps, with dropout; ``more``: options of all the jobs."""
     options = ("--dropout", "0.1", *more)
     (reference,) = side_by_side(partial(started_plain, place.folder / "reference", place.device, *options))
     if isinstance(reference, RunFailed):

@@ -98,9 +98,7 @@ def let_on(run: JobRun) -> None:
 def recovered(
     name: str, found: RunOutcome | RunFailed, whole: RunOutcome | RunFailed, folder: Path, replayed: bool = False
 ) -> Row:
-    """Return whether a job that lost the worker of SEAT got it back and trained the same as the ``whole`` one.
-    ``replayed``: its stage must have been replayed.
-    """
+    """Return whether a job got its lost worker of SEAT back (``replayed``: by a replay) and trained like ``whole``."""
     for one in (whole, found):
         if isinstance(one, RunFailed):
             return failed(name, one, folder)

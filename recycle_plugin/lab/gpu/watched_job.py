@@ -1,7 +1,4 @@
-"""The small job of checks/small_job.py with its device watched once it has settled.
-
-The plugin's launcher runs this file on each worker.
-"""
+"""The small job of checks/small_job.py with its device watched; the plugin's launcher runs it on each worker."""
 
 from __future__ import annotations
 

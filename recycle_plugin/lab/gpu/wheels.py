@@ -61,9 +61,7 @@ def complain(line: str) -> int:
 
 
 def needed(python: str, there: Mapping[str, Version]) -> list[str]:
-    """Return the distributions that this package needs, without torch and torch's needs. Those that are ``there`` in a
-    suitable release are left out.
-    """
+    """Return the distributions that this package needs, without torch's and those that are ``there`` already."""
     found = closure(OURS, python, without=closure(GIVEN, python))
     asked = {name: {canonicalize_name(one.name): one.specifier for one in wanted(name, python)} for name in found}
     own = canonicalize_name(OURS)

@@ -98,9 +98,7 @@ SHAPES = {
 
 
 def preset(name: str, micro_batch: int = 1) -> Profile:
-    """Return the analytic profile ``<shape>`` or ``<shape>-ckpt`` (with activation checkpointing). ``micro_batch``:
-    sequences of a micro-batch. Raises ValueError for another name.
-    """
+    """Return an analytic profile by name, ``<shape>`` or with checkpointing ``<shape>-ckpt``. Raises ValueError."""
     shape, _, saved = name.partition("-")
     if shape not in SHAPES or saved not in ("", "ckpt"):
         raise ValueError(

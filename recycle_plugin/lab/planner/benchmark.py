@@ -48,9 +48,7 @@ def _small_costs(random: Random, stages: int) -> CostModel:
 
 
 def against_exact(cases: int, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
-    """Return a row for each of ``cases`` random small jobs: the planner's period and CP-SAT's best with the same
-    routes. Needs ortools.
-    """
+    """Return the planner's period and CP-SAT's best with its routes in ``cases`` random small jobs. Needs ortools."""
     random = Random(seed)
     rows: list[dict] = []
     while len(rows) < cases:

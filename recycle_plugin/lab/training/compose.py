@@ -49,16 +49,12 @@ class GPTModel(_Section):
 
     @property
     def pipeline_layers(self) -> int:
-        """Layers that can be spread over stages: embedding, transformer layers and head; a tied head is apart from its
-        norm.
-        """
+        """Layers to spread over stages: embedding, transformer layers, head; a tied head counts apart from its norm."""
         return self.layers + 2 + self.tied
 
 
 class EmulatedModel(_Section):
-    """A model of layers that take the given milliseconds per micro-batch, on vectors of ``width`` numbers. On the
-    worker of ``slow_rank`` they take ``slow_times`` as long.
-    """
+    """Layers of these milliseconds a micro-batch, ``slow_times`` as long on ``slow_rank``, on ``width`` numbers."""
 
     kind: Literal["emulated"]
     layers: PositiveInt

@@ -85,9 +85,7 @@ def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed:
 
 
 def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy of ``logits [sequence, batch, vocabulary]``, an fp32 scalar. ``labels``: int64
-    [batch, sequence].
-    """
+    """Return the mean cross entropy (fp32): logits [sequence, batch, vocabulary], int64 labels [batch, sequence]."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten())
 
 

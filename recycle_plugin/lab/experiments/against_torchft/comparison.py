@@ -81,9 +81,7 @@ def reference(shape: TrainedShape, first_step: int, folder: Path) -> list[list[f
 
 
 def deadline_s(folder: Path) -> float | None:
-    """Return after how many seconds a stopped worker is given up, as one of the plugin's jobs said at its start, or
-    None.
-    """
+    """Return the seconds until a stopped worker is given up, as one of the plugin's jobs has printed, or None."""
     for path in sorted(folder.glob("stop-recycle*/events.jsonl")):
         for event in read_events(path):
             if event["event"] == "deadlines":

@@ -76,9 +76,7 @@ def _same(command: list[str], replicas: int) -> list[str]:
 
 
 def rival_environment(folder: Path, package: str) -> str:
-    """Return the interpreter of the environment in ``folder`` with the pip requirement ``package``. The environment is
-    made if it is missing. Raises RunFailed.
-    """
+    """Return the interpreter of the environment ``folder``, made if missing, with ``package``. Raises RunFailed."""
     python, (name, _, wanted) = folder / "bin" / "python", package.partition("==")
     if not (folder / "bin" / "torchft_lighthouse").exists():
         _run([sys.executable, "-m", "venv", "--clear", str(folder)], "an environment for torchft")
