@@ -1,8 +1,8 @@
 """The virtual world with exact numbers: integers modulo a prime, so that sums don't depend on their order.
 
-Stage p with weight w maps x to w x + x^2; the loss is half the squared difference to the label.  Both are not linear,
-so a wrong stash, stale parameters, a dropped or doubled micro-batch change the weights.  Where a job is to be exact
-(core/vocabulary/blocks.py) its sums do depend on their order, as those of floating-point numbers.
+Stage p with weight w maps x to w x + x^2; the loss is half the squared difference to the label. Neither is linear, so a
+wrong stash, stale parameters, or a dropped or doubled micro-batch change the weights. In exact jobs
+(core/vocabulary/blocks.py) sums do depend on their order, as floating-point sums do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRIME = 2**61 - 1
 
 
 class ExactStash(NamedTuple):
-    """The stash that an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made
+    """The stash that an F leaves: its input, the last stage's loss, and the version of the weights that it was made
     with (lab/simulator/numbers.py).
     """
 
@@ -36,8 +36,8 @@ class ExactStash(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The batch that an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in
-    all of this iterator, from 1 on, and ``iterator`` which one it is.  None of it for what is evaluated.
+    """A batch of an iterator: input and label. ``draw``: which call gave it in its step (None in an evaluation).
+    ``number``: its place in the iterator, from 1. ``iterator``: which iterator of the script.
     """
 
     data: tuple[int, int]
@@ -47,13 +47,13 @@ class Batch(NamedTuple):
 
     @property
     def drawn(self) -> Draw:
-        """Which draw a step's batch is; AssertionError for one that was read for an evaluation."""
+        """The draw of a step's batch; AssertionError for a batch of an evaluation."""
         assert self.draw is not None, "it is read for an evaluation"
         return self.draw
 
 
 class Sample(NamedTuple):
-    """The sample with this ``number``, from 1 on, of what the scripts of a replica's ranks draw, alike on all ranks."""
+    """Sample ``number``, from 1, of those that a replica's scripts draw, the same on all its ranks."""
 
     replica: int
     number: int
@@ -70,53 +70,51 @@ LEARNING_RATE = 1_000_003
 
 
 def rate(step: int, by_hand: bool) -> int:
-    """The learning rate of ``step``; ``by_hand``: the script sets one for each."""
+    """Return the learning rate of ``step``; ``by_hand``: the script sets one for each."""
     return LEARNING_RATE + 1000 * (step % 5) * by_hand
 
 
 def divided(total: int, share: LiveShare) -> int:
-    """A sum, divided by the part of the replicas that has contributed to it."""
+    """Return a sum divided by the share of the replicas that contributed."""
     return total * share.total * pow(share.live, -1, PRIME) % PRIME
 
 
 def scaled(rate: int, share: LiveShare) -> int:
-    """The learning rate of a step to which that part has contributed: any number that differs for each."""
+    """Return the learning rate scaled for the contributing share: any number that differs for each share."""
     return rate if share.whole else rate * (share.live + 7 * share.total) % PRIME
 
 
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
-    """The input (``salt`` 1) or label (2) of a micro-batch: any number that differs between all of them."""
+    """Return the input (``salt`` 1) or label (2) of a micro-batch: any number, different for each."""
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
 
 
 def sampled(micro_batch: MicroBatch, step: int) -> tuple[int, int]:
-    """The input and the label of a micro-batch in ``step``."""
+    """Return the input and the label of a micro-batch in ``step``."""
     return sample(micro_batch, step, 1), sample(micro_batch, step, 2)
 
 
 def added(total: int, value: int, exact: bool) -> int:
-    """The sum of ``total`` and ``value``; in exact mode every other order, and every other grouping, gives something
-    else.
-    """
+    """Return the sum of two numbers. In exact mode any other order or grouping gives another result."""
     return (31 * total + value + 1) % PRIME if exact else (total + value) % PRIME
 
 
 def share(reduced: int) -> float:
-    """A stage's share of a norm that stands for the gradients': any number that differs from step to step, and
-    sometimes infinite.
+    """Return a stage's share of a stand-in for the gradient norm: it differs from step to step, and is sometimes
+    infinite.
     """
     return inf if reduced % 23 == 0 else float(reduced % 1009)
 
 
 def clipped(reduced: int, norm: float | None) -> int:
-    """The part of a gradient that is applied where its step was rejected for ``norm``: something else for every norm,
-    nothing where it is not finite.  None: all of it.
+    """Return the applied part of a gradient whose step was rejected for ``norm``: different for every norm, 0 if that
+    is not finite. None: all of it.
     """
     return reduced if norm is None else reduced * (2 + int(1000 * norm)) % PRIME if isfinite(norm) else 0
 
 
 def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
-    """The sum over the stages that share a weight, in their order."""
+    """Return the sum over the stages that share a weight, in their order."""
     total = 0
     for stage in sorted(by_stage):
         total = added(total, by_stage[stage], exact)
@@ -131,9 +129,8 @@ def compute(
     limit: float = 0.0,
     rate: int = LEARNING_RATE,
 ) -> dict[Datum, Any]:
-    """The data that ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.
-
-    ``tied``: its stage shares its weight; ``limit``: of the norm; ``rate``: of a STEP.
+    """Return the data that ``instruction``, other than REDUCE or TIE, makes of a worker's data. ``tied``: the stage
+    shares its weight. ``limit``: of the norm. ``rate``: of a STEP.
     """
     stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
     params = have.get(Datum("params", stage, None, step)) if step >= 0 else _latest(have)
@@ -170,24 +167,22 @@ def compute(
 
 
 def _latest(have: StepStore) -> int:
-    """The weights that an evaluation is made with."""
+    """Return the weights that an evaluation uses."""
     return max((datum.step, have[datum]) for datum in have if datum.kind == "params")[1]
 
 
 class ExactWorld(VirtualWorld):
-    """A virtual world with exact numbers, in which parameters are one number for each seat, equal within a stage, and
-    within a tie.
-    """
+    """A virtual world with exact numbers. A seat's parameters are one number, equal within a stage and within a tie."""
 
     def contribute(self, seat: Seat, instruction: Instruction) -> tuple[bool, int]:
-        """The share of ``seat`` in a REDUCE or TIE: whether it is the whole sum of its stage, and the number."""
+        """Return the part of ``seat`` in a REDUCE or TIE: whether that is its stage's whole sum, and the number."""
         reduced = Datum("reduced", instruction.stage, None, instruction.step)
         if reduced in self.store[seat]:
             return True, self.store[seat][reduced]
         return False, sum(self.store[seat].of("wgrad", instruction.step).values())
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
-        """The data that ``instruction`` makes at ``seat``, with its numbers."""
+        """Return the data that ``instruction`` makes at ``seat``, with its numbers."""
         if instruction.op is Op.TIE:
             parts = {peer.stage: total for peer, (_, total) in self.contributions(self.joint(instruction)).items()}
             return {Datum("tied", instruction.stage, None, instruction.step): over_tie(parts, exact=False)}
@@ -205,12 +200,12 @@ class ExactWorld(VirtualWorld):
         return {Datum("reduced", instruction.stage, None, instruction.step): reduced}
 
     def final(self) -> dict[Seat, int]:
-        """The weight of every live seat after the last step."""
+        """Return the weight of every live seat after the last step."""
         return {seat: have[of_layers("params", seat, self.steps.stop)] for seat, have in sorted(self.store.items())}
 
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
-    """The weight of every live seat after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
+    """Return the weight of every live seat after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
     world = ExactWorld(
         plan,
         costs,

@@ -1,11 +1,10 @@
-"""Campaigns of seeded failures against the production code of executor, loop, worker and its store, membership, commit
-and recovery plans.
+"""Campaigns of seeded failures against the production code of executor, loop, worker, membership and recovery plans.
 
-``simulator.seeded`` draws a job and its troubles from a seed, ``simulator.cluster`` runs it, ``simulator.checkers``
-says what was wrong.  While anything may happen, safety is checked; once nothing new goes wrong, progress is demanded.
-In :func:`takeovers` the coordinator itself dies, and others take its place (``simulator.takeovers``).
+lab/simulator/seeded.py draws a job and its troubles from a seed, lab/simulator/cluster.py runs it, and
+lab/simulator/checkers.py finds what was wrong. While anything may happen, safety is checked. Once nothing new goes
+wrong, progress is demanded. In :func:`takeovers` the coordinator itself dies (lab/simulator/takeovers.py).
 :func:`every_instant` kills every worker of one job before and after each of its instructions: of a step (``LOSS``), or
-of all steps in which another worker comes back (``RETURN``), or another stage is replayed (``REPLAY``), and so on.
+of all steps in which another worker comes back (``RETURN``) or another stage is replayed (``REPLAY``), and so on.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from recycle_plugin.lab.simulator.seeded_takeovers import with_a_takeover
 from recycle_plugin.lab.simulator.takeovers import Takeovers
 
 WEIGHTS = (3, 5, 7, 11, 13, 17)
-LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
+LIMIT_US = 90_000 * MILLISECOND  # longer than all deadlines in a row, so all have ended
 HARMLESS = (
     "kill",
     "stall",
@@ -50,16 +49,16 @@ HARMLESS = (
     "vanish",
     "again",
     "confused",
-)  # no tensor is lost, or late, by these
+)  # by these no tensor is lost or late
 
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
     """The outcome of one scenario.
 
-    ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said; ``hits``: which
-    kind of trouble has struck a worker at which kind of instruction, and how often; ``exercised``: how often each rule
-    of the protocol was needed (simulator.exercised); ``replayed``: the instructions of replays, each with its seat.
+    ``redone``: compute run again, as a share of what was needed. ``story``: the coordinator's events. ``hits``: how
+    often each kind of trouble struck a worker at each kind of instruction. ``exercised``: how often each rule of the
+    protocol was needed (lab/simulator/exercised.py). ``replayed``: the instructions of replays, each with its seat.
     """
 
     name: str
@@ -75,8 +74,8 @@ class ScenarioOutcome:
 
 @dataclass(frozen=True)
 class CampaignReport:
-    """The outcome of many scenarios.  ``violations``: those that had some; ``redone_share``: the mean; ``seconds``: how
-    long it took.
+    """The outcome of many scenarios. ``violations``: the outcomes with any. ``redone_share``: the mean. ``seconds``:
+    duration.
     """
 
     seeds: int
@@ -89,18 +88,18 @@ class CampaignReport:
 
 
 def initial_weights(shape: Topology) -> tuple[int, ...]:
-    """The weight that each stage begins with; equal where it is shared."""
+    """Return each stage's first weight, equal within a tie."""
     return tuple(WEIGHTS[min(shape.tie(stage), default=stage)] for stage in range(shape.stages))
 
 
 def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -> ScenarioOutcome:
-    """Runs a scenario and checks it, as ``failure_detector``, a class of watcher, does; whatever the code under test
-    raises is a violation.
+    """Run a scenario and check it with a watcher of class ``failure_detector``. An exception of the code is a
+    violation.
     """
     weights = initial_weights(given.shape)
     late = (
         bool(given.heavy)
-        or (given.logs and given.shape.replicas > 2)  # for whoever does the work of all of them alone
+        or (given.logs and given.shape.replicas > 2)  # a worker that does all replicas' work alone is late
         or any(trouble.kind not in HARMLESS for trouble in given.troubles)
         or any(fault.kind != "kill" for fault in given.faults)
     )
@@ -112,7 +111,7 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
         watcher.finished(cluster, may_end(cluster))
         for wrong in slow_replicas.mistaken(cluster):
             watcher.say(wrong)
-    except Exception as error:  # whatever the code under test raises is what is looked for
+    except Exception as error:  # errors of the code under test are what the campaign looks for
         watcher.say(f"{type(error).__name__}: {error}")
     faults = (*map(str, given.troubles), *map(str, given.faults), *map(str, given.heavy))
     story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
@@ -130,8 +129,8 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
 
 
 def may_end(cluster: Cluster) -> bool:
-    """Whether what has been lost allows the end of the job: a stage without workers that can't be replayed, too few in
-    touch with each other, anybody before the start, or iterators' data that is not to be had again.
+    """Return whether the troubles allow the job's end: an empty stage that can't be replayed, too few workers in touch,
+    any loss before the start, or iterators' data that can't be had again.
     """
     if cluster.coordination.may_end:
         return True
@@ -152,14 +151,14 @@ def may_end(cluster: Cluster) -> bool:
 
 
 def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
-    """Whether no replica has both its ends; or of a stage's batches, of which two workers each have a copy, two workers
-    are gone, or copies never came.
+    """Return whether no replica has both ends; or whether of an end's batches, of which two workers have copies, two
+    workers are gone, or copies never came.
     """
     shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
     whole = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
     sources = set(whole) - cluster.homeless
     by_stage = Counter(seat.stage for seat in gone)
-    if cluster.scenario.logs:  # who is back has brought nothing of steps that are not committed
+    if cluster.scenario.logs:  # a returned worker has nothing of uncommitted steps
         lost = {cluster.workers[worker.rank].seat for worker in cluster.membership.lost}
         by_stage = Counter(seat.stage for seat in lost)
         if shape.replicas == 1 and lost:
@@ -172,34 +171,32 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """Runs the scenarios of all ``seeds``, shared among ``jobs`` processes."""
+    """Run the scenarios of all ``seeds`` in ``jobs`` processes."""
     return _report(run_seed, seeds, jobs)
 
 
 def run_seed(seed: int) -> ScenarioOutcome:
-    """Runs the scenario of ``seed``."""
+    """Run the scenario of ``seed``."""
     return run(f"--seed {seed}", scenario(seed))
 
 
 def confused(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """Runs the scenarios of all ``seeds``, each with a confused worker, shared among ``jobs`` processes."""
+    """Run the scenarios of all ``seeds``, each with a confused worker, in ``jobs`` processes."""
     return _report(run_confused, seeds, jobs)
 
 
 def run_confused(seed: int) -> ScenarioOutcome:
-    """Runs the scenario of ``seed`` with a confused worker."""
+    """Run the scenario of ``seed`` with a confused worker."""
     return run(f"--confused --seed {seed}", with_confusion(seed))
 
 
 def takeovers(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """Runs the scenarios of all ``seeds``, in each of which others take the coordinator's place, shared among ``jobs``
-    processes.
-    """
+    """Run the scenarios of all ``seeds``, in which others take the coordinator's place, in ``jobs`` processes."""
     return _report(run_takeover, seeds, jobs)
 
 
 def run_takeover(seed: int) -> ScenarioOutcome:
-    """Runs the scenario of ``seed``, in which others take the coordinator's place."""
+    """Run the scenario of ``seed`` in which others take the coordinator's place."""
     return run(f"--takeovers --seed {seed}", with_a_takeover(seed))
 
 
@@ -207,15 +204,14 @@ def run_takeover(seed: int) -> ScenarioOutcome:
 class Instants:
     """A job, and the steps in which each worker is killed around each of its instructions, one at a time."""
 
-    option: str  # with which ``recycle campaign`` runs one of them again
+    option: str  # of ``recycle campaign``, to run one case again
     job: Scenario
     steps: range
-    source: Seat | None = None  # it is killed only, at each point of what it does for a newcomer
+    source: Seat | None = None  # if given, only it is killed, at each point of serving a newcomer
 
     def moments(self) -> list[str]:
-        """The kills before and after each instruction that is run in these steps where nobody else is killed, sends and
-        receives, REDUCE and STEP included, or in a replay; and where somebody comes back, at each point of the
-        regroupings for that.
+        """Return the kills to try: before and after each instruction that runs in these steps, or in a replay, if
+        nobody else is killed; and if a worker comes back, at each point of the regroups for that.
         """
         if self.source is not None:
             return [f"kill {self.source} at serving.{point}:{number}" for point, number in SERVED]
@@ -238,11 +234,11 @@ class Instants:
         ]
 
     def run(self, fault: str) -> ScenarioOutcome:
-        """Runs the job with ``fault``, a kill in its text form."""
+        """Run the job with ``fault``, a kill in its text form."""
         return run(f"{self.option} --kill '{fault}'", self.one(fault))
 
     def one(self, fault: str) -> Scenario:
-        """The scenario of the job with ``fault``, a kill in its text form."""
+        """Return the scenario of the job with ``fault``, a kill in its text form."""
         return replace(self.job, faults=(*self.job.faults, Fault.parse(fault)), torn=sum(map(ord, fault)))
 
 
@@ -254,12 +250,12 @@ def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), shrinks: boo
 
 SERVED = (("told", 1), *(("given", number) for number in range(1, 9)), ("hash", 1))
 LOSS = Instants("--every-instant", _job(Topology(3, 4, 6), 3), range(2, 3))
-REGROUPINGS = 4  # of a start, a loss, and a return
-# from the newcomer's first word to the first step in which it has work again, a test checks that
+REGROUPINGS = 4  # for a start, a loss and a return
+# from the newcomer's first message to the first step in which it has work again (a test checks that)
 RETURN = Instants(
     "--every-return", _job(Topology(3, 2, 4), 24, ("kill 2.1 before 1F2.0@2",), rejoin="always"), range(11, 20)
 )
-# a replica is lost, and the step with it where not all have their sums; it comes back whole
+# a replica is lost, and its step with it if not all have their sums; it comes back whole
 SHRINK = Instants(
     "--every-shrink",
     _job(Topology(3, 2, 4), 30, ("kill 2.1 before 1F2.0@2",), rejoin="always", unit="replica", shrinks=True),
@@ -281,7 +277,7 @@ PUSH = Instants(
     ),
     range(1, 13),
 )
-# a stage is lost in the middle of the fourth step, and the two behind the checkpoint are replayed
+# a stage is lost in the middle of the fourth step, and the two steps after the checkpoint are replayed
 REPLAY = Instants(
     "--every-replay",
     _job(
@@ -295,7 +291,7 @@ REPLAY = Instants(
     ),
     range(4, 6),
 )
-# a newcomer's only source is lost while, or before, it gives anything; its stage is replayed from logs then
+# a newcomer's only source is lost before or while it serves; then the stage is replayed from logs
 SOURCE = Instants(
     "--every-source",
     _job(
@@ -312,8 +308,8 @@ SOURCE = Instants(
 
 
 def every_instant(instants: Instants, every: int = 1, jobs: int = 1) -> CampaignReport:
-    """Kills each seat before and after each (or each ``every``-th) of its instructions, one at a time; ``jobs``
-    processes share the work.
+    """Kill each seat before and after each (or each ``every``-th) of its instructions, one at a time, in ``jobs``
+    processes.
     """
     return _report(instants.run, instants.moments()[::every], jobs)
 
@@ -338,11 +334,11 @@ def _outcomes(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], j
     if jobs == 1:
         yield from map(run_one, cases)
         return
-    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:  # forked: what is compiled is so in all of them
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:  # forked processes inherit compiled code
         yield from pool.map(partial(_run_apart, run_one), cases, chunksize=16)
 
 
 def _run_apart(run_one: Callable[[Any], ScenarioOutcome], case: Any) -> ScenarioOutcome:
-    """Runs one case, and leaves out what nobody asks for where nothing was wrong: it would have to travel."""
+    """Run one case. Drop spans and story if nothing was wrong, so that they need not travel."""
     outcome = run_one(case)
     return outcome if outcome.violations else replace(outcome, spans=(), story=())

@@ -1,21 +1,21 @@
-"""Checkers of a simulated job: what must hold, whatever goes wrong; code of its own, that shares nothing with what it
-checks.
+"""Checkers of a simulated job: what must hold whatever goes wrong. They share no code with what they check.
 
-Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once, or where batches
-shrink each of some replicas', the same in all stages, those that were always whole among them; no weight gradient is
-counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; every member
-logs the boundaries that are counted on; a committed step stays committed, and at its commit all live replicas of a
-stage hold the weights that the fault-free run has with the same data (samples.py), also where its sums depend
-on their order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where
-sums depend on their order and nothing keeps it, there is no fault-free run to compare with, and replicas are compared
-with each other.  No worker keeps more than its budget.  All are told the same losses of an evaluation, those of the
-committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.  Nobody healthy is given
-up, and who comes back does so with all that come as one with it.  Where a worker is confused (confusion.py)
-it costs itself alone, and nobody else is taken for that.
+Safety, while the job runs:
+* Every sum that becomes a gradient has each micro-batch exactly once. If batches shrink, it has each one of some
+  replicas, the same in all stages, and always those that have never lost a worker. No worker counts a weight gradient
+  twice. The stages of a tie add up one sum each, the same on all its replicas.
+* A committed step stays committed. At its commit all live replicas of a stage hold the weights of the fault-free run
+  with the same data (samples.py), also where sums depend on their order. They have applied one gradient per stage,
+  clipped by one norm in all, which is told once. If sums depend on their order and nothing keeps that order, there is
+  no fault-free run, and replicas are compared with each other.
+* Every member logs the boundaries that are counted on. No worker keeps more than its budget.
+* All are told the same losses of an evaluation, those of the committed weights. A named checkpoint is whole, and nobody
+  goes on before it has its name.
+* No healthy worker is given up. A returning worker comes with all of its unit. A confused worker (confusion.py) costs
+  itself alone, and nobody else is taken for confused.
 
-Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the
-fault-free losses, and of each stage somebody's script has come to its end, unless the job has ended for a reason that
-allows it.
+Progress, at the end, with all troubles over: every live worker has trained every step up to the planned end, with the
+fault-free losses, and a script of each stage has come to its end, unless the job has ended for an allowed reason.
 """
 
 from __future__ import annotations
@@ -42,18 +42,14 @@ from recycle_plugin.lab.simulator.reference import Reference
 from recycle_plugin.lab.simulator.samples import Samples
 from recycle_plugin.lab.simulator.scenario import Scenario
 
-CALM_STEPS, CALM_US = 15, 10_000_000  # in which who comes back is let in, where nothing else happens
+CALM_STEPS, CALM_US = 15, 10_000_000  # in which a newcomer is let in if nothing else happens
 
 
 class Watcher:
-    """The checker of one scenario.  ``simulator.cluster`` tells it what happens; ``violations`` says in words what was
-    wrong.
-    """
+    """The checker of one scenario, which lab/simulator/cluster.py informs. ``violations``: what was wrong, in words."""
 
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
-        """Checks the scenario ``given``, from ``weights`` on.  ``late``: tensors may be lost or come late, since a line
-        is broken or a worker is held up.
-        """
+        """Check the scenario ``given`` from ``weights`` on. ``late``: tensors may be lost or late."""
         self.shape, self.steps, self.budget, self.late, self.rounds = (
             given.shape,
             given.steps,
@@ -66,40 +62,44 @@ class Watcher:
         self._ledger = Ledger(self.say, given.policy.shrinks) if given.pushes else None
         self._shrinks = given.policy.shrinks
         self._shards, self._by_replica = given.shards, given.unit == "replica"
-        self._members: Collection[WorkerId] = ()  # of the last generation that was published
-        self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by stage and step, the replicas in the last sum
+        self._members: Collection[WorkerId] = ()  # of the last published generation
+        self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by (stage, step): the replicas in the last sum
         self._once_gone: set[int] = set()  # replicas
         if not (given.iterators or given.pushes or self._shrinks):
             for step in range(1, given.steps + 1):
                 self.reference.follow(step)
         self.violations: list[str] = []
-        self._ended_before = 0  # the step before which all data has ended just now
-        self._counted: dict[tuple[Seat, int], Counter] = defaultdict(Counter)  # by what workers hold
-        self._changes: dict[tuple[int, int], dict[int, str | None]] = {}  # by shard and step, then by rank
+        self._ended_before = 0  # the step before which all data has just ended
+        self._counted: dict[tuple[Seat, int], Counter] = defaultdict(Counter)  # by what a worker holds
+        self._changes: dict[tuple[int, int], dict[int, str | None]] = {}  # by (shard, step), then by rank
         self._told: dict[tuple[int, str], Mapping] = {}
-        self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
-        self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by that, and step
+        self._told_with: dict[int, dict] = {}  # by step: the batches of its losses when these were told
+        self._applied: dict[
+            tuple[tuple[Seat, int], int], tuple[int, float | None]
+        ] = {}  # by (what a worker holds, step)
         # steps after which all do something together
         self._pauses = {step for step, what in given.between if what != "pause"}
         self._evaluated: dict[int, Mapping[str, int]] = {}
-        self._moments: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by stage and shard, before a committed step
+        self._moments: dict[
+            tuple[int, int, int], tuple[int, ...]
+        ] = {}  # by (stage, shard, the step that begins with them)
         self._published: set[int] = set()
-        self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
-        self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
+        self._costly: set[tuple[int, str]] = set()  # work for which a worker was given up
+        self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint
         self._committed = 0
         self._logs, self._damages = given.logs, given.log_damaged_share > 0
-        self._end_asked = False  # by a worker, for all
+        self._end_asked = False  # a worker has asked for everybody's end
         self._end: int | None = None  # the step before which the job is to end
 
     def say(self, text: str) -> None:
-        """Notes a violation, once."""
+        """Record a violation, once."""
         if text not in self.violations:
             self.violations.append(text)
 
     # --- while it runs ------------------------------------------------------------------------------
 
     def computed(self, worker: Any, instruction: Instruction, boundary_only: bool) -> None:
-        """Takes in that a worker has run ``instruction``; counts the weight gradients that it makes."""
+        """Count the weight gradients of ``instruction``, which a worker has run."""
         if instruction.op not in (Op.W, Op.B):
             return
         key = instruction.step, instruction.micro_batch
@@ -108,7 +108,7 @@ class Watcher:
             self.say(f"seat {worker.seat} counts {instruction} twice")
 
     def counts_on(self, worker: Any) -> None:
-        """Takes in that a worker that has come back counts on where the others were as it was let in."""
+        """Check that a returned worker counts on where the others were when it was let in."""
         view = worker.control_view
         if view.let_in_at is None:
             return
@@ -118,30 +118,30 @@ class Watcher:
                 self.say(f"seat {worker.seat} was let in at step {view.let_in_at}, and counts on rank {rank} at {step}")
 
     def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
-        """Takes in that a worker at an end of the pipeline has loaded a batch of an iterator's."""
+        """Record that a worker at an end of the pipeline has loaded a batch of an iterator."""
         assert self._samples is not None, "nothing is read from iterators"
         self._samples.loaded(instruction.step, instruction.works_on, worker.seat.stage, batch)
 
     def drew(self, worker: Any, sample: Sample) -> None:
-        """Takes in that a script with its own loop has drawn ``sample``."""
+        """Record that a script with its own loop has drawn ``sample``."""
         assert self._ledger is not None, "scripts draw nothing"
         self._ledger.drew(worker, sample)
 
     def ran(self, worker: Any, instruction: Instruction, sample: Sample) -> None:
-        """Takes in that a script with its own loop has run ``sample`` in the place of ``instruction``, an F."""
+        """Record that a script with its own loop has run ``sample`` for ``instruction``, an F."""
         assert self._ledger is not None, "scripts run nothing"
         self._ledger.ran(worker, instruction.step, instruction.works_on, sample)
 
     def told_boundary(self, worker: Any, told: bool, applied: bool) -> None:
-        """Takes in whether a script was told that a micro-batch is the last one of its step, and whether that has then
-        been ``applied``, with no change of the membership between.
+        """Check that a script was ``told`` that a micro-batch ends its step exactly if the step was then ``applied``,
+        with no change of the membership between.
         """
         if told != applied:
             self.say(f"seat {worker.seat} was told of a{' boundary that is none' if told else ' boundary too late'}")
 
     def adopted(self, worker: Any, step: int, change: str | None) -> None:
-        """Takes in what a worker applies that scripts have made of the sum of ``step``: the same on all that have the
-        same part of it, but for those that were lost with what they alone had applied.
+        """Check that what scripts have made of the sum of ``step`` is the same on all workers with the same part of it,
+        except for lost workers and what they alone applied.
         """
         applied, gone = self._changes.setdefault((worker.held[1], step), {}), worker.cluster.gone()
         for rank, other in applied.items():
@@ -153,23 +153,21 @@ class Watcher:
         applied[worker.control_view.worker.rank] = change
 
     def voided(self, worker: Any, after: int) -> None:
-        """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected
-        weights.
-        """
+        """Drop what a worker has counted of steps later than ``after``: it was computed with rejected weights."""
         counted = self._counted[worker.held]
         self._counted[worker.held] = Counter({key: count for key, count in counted.items() if key[0] <= after})
 
     def replaced(self, worker: Any) -> None:
-        """Takes in that another process comes in the place of a worker's, and has counted nothing."""
+        """Record that another process, which has counted nothing, replaces a worker's."""
         self._counted.pop(worker.held, None)
 
     def arrived(self, worker: Any, datum: Datum) -> None:
-        """Takes in that a peer's ``datum`` has come, which a mover must not take for one that nobody can have yet."""
+        """Check that a worker does not refuse a peer's ``datum`` as one that nobody can have yet."""
         if not worker.control_view.may_come(datum.step):
             self.say(f"seat {worker.seat} would refuse {datum}, which a peer has sent")
 
     def sent(self, worker: Any) -> None:
-        """Takes in that a worker has sent a boundary tensor, so that others may have to go."""
+        """Check, after a worker has sent a boundary tensor, that it keeps to its budget."""
         store = worker.store
         if self.budget is not None and store.weight > self.budget and store.spare:
             self.say(
@@ -178,9 +176,7 @@ class Watcher:
             )
 
     def summed(self, worker: Any, step: int, parts: Mapping[int, Mapping[MicroBatch, Any]]) -> None:
-        """Takes in what each worker of a stage, by rank, has brought to the gradient's sum: each micro-batch exactly
-        once.
-        """
+        """Check that the parts of a stage's gradient sum, by rank, have each micro-batch exactly once."""
         found = Counter(micro_batch for part in parts.values() for micro_batch in part)
         if self._ledger is not None:
             brought = ((worker.cluster.workers[rank], part) for rank, part in parts.items())
@@ -193,7 +189,7 @@ class Watcher:
             self.say(f"the gradient of stage {worker.seat.stage}, step {step}, holds {self._how_often(found, wrong)}")
 
     def tied(self, worker: Any, step: int, brought: list[tuple[int, int]]) -> None:
-        """Takes in what each worker has brought to the sum over a tie (``brought``): its stage and its stage's sum."""
+        """Check that the parts of a tie's sum, as (stage, its sum), have one sum for each stage."""
         sums = set(brought)
         if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
             self.say(
@@ -202,14 +198,12 @@ class Watcher:
             )
 
     def heard(self, rank: int, message: object) -> None:
-        """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor; what follows from that is
-        what is checked.
-        """
+        """Record that the coordinator hears ``message`` from ``rank`` or its supervisor."""
         self._end_asked |= isinstance(message, Leaving) and message.all
 
     def came_upon(self, cluster: Any, message: Unreplayable) -> None:
-        """Checks that the coordinator could not know that logs lack what a replay has come upon, which costs time:
-        something is damaged, a host has just taken it along, or the disk of who replays is full too.
+        """Check that the coordinator could not know what a replay finds missing in logs, which costs time: data is
+        damaged, a host has just gone with it, or the disk of a replaying worker is full.
         """
         what, _, _ = message.why.partition(" is in no log")
         decided = [at for at, event in cluster.events if event.kind == "recovery"]
@@ -220,8 +214,8 @@ class Watcher:
         self.say(f"a replay has come upon what was to be known of stage {message.lacks}: {message.why}")
 
     def told(self, whom: object, message: object) -> None:
-        """Takes in a message of the coordinator's.  To all workers: of each step one norm, and one loss, unless they
-        are discarded; and no failure once all steps up to a planned end are committed, and nothing is left to do
+        """Check a message of the coordinator. All workers hear one norm and one loss for each step, unless these are
+        discarded. They hear of no failure once all steps up to a planned end are committed and nothing is left to do
         together.
         """
         if isinstance(message, Resume) and self._samples is not None:
@@ -257,7 +251,7 @@ class Watcher:
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
 
     def _whole(self, generation: Generation) -> None:
-        """Checks that whoever comes back in ``generation`` does so with all that come as one with it."""
+        """Check that returning workers in ``generation`` come back with all of their units."""
         there = Counter(member.seat for member in generation.members)
         new = [member for member in generation.members if member.incarnation and member.worker not in self._members]
         self._members = generation.roster.workers
@@ -267,16 +261,15 @@ class Watcher:
                 self.say(f"generation {generation.number} has a part of seat {seat}, which comes back whole")
 
     def fenced(self, cluster: Any, rank: int, why: str) -> None:
-        """Takes in that the worker of ``rank`` is fenced, on suspicion, or for what it has done.
-
-        Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
-        hangs, and no second one; and without a stage's last worker there is no job, unless the stage can be replayed.
+        """Check that a worker fenced on suspicion was not healthy. A worker with long work is healthy. Such work may
+        cost one worker if it can't be told from a hang, but not a second one. A stage's last worker is not given up,
+        unless its stage can be replayed: without it there is no job.
         """
         worker, suspected = (
             cluster.workers[rank],
             why.startswith(("it computes", "its process is stopped", "nothing was heard")),
         )
-        roster = cluster.membership.roster  # nobody is in that of a job that is over
+        roster = cluster.membership.roster  # empty if the job is over
         if suspected and roster and not roster.stage(worker.seat.stage) and not self._logs:
             self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")
         if why.startswith("it computes") and not worker.stuck and not worker.stopped:
@@ -289,16 +282,16 @@ class Watcher:
             self._costly |= work
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
-        """Takes in the gradient that a worker applies in ``step``, clipped by ``norm``.  What was taken back and is
-        applied again is told again.
+        """Record the gradient that a worker applies in ``step``, clipped by ``norm``. A step that is taken back and
+        applied again is recorded again.
         """
         self._applied[worker.held, step] = gradient, norm
         if self._ledger is not None:
             self._ledger.applied(worker, step)
 
     def replayed(self, worker: Any, step: int, weight: int) -> None:
-        """Takes in that a worker that replays its stage has come to ``weight`` by ``step``, which is committed: it has
-        what its stage had, moments too, unless sums depend on their order and nothing keeps that.
+        """Check that a worker has replayed the committed ``step`` to its stage's ``weight`` and moments, unless sums
+        depend on their order and nothing keeps that order.
         """
         if self.rounds:
             return
@@ -313,16 +306,12 @@ class Watcher:
         return ", ".join(f"micro-batch {name} {found[MicroBatch.parse(name)]} times" for name in wrong) or "strangers"
 
     def missed(self, worker: Any, datum: Datum, source: Seat) -> None:
-        """Takes in that a worker says that it waits in vain for ``datum``, which it may only where data can be lost or
-        late.
-        """
+        """Check that a worker reports ``datum`` as missing only if data can be lost or late."""
         if not self.late:
             self.say(f"seat {worker.seat} waits in vain for {datum} from seat {source}, and no line is broken")
 
     def committed(self, cluster: Any) -> None:
-        """Compares weights and gradients of the live workers where the coordinator has committed a step.  Costs time in
-        proportion to the workers.
-        """
+        """Compare weights and gradients of the live workers if the coordinator has committed a step. O(workers)."""
         now = cluster.membership.committed
         if self._logs:
             self._logs_what_counts(cluster)
@@ -345,7 +334,9 @@ class Watcher:
                 self._ledger.committed(cluster, self._committed + 1, now)
             self._follow(self._committed + 1, now)
             roster, joining = cluster.membership.roster, cluster.membership.state.joining
-            entered = (member for member in roster if joining.get(member.worker) is None)  # others may be a step behind
+            entered = (
+                member for member in roster if joining.get(member.worker) is None
+            )  # newcomers may be a step behind
             live = [cluster.workers[member.rank] for member in entered]
             for step in range(self._committed + 1, now + 1):
                 self._alike([worker.held for worker in live], step)
@@ -354,12 +345,12 @@ class Watcher:
                 self._right_weights(worker, now)
 
     def _of_step(self, step: int) -> frozenset[int]:
-        """The replicas whose micro-batches ``step`` has, as far as it was added up."""
+        """Return the replicas whose micro-batches are in ``step``, as far as it was summed."""
         everybody = frozenset(range(self.shape.replicas))
         return self._contributed.get((0, step), everybody) if self._shrinks else everybody
 
     def _contributed_alike(self, step: int) -> None:
-        """Checks that the same replicas are in the sums of all stages, those that were always whole among them."""
+        """Check that all stages' sums have the same replicas, among them those that never lost a worker."""
         by_stage = {self._contributed.get((stage, step), frozenset()) for stage in range(self.shape.stages)}
         if len(by_stage) > 1:
             names = " and ".join(str(sorted(replicas)) for replicas in sorted(by_stage, key=sorted))
@@ -368,7 +359,7 @@ class Watcher:
             self.say(f"step {step} is without what replica {min(missing)} has, of which nobody was lost")
 
     def _logs_what_counts(self, cluster: Any) -> None:
-        """Checks that every member logs all boundaries at least that the coordinator counts as logged."""
+        """Check that every member logs at least the boundaries that the coordinator counts on."""
         counted = cluster.membership.state.logs.boundaries
         for member in cluster.membership.roster:
             worker = cluster.workers[member.rank]
@@ -376,7 +367,7 @@ class Watcher:
                 self.say(f"seat {worker.seat} does not log boundary {min(lacking)}, which is counted on")
 
     def _alike(self, live: list[tuple[Seat, int]], step: int) -> None:
-        """Checks that all have applied ``step`` alike.  Weights follow from that, where they were equal before."""
+        """Check that all have applied ``step`` alike. If their weights were equal before, they still are."""
         for held in live:
             if (held, step) not in self._applied:
                 self.say(f"step {step} is committed, and seat {held[0]} has not applied it")
@@ -392,7 +383,7 @@ class Watcher:
         return sorted(set(values), key=str)
 
     def _right_weights(self, worker: Any, committed: int) -> None:
-        for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
+        for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead
             held = worker.store.get(of_layers("params", worker.seat, step))
             if held is not None and step <= self.steps + 1:
                 if step - 1 > self._committed:
@@ -407,7 +398,7 @@ class Watcher:
         self.say(f"seat {worker.seat} has no weights behind step {committed}, which is committed")
 
     def _follow(self, first: int, last: int) -> None:
-        """Trains the reference with the data that was computed with, where that depends on who is lost."""
+        """Train the reference with the data that was computed with, if that depends on losses."""
         drawn = self._ledger or self._samples
         if drawn is None and not self._shrinks:
             return
@@ -418,8 +409,8 @@ class Watcher:
     # --- between steps ------------------------------------------------------------------------------
 
     def evaluated(self, worker: Any, number: int, count: int, step: int, losses: Mapping[str, int]) -> None:
-        """Takes in the losses that a worker has of evaluation ``number``, after ``step``, of ``count`` micro-batches
-        from each replica.
+        """Check the losses that a worker has of evaluation ``number``, after ``step``, of ``count`` micro-batches per
+        replica.
         """
         if self._evaluated.setdefault(number, losses) != losses:
             self.say(f"seat {worker.seat} was told other losses of evaluation {number} than another")
@@ -434,8 +425,8 @@ class Watcher:
                 self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
 
     def published(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
-        """Takes in that a checkpoint of ``step`` has its name.  ``written``: the weight that each worker has written,
-        by what it holds, None where it could not.
+        """Check the checkpoint of ``step`` that has got its name. ``written``: the weight that each worker has written,
+        by what it holds; None if it could not.
         """
         self._published.add(step)
         self._check_nobody_writes(worker, step, written)
@@ -447,7 +438,7 @@ class Watcher:
                 )
 
     def discarded(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
-        """Takes in that what there is of a checkpoint of ``step`` is removed.  ``written``: as for
+        """Check that nobody still writes the checkpoint of ``step`` that is removed. ``written``: as in
         :meth:`published`.
         """
         self._check_nobody_writes(worker, step, written)
@@ -458,9 +449,7 @@ class Watcher:
             self.say(f"seat {worker.seat} takes a checkpoint of step {step} for written, which others still write")
 
     def saved(self, worker: Any, step: int, why: str) -> None:
-        """Takes in that a worker goes on behind a checkpoint of ``step``.  ``why``: the reason that there is none, or
-        "".
-        """
+        """Check that a worker goes on after a checkpoint of ``step`` that exists. ``why``: why there is none, or ""."""
         if not why and step not in self._published:
             self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
         if self._why_unsaved.setdefault(step, why) != why:
@@ -468,15 +457,13 @@ class Watcher:
 
     @property
     def saved_steps(self) -> set[int]:
-        """The steps of checkpoints behind which somebody has gone on."""
+        """The steps of checkpoints after which some worker has gone on."""
         return {step for step, why in self._why_unsaved.items() if not why}
 
     # --- at the end ---------------------------------------------------------------------------------
 
     def finished(self, cluster: Any, may_end: bool) -> None:
-        """Checks progress at the end of the job.  ``may_end``: the troubles leave some stage without a worker, or too
-        few workers in touch.
-        """
+        """Check progress at the end of the job. ``may_end``: the troubles allow the job to fail."""
         ended = cluster.membership.ended
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
@@ -507,7 +494,7 @@ class Watcher:
                     if worker.waiting
                     else f"seat {worker.seat} has not ended"
                 )
-            # what went down with a worker of a step that all had applied is missing, and said so
+            # losses that went down with a worker, of a step that all had applied, are missing, and reported
             for step, losses in worker.losses.items():
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
@@ -527,8 +514,8 @@ class Watcher:
             self.say(f"only {self._committed} of {last} steps are committed")
 
     def _rightly_given_up(self, cluster: Any) -> None:
-        """Checks that where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't
-        tell, perhaps one of its peers before.  Work that takes long may cost somebody too.
+        """Check that a deaf worker alone is given up if nothing else is wrong. If it can't tell that it is deaf, one of
+        its peers may be given up before. Not checked if work takes long, which may cost a worker too.
         """
         if cluster.scenario.heavy:
             return
@@ -536,7 +523,7 @@ class Watcher:
         lost = {
             worker.seat for worker in cluster.workers.values() if worker.control_view.worker in cluster.membership.lost
         }
-        if cluster.scenario.unit == "replica":  # who is lost with another one is no loss of its own
+        if cluster.scenario.unit == "replica":  # workers lost with another one do not count
             lost = {
                 min(seat for seat in lost if seat.replica == replica) for replica in {seat.replica for seat in lost}
             }
@@ -548,7 +535,7 @@ class Watcher:
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 
     def _let_in(self, cluster: Any) -> None:
-        """Checks that nobody who comes back is kept waiting while nothing happens but steps, one after another."""
+        """Check that no newcomer is kept waiting while nothing but steps happens."""
         waiting: dict[int, str] = {}
         calm, since = 0, 0
         for at, event in cluster.events:
@@ -564,8 +551,8 @@ class Watcher:
                 return
 
     def _confused_alone(self, cluster: Any) -> None:
-        """Checks that nobody is taken for confused who is not, and that where nothing else is wrong nobody else is
-        lost, nor the job ended, but with those that are given up as one.
+        """Check that only confused workers are taken for confused. If nothing else is wrong, nobody else is lost but
+        with their units.
         """
         confused = cluster.confusion.ranks
         lost = {event.details["rank"]: event.details["cause"] for _, event in cluster.events if event.kind == "lost"}
@@ -583,8 +570,8 @@ class Watcher:
                 self.say(f"seat {cluster.workers[rank].seat} is lost, and another one was confused")
 
     def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
-        """The losses without micro-batches whose batch was lost with all that was computed with it, after their loss
-        was told: another one took its place.
+        """Return the losses without micro-batches whose batch was lost after their loss was told, and was replaced by
+        another.
         """
         if self._samples is None:
             return losses
@@ -596,6 +583,6 @@ class Watcher:
         }
 
     def _losses(self, step: int) -> Mapping[str, int]:
-        if step > self._committed:  # told, and never committed
+        if step > self._committed:  # told, but not committed
             self._follow(step, step)
         return self.reference.losses[step]

@@ -1,14 +1,13 @@
-"""A simulated cluster: a whole job in virtual time, coordinator and all, in which only clock, network and tensors are
-simulated.
+"""A simulated cluster: a whole job in virtual time, in which only clock, network and tensors are simulated.
 
-Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through
-``core.messages`` objects to the one ``core.coordinator.membership``, whose answers come back over lines that
-take time (``simulator.message_delays``), stop, or break.  Weights are exact numbers (``simulator.arithmetic``).  What
-may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
-(``simulator.checkers``).  The same seed gives the same events.
+Every worker runs core/worker/training_loop.py over core/worker/executor.py. Its messages, of core/messages/, go to one
+core/coordinator/membership.py, whose answers come back over lines that take time (lab/simulator/message_delays.py),
+stop, or break. Weights are exact numbers (lab/simulator/arithmetic.py). lab/simulator/scenario.py has what may go
+wrong; lab/simulator/checkers.py checks what must hold, during the run and at its end. The same seed gives the same
+events.
 
-Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn
-of changes one by one, at any instant, so this answers whether anything can break.
+lab/simulator/virtual.py runs one membership at a time, and answers how long things take. Here workers learn of changes
+one by one, at any instant, so this answers whether anything can break.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ from recycle_plugin.lab.simulator.simulated_state import SimulatedLine
 from recycle_plugin.lab.simulator.simulated_sums import Sum
 from recycle_plugin.lab.simulator.simulated_worker import Holding, SimulatedMachine
 
-DATA, SHARES = "data", "shares"  # lines from rank to rank
-DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
-# for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
+DATA, SHARES = "data", "shares"  # kinds of lines from rank to rank
+DETECTION_US = 20 * MILLISECOND  # until a connection's other end or a supervisor sees a death
+# at most this long what goes over a line is delayed, perhaps by more; later data overtakes it
 DELAYING_US = 300 * MILLISECOND
 HEARTBEAT_US = 200 * MILLISECOND
-LAST_WORDS_US = 10_000 * MILLISECOND  # until the last word of a script has come, or its silence counts
+LAST_WORDS_US = 10_000 * MILLISECOND  # until a script's last message has come, or its silence counts
 
 
 class Cluster:
-    """A cluster that runs one scenario; ``watcher`` is told what it may want to check (``simulator.checkers``).  Times
-    are microseconds of the virtual clock, ``now``.
+    """A cluster that runs one scenario. ``watcher`` is told what it may check (lab/simulator/checkers.py). ``now`` and
+    other times are microseconds of the virtual clock.
     """
 
     def __init__(
@@ -79,40 +78,40 @@ class Cluster:
         coordination: Callable[[Cluster], Coordination] = Coordination,
     ) -> None:
         self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)
-        self._ran_until = 0  # that long a script ran
+        self._ran_until = 0  # until when a script ran
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
-        self.logs: list[SimulatedLog] = []  # of all processes that there have been
-        self.chosen: list[tuple[int, ...]] = list(scenario.log_choices[:1])  # boundaries to log, as was said
+        self.logs: list[SimulatedLog] = []  # of all processes, present and past
+        self.chosen: list[tuple[int, ...]] = list(scenario.log_choices[:1])  # boundaries to log, as announced
         self.log_damages = Random(f"damaged logs in {scenario.torn}")
-        self.replayed: list[tuple[Seat, Instruction]] = []  # instructions that were begun in replays
+        self.replayed: list[tuple[Seat, Instruction]] = []  # instructions begun in replays
         self.refusals = Random(f"refusals to help in {scenario.torn}")
-        self.damaged: set[str] = set()  # what was damaged in logs, in words
+        self.damaged: set[str] = set()  # data damaged in logs, in words
         self.lost_hosts: set[int] = set()  # by rank
-        self.taken: dict[str, int] = {}  # what a host has taken along of its log, in words, and when
-        self.unlogged: set[Datum] = set()  # what was lost with a process before it was on its disk
-        self.logged: dict[WorkerId, int] = {}  # the last step that each has said is on its disk, before it was lost
-        self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
+        self.taken: dict[str, int] = {}  # data gone with a host's log, in words, and when
+        self.unlogged: set[Datum] = set()  # data lost with a process before it was on its disk
+        self.logged: dict[WorkerId, int] = {}  # the last step that each has reported on its disk, while it was not lost
+        self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by (step, stage): weight and moments
         self.workers = {
             rank: self._machine(rank, weights[seat.stage])
             for rank, seat in enumerate(seat for seat in scenario.shape.seats for _ in range(scenario.shards))
         }
         self.pipes: dict[str, SimulatedLine] = {}  # by address, between sources and newcomers
         self._damages = Random(f"damages in {scenario.torn}")
-        self.rank_of = {  # of the worker that troubles strike
+        self.rank_of = {  # of the worker of each seat that troubles strike
             seat: place * scenario.shards + scenario.struck for place, seat in enumerate(scenario.shape.seats)
         }
         # by generation, op, its first stage, step, shard, what
         self.sums: dict[tuple[int, Op, int, int, int, str], Sum] = {}
         self.events: list[tuple[int, Event]] = []
         self.spans: list[Span] = []
-        self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
+        self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # (kind, until, delay)
         self.cut: set[int] = set()
-        # nobody complains of what does not come
+        # nobody complains of missing data
         self.quiet = any(trouble.kind == "swallow" for trouble in scenario.troubles)
-        self.deafened: dict[int, bool] = {}  # ranks that nothing comes to, and whether they know
-        self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
+        self.deafened: dict[int, bool] = {}  # ranks that nothing reaches, and whether they know
+        self.hits: Counter[tuple[str, Op]] = Counter()  # by (kind of trouble, the worker's instruction)
         self.exercised = Exercised()
         self.lines = MessageDelays(scenario.weather, scenario.torn)
         self.confusion = Confusion(scenario.torn)
@@ -120,16 +119,16 @@ class Cluster:
         self.over = False
         self._departed: set[int] = set()
         self._joining: set[WorkerId] = set()
-        self._fenced: set[WorkerId] = set()  # by their supervisors
-        # data, by number: from whom, to whom, and its arrival
+        self._fenced: set[WorkerId] = set()  # killed by their supervisors
+        # data by number: (source, target, its arrival)
         self._under_way: dict[int, tuple[int, int, Callable[[], None]]] = {}
-        self.returned: list[SimulatedMachine] = []  # processes in whose place others have come
-        # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
+        self.returned: list[SimulatedMachine] = []  # replaced processes
+        # checkpoints, whole or not, by (step, attempt): the weight of each writer, None if it could not write
         self.written: dict[tuple[int, int], dict[Holding, int | None]] = {}
         self.coordination = coordination(self)
 
     def run(self, until_us: int) -> None:
-        """Runs until nobody has anything left to do, or until ``until_us``."""
+        """Run until nobody has anything left to do, or until ``until_us``."""
         for worker in self.workers.values():
             if self.coordination.begins_with(worker):
                 self.begin(worker)
@@ -145,12 +144,11 @@ class Cluster:
 
     @property
     def membership(self) -> Membership:
-        """The state machine that decides."""
         return self.coordination.membership
 
     def _goes_on(self) -> bool:
-        """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
-        if self.scenario.takes_over:  # connections would be looked after for ever
+        """Return whether anybody has something left to do, or is still to come for an empty stage."""
+        if self.scenario.takes_over:  # connections would be served for ever
             if any(worker.alive and worker.runs for worker in self.workers.values()):
                 self._ran_until = self.now
             return self.now <= self._ran_until + LAST_WORDS_US
@@ -161,23 +159,23 @@ class Cluster:
         return (SimulatedPushedMachine if self.scenario.pushes else SimulatedMachine)(self, rank, weight, incarnation)
 
     def begin(self, worker: SimulatedMachine) -> None:
-        """Begins a worker's script."""
+        """Begin a worker's script."""
         worker.life = (
             PushedScript(worker) if isinstance(worker, SimulatedPushedMachine) else SimulatedScript(worker)
         ).run()
         self.later(0, partial(self.advance, worker))
 
     def damages(self) -> bool:
-        """Whether what is sent to a newcomer now is damaged."""
+        """Return whether what is sent to a newcomer now is damaged."""
         return self._damages.random() < self.scenario.damaged_share
 
     def later(self, after_us: int, happen: Callable[[], None]) -> None:
-        """Calls ``happen`` in ``after_us`` microseconds."""
+        """Call ``happen`` in ``after_us`` microseconds."""
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """The ranks that take part no more, lost, or left as planned, whether they have come to that in their scripts
-        or not; and those that have not come back yet.
+        """Return the ranks that take part no more (lost, or left as planned, even if their scripts do not know yet) or
+        not yet again.
         """
         lost, joining = self.membership.lost, self._joining
         return self._departed | {
@@ -200,8 +198,8 @@ class Cluster:
         }
 
     def note_departures(self) -> None:
-        """Notes who is no member any more, and still runs, as in its script; and who has no work yet, as long as the
-        job goes on.
+        """Record, as long as the job goes on, which running workers are no members any more, and which have no work
+        yet.
         """
         ended = self.membership.ended
         if ended is None or not ended.failed:
@@ -221,11 +219,11 @@ class Cluster:
     # --- the coordinator and its lines --------------------------------------------------------------
 
     def travel(self, line: tuple, happen: Callable[[], None]) -> None:
-        """Calls ``happen`` at the other end of ``line``, once a message has got there."""
+        """Call ``happen`` at the other end of ``line`` when a message gets there."""
         self.later(self.lines.arrival(line, self.now) - self.now, happen)
 
     def choose(self) -> tuple[int, ...] | None:
-        """The boundaries that are to be logged from a checkpoint on that is durable now; None: as before."""
+        """Return the boundaries to log from the checkpoint on that is durable now; None: as before."""
         choices = self.scenario.log_choices
         if not choices:
             return None
@@ -233,7 +231,7 @@ class Cluster:
         return self.chosen[-1]
 
     def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
-        """Sends a message from ``rank`` to the coordinator.  ``by``: on whose connection."""
+        """Send a message from ``rank`` to the coordinator. ``by``: on whose connection."""
         if not self.coordination.reaches(rank):
             return
         worker = self.workers[rank].control_view.worker
@@ -242,12 +240,12 @@ class Cluster:
             self.later(self.confusion.delay(), partial(self.coordination.say, rank, word, line, worker))
 
     def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
-        """Says something on a board."""
+        """Send a message about a board."""
         if self.coordination.reaches(rank):
             self.coordination.say_at_once(rank, message)
 
     def heard(self, rank: int, message: object, lost: bool) -> None:
-        """Takes in that the coordinator hears ``message``, of a worker that is ``lost`` for it, or is not."""
+        """Record that the coordinator hears ``message``. ``lost``: its worker is lost for the coordinator."""
         self.exercised.said(message, self.membership)
         self.watcher.heard(rank, message)
         if isinstance(message, Unreplayable):
@@ -256,7 +254,7 @@ class Cluster:
             self.logged[message.worker] = message.step
 
     def tell(self, events: list[Event]) -> None:
-        """Tells the user of ``events``."""
+        """Record ``events`` for the user."""
         self.events += [(self.now, event) for event in events]
         back = sum(event.kind == "rejoined" for event in events)
         self.exercised[ProtocolRule.SEAT_RETURNED] += back * (self.scenario.shards > 1)
@@ -264,9 +262,9 @@ class Cluster:
         self.exercised[ProtocolRule.PUSHED_RETURNED] += back * self.scenario.pushes
 
     def deliver(self, worker: SimulatedMachine, message: object) -> None:
-        """Hands a message of the coordinator's to a worker."""
+        """Hand a message of the coordinator to a worker."""
         if worker.alive and isinstance(message, Generation) and self._is_without(worker, message):
-            self.kill(worker.rank)  # as it does itself: what it might still do is not wanted
+            self.kill(worker.rank)  # as a real worker does itself, before it does anything else
         elif worker.alive:
             self.exercised.delivered(message, worker.control_view, worker.store)
             worker.control_view.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
@@ -276,19 +274,19 @@ class Cluster:
 
     @staticmethod
     def _is_without(worker: SimulatedMachine, generation: Generation) -> bool:
-        """Whether the others go on without a worker that has been a newcomer, and entered too late."""
+        """Return whether the others go on without a worker that was a newcomer and entered too late."""
         view = worker.control_view
         outside = view.worker not in generation.roster.workers and not generation.from_step
         return outside and view.incarnation > 0 and not view.outside and not view.has_left(generation)
 
     def kill_fenced(self, fenced: WorkerId) -> None:
-        """Kills a worker without which the others go on, as its supervisor does."""
+        """Kill a fenced worker, as its supervisor does."""
         self._fenced.add(fenced)
         if self.workers[fenced.rank].control_view.worker == fenced:
             self.kill(fenced.rank)
 
     def _send_heartbeats(self) -> None:
-        """Sends the heartbeats of every worker and of its supervisor."""
+        """Send the heartbeats of every worker and its supervisor."""
         for rank, worker in self.workers.items():
             if worker.alive:
                 process = worker.control_view.incarnation
@@ -302,8 +300,8 @@ class Cluster:
     # --- data ---------------------------------------------------------------------------------------
 
     def send(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
-        """Sends a value from rank ``source`` to rank ``target``, unless a trouble loses it on the way.  ``valid_from``:
-        the generation from which the sender's data is valid.
+        """Send a value from rank ``source`` to rank ``target``, unless a trouble loses it. ``valid_from``: the
+        generation from which the sender's data is valid.
         """
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
@@ -321,7 +319,7 @@ class Cluster:
         )
 
     def tell_worker(self, source: int, address: str, word: Any) -> None:
-        """Says something of a replay to the worker at ``address``, unless a trouble loses it on the way."""
+        """Send a message of a replay to the worker at ``address``, unless a trouble loses it."""
         target = int(address.partition(".")[0])
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         lost = self.now < until and kind in ("drop", "swallow")
@@ -337,7 +335,7 @@ class Cluster:
             self.wake(target)
 
     def tell_seat(self, source: SimulatedMachine, word: Word) -> None:
-        """Sends a word of one worker to all others that hold its seat."""
+        """Send a message of one worker to all others that hold its seat."""
         for rank in self._together(source.rank):
             if rank != source.rank and (rank in self.cut) == (source.rank in self.cut):
                 target = self.workers[rank]
@@ -345,7 +343,7 @@ class Cluster:
                 self.later(arrival - self.now, partial(self._hear_in_seat, source, target, word))
 
     def _together(self, rank: int) -> range:
-        """The ranks that hold one seat with ``rank``, itself included."""
+        """Return the ranks that hold one seat with ``rank``, itself included."""
         first = rank - rank % self.scenario.shards
         return range(first, first + self.scenario.shards)
 
@@ -355,12 +353,12 @@ class Cluster:
             self.wake(target)
 
     def _end_of_way(self, number: int) -> None:
-        if number in self._under_way:  # it may have been hurried up
+        if number in self._under_way:  # it may have been delivered early
             self._under_way.pop(number)[-1]()
 
     def hurry(self, target: int, live: set[int]) -> None:
-        """Delivers at once what all but ``live`` have sent to ``target``; but of a host that is cut off nothing comes
-        any more.
+        """Deliver at once what ranks other than ``live`` have sent to ``target``. A host that is cut off delivers
+        nothing.
         """
         for number, (source, taker, _) in list(self._under_way.items()):
             if taker == target and source not in live and (source in self.cut) == (target in self.cut):
@@ -382,7 +380,7 @@ class Cluster:
     # --- troubles -----------------------------------------------------------------------------------
 
     def strike(self, trouble: Trouble) -> None:
-        """Lets a trouble strike, now."""
+        """Let a trouble strike now."""
         ranks = [self.rank_of[seat] for seat in trouble.seats]
         for rank in ranks:
             self.hit(trouble.kind, rank)
@@ -427,7 +425,7 @@ class Cluster:
                     self.confusion.begin(rank, self.now + trouble.for_us)
 
     def _ask(self, kind: str, rank: int) -> None:
-        """Sends SIGTERM to a worker, or to its supervisor, or has a worker ask for everybody's end."""
+        """Send SIGTERM to a worker or its supervisor, or have a worker ask for everybody's end."""
         worker = self.workers[rank]
         if kind == "end":
             self.tell_coordinator(rank, Terminate(rank, "a supervisor got SIGTERM"), SUPERVISOR)
@@ -435,14 +433,13 @@ class Cluster:
             self.tell_coordinator(rank, Leaving(rank, "SIGTERM", all=kind == "finish"))
 
     def hit(self, kind: str, rank: int) -> None:
-        """Counts that a trouble has struck a worker, for the table of what has been tried."""
+        """Count that a trouble has struck a worker, for the table of tried troubles."""
         worker = self.workers[rank]
         if worker.current is not None and worker.alive:
             self.hits[kind, worker.current.op] += 1
 
     def trouble(self, rank: int, trouble: Trouble) -> None:
-        """Lets a trouble of its own strike the worker of ``rank``: it is slow, stuck, rude, stopped or about to vanish
-        from now on."""
+        """Make the worker of ``rank`` slow, stuck, rude, stopped or about to vanish from now on."""
         worker = self.workers[rank]
         if trouble.kind == "slow":
             worker.percent = trouble.percent
@@ -457,8 +454,8 @@ class Cluster:
             self.later(trouble.for_us, partial(self._wake_up, rank))
 
     def _wake_up(self, rank: int) -> None:
-        """Wakes a stopped worker.  Whoever was given up meanwhile finds its connections broken, and may say so before
-        it reads why.
+        """Wake a stopped worker. If it was given up it finds its connections broken, and may report so before it reads
+        why.
         """
         if self.workers[rank].alive and self.workers[rank].control_view.worker in self.membership.lost:
             self.workers[rank].send(Fatal(rank, "nobody answers"))
@@ -466,7 +463,7 @@ class Cluster:
         self.wake(self.workers[rank])
 
     def kill(self, rank: int) -> None:
-        """Kills the worker of ``rank``, which the coordinator hears of by its connection and from its supervisor."""
+        """Kill the worker of ``rank``. Its connection and its supervisor inform the coordinator."""
         worker = self.workers[rank]
         if not worker.alive:
             return
@@ -479,16 +476,16 @@ class Cluster:
                 partial(self.coordination.disconnect, rank, WORKER, process),
             )
             exited = Exited(rank, worker.code, self.now / 1e6, incarnation=process.incarnation)
-            line = SUPERVISOR if worker.code else WORKER  # its last words come first (runtime/control/coordinator.py)
+            line = SUPERVISOR if worker.code else WORKER  # after its last messages (runtime/control/coordinator.py)
             self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, line))
 
     def restart(self, message: Restart) -> None:
-        """Starts a process in the place of one that is dead, as its supervisor does."""
+        """Start a process in place of a dead one, as its supervisor does."""
         before = self.workers[message.rank]
         if before.control_view.incarnation >= message.incarnation or not self.coordination.reaches(message.rank):
             return
         as_one = self.scenario.shards > 1 or self.scenario.unit == "replica"
-        if as_one and message.worker in self._fenced:  # with another one of its unit, which has died
+        if as_one and message.worker in self._fenced:  # it went with another one of its unit, which has died
             return
         self._departed.discard(message.rank)
         worker = self._machine(message.rank, 0, message.incarnation)
@@ -499,7 +496,7 @@ class Cluster:
             self.begin(worker)
 
     def _come_again(self, rank: int) -> None:
-        """Starts a second process of a rank, that nobody has asked for."""
+        """Start a second process of a rank, which nobody has asked for."""
         second = self.workers[rank].ready(incarnation=SECOND_PROCESS)
         for message in (
             second,
@@ -517,7 +514,7 @@ class Cluster:
             self.later(DETECTION_US, partial(self._lose_coordinator, rank))
 
     def lose_host(self, rank: int) -> None:
-        """Takes the host of ``rank`` away, with all that is on it; nobody says how its worker has ended."""
+        """Lose the host of ``rank`` with all that is on it; nobody reports how its worker has ended."""
         self.lost_hosts.add(rank)
         self.cut.add(rank)
         self.kill(rank)
@@ -534,7 +531,7 @@ class Cluster:
             self.wake(worker)
 
     def touch_sums(self, rank: int) -> None:
-        """Has all sums that the worker of ``rank`` takes part in be torn, perhaps."""
+        """Mark all sums that the worker of ``rank`` takes part in: they may be torn."""
         for sum_ in self.sums.values():
             if rank in sum_.members:
                 sum_.touched = True
@@ -542,7 +539,7 @@ class Cluster:
     # --- the clock ----------------------------------------------------------------------------------
 
     def advance(self, worker: SimulatedMachine) -> None:
-        """Lets a worker go on until it waits, spends time, or ends."""
+        """Let a worker go on until it waits, spends time, or ends."""
         if not worker.alive or not worker.runs:
             return
         if worker.stopped:
@@ -568,14 +565,14 @@ class Cluster:
         self.advance(worker)
 
     def wake(self, worker: SimulatedMachine) -> None:
-        """Lets a worker go on if it waits, since something has come for it."""
+        """Let a waiting worker go on: something has come for it."""
         if worker.waiting and not worker.stopped and not worker.busy:
             worker.waiting = False
             self.later(0, partial(self.advance, worker))
 
 
 def redone_share(cluster: Cluster) -> float:
-    """The compute instructions that were run more than once, as a share of all that were needed."""
+    """Return the compute instructions that ran more than once, as a share of those needed."""
     shape = cluster.scenario.shape
     seen = {span.instruction for span in cluster.spans if span.instruction.op in COMPUTE}
     ran = sum(span.instruction.op in COMPUTE for span in cluster.spans)

@@ -1,10 +1,10 @@
-"""Confused workers in a simulated cluster: beside what they have to say, they say what is a valid message, and wrong.
+"""Confused workers in a simulated cluster: beside their messages they send valid but wrong ones.
 
-A wrong word is one that has been said before, once more, perhaps by another worker, or of another process, generation
-or step than it was; a confused worker also hears the coordinator's old words again.  What must hold whatever they say
-(core/coordinator/words.py): a confused worker costs itself alone.  Not among these words are those that are believed
-there, since nobody else knows better: its own numbers, that it has applied the step that is next, that its log lacks
-something, and the end of the job.  Words with any values of their types are in tests/pure/test_confused.py.
+A wrong message is an earlier one repeated, perhaps as another worker or process, or of another generation or step. A
+confused worker also hears old messages of the coordinator again. Whatever it says, it must cost itself alone
+(core/coordinator/words.py). Left out are messages that are believed, since nobody else knows better: its own numbers,
+that it has applied the next step, that its log lacks something, and the end of the job. tests/pure/test_confused.py has
+messages with any values of their types.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-REMEMBERED = 40  # words of each
-WORDS = 0.5  # of what a confused worker says, the share beside which it says something wrong
-LATE_US = 300_000  # by so much at most that is said later
+REMEMBERED = 40  # messages of each worker
+WORDS = 0.5  # share of a confused worker's messages that come with a wrong one
+LATE_US = 300_000  # the most by which a wrong message is delayed
 FAR = (0, 1, 7, 10**6)
 BELIEVED = (Crashed, Fatal, Leaving, Left, LogBroken, Terminate, Through, Unreplayable, Vanishing)
-OF_A_STEP = (ComputeTime, Durable, Fingerprint, Heartbeat, Logged, StateHash)  # beside those that declare how far ahead
-OVER = (ComputeTime, Contribution, StateHash, Stepped)  # what may also be of a step that is over
-Word = tuple[str, object]  # on whose connection it is said
+OF_A_STEP = (ComputeTime, Durable, Fingerprint, Heartbeat, Logged, StateHash)  # in addition to those that declare AHEAD
+OVER = (ComputeTime, Contribution, StateHash, Stepped)  # messages that may also be of a past step
+Word = tuple[str, object]  # (connection, message)
 
 
 class Confusion:
-    """The confused workers of one cluster, by rank, and what has been said and heard; ``seed`` draws their words."""
+    """The confused workers of one cluster, by rank, and what was said and heard. ``seed`` draws their messages."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(f"confusion in {seed}")
         self._until: dict[int, int] = {}
         self._said: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._ready: dict[WorkerId, tuple[Ready]] = {}  # with what each has asked to take part
+        self._ready: dict[WorkerId, tuple[Ready]] = {}  # each worker's request to take part
         self._heard: dict[int, deque[object]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self.words = 0  # that were wrong
+        self.words = 0  # count of wrong messages
 
     def __bool__(self) -> bool:
         return bool(self._until)
@@ -74,11 +74,11 @@ class Confusion:
         return frozenset(self._until)
 
     def begin(self, rank: int, until_us: int) -> None:
-        """Confuses the worker of ``rank``."""
+        """Confuse the worker of ``rank``."""
         self._until[rank] = until_us
 
     def beside(self, worker: WorkerId, message: object, membership: Membership, now_us: int) -> Iterator[Word]:
-        """The wrong words, mostly none, that ``worker`` says beside ``message``."""
+        """Yield the wrong messages, mostly none, that ``worker`` sends beside ``message``, each with its connection."""
         if not isinstance(message, BELIEVED):
             self._said[worker.rank].append(message)
         if isinstance(message, Ready):
@@ -90,7 +90,7 @@ class Confusion:
                 yield getattr(word, "BY", WORKER), word
 
     def again(self, rank: int, message: object, now_us: int) -> list[object]:
-        """The coordinator's old words, mostly none, that the worker of ``rank`` hears behind ``message``."""
+        """Return the old messages, mostly none, that the worker of ``rank`` hears again after ``message``."""
         heard = self._heard[rank]
         if isinstance(message, Generation | Resume | Committed | Collected):
             heard.append(message)
@@ -100,13 +100,13 @@ class Confusion:
         return [self._random.choice(list(heard)[:-1])]
 
     def delay(self) -> int:
-        """Microseconds by which a wrong word comes later than the right one beside it."""
+        """Return by how many microseconds a wrong message comes after the right one."""
         return self._random.choice((0, 0, self._random.randrange(LATE_US)))
 
     # --- wrong words: None where there is nothing of that kind --------------------------------------
 
     def _wrong(self, worker: WorkerId, membership: Membership) -> object | None:
-        """A wrong word; None where nothing was said yet that could be one."""
+        """Return a wrong message; None if nothing was said yet that could be one."""
         own = [*self._said[worker.rank], *self._ready.get(worker, ())]
         of_worker = [each for each in own if isinstance(each, OfWorker)]
         match self._random.choice(
@@ -149,14 +149,14 @@ class Confusion:
         committed, far = membership.committed, self._random.choice(FAR)
         is_over = isinstance(word, OVER) and self._random.random() < 0.5
         if isinstance(word, Contribution | Stepped):
-            far = far if is_over else FAR[-1]  # however late it comes, it is of no step that its own numbers may be of
+            far = far if is_over else FAR[-1]  # even if late, no step that the worker may rightly speak of
         step = max(0, committed - far) if is_over else unstarted(committed) + far
         now = {"generation": membership.generation} if hasattr(word, "generation") else {}
         return replace(word, step=step, incarnation=worker.incarnation, **now)
 
 
 def _is_over(word: OfWorker, worker: WorkerId, membership: Membership) -> bool:
-    """Whether ``worker`` may not say ``word``, of an earlier process of its rank perhaps, at this time."""
-    replays = membership.state.replay.is_companion(worker)  # it may be its turn
+    """Return whether ``worker`` may not send ``word``, perhaps of an earlier process of its rank, now."""
+    replays = membership.state.replay.is_companion(worker)  # then its message may be right
     is_member = membership.roster.member(worker) is not None
     return is_member and not replays and word.BY == WORKER and getattr(word, "step", 0) <= membership.committed

@@ -1,4 +1,4 @@
-"""What may go wrong in a job that is drawn from a seed, and when; how long its instructions take."""
+"""Troubles of a job that is drawn from a seed, with their times; and the costs of its instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recycle_plugin.lab.simulator.scenario import MILLISECOND, Trouble
 from recycle_plugin.planner import lowered, plan
 
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later
-SETTLED_US = 500 * MILLISECOND  # all have said that they are ready
+SETTLED_US = 500 * MILLISECOND  # all have reported that they are ready
 KINDS = (
     *("kill",) * 8,
     *("named",) * 6,
@@ -42,7 +42,7 @@ POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recover
 
 
 def costs_of(random: Random, stages: int) -> CostModel:
-    """Drawn costs of the instructions of each of ``stages`` stages, in microseconds."""
+    """Draw the costs of the instructions of ``stages`` stages, in microseconds."""
     forward, inputs, weight = (tuple(random.randint(3, 9) * MILLISECOND for _ in range(stages)) for _ in range(3))
     closing = random.choice((0, 5 * MILLISECOND))
     return CostModel(
@@ -60,7 +60,7 @@ def add_trouble(
     faults: list[Fault],
     kinds: tuple[str, ...] = KINDS,
 ) -> None:
-    """Draws one of ``kinds``, whom it strikes and when, and adds that to ``troubles`` or ``faults``."""
+    """Draw one of ``kinds``, its target and its time, and add it to ``troubles`` or ``faults``."""
     kind, seat = random.choice(kinds), random.choice(shape.seats)
     near = min((trouble.at_us for trouble in troubles), default=None)
     at = (
@@ -85,20 +85,20 @@ def add_trouble(
             faults.append(Fault("kill", random.choice(shape.seats), "at", point, int(number or 1)))
         case "drop" | "delay":
             peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
-            at = min(at, random.randrange(CALM_US // 4))  # so that there is somebody left to be late for
+            at = min(at, random.randrange(CALM_US // 4))  # early, so that a receiver is left
             troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900, 1_800, 1_800)) * MILLISECOND))
         case "stop" | "unfenced":
-            # unfenced: it wakes up when it was given up and the others go on
+            # unfenced: it wakes up after it was given up, when the others go on
             longest = 5_000 if kind == "stop" else 1_900
             troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, longest)) * MILLISECOND))
         case "slow":
             troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))
-        case "many":  # most replicas at once, and connections mostly tell before supervisors do
+        case "many":  # most replicas at once; connections mostly tell before supervisors
             dead = random.sample(range(shape.replicas), min(shape.replicas // 2 + 1, shape.replicas - 1))
             troubles.append(Trouble("kill", at, tuple(seat for seat in shape.seats if seat.replica in dead)))
         case "stall":
             troubles.append(Trouble(kind, at, for_us=random.choice((50, 200, 600)) * MILLISECOND))
-        case "mute" | "deaf":  # half of them die meanwhile
+        case "mute" | "deaf":  # half of these workers die meanwhile
             lasts = random.choice((100, 400)) * MILLISECOND
             troubles.append(Trouble(kind, at, (seat,), for_us=lasts))
             if random.random() < 0.5:

@@ -1,7 +1,6 @@
-"""A count of how often each rule of the protocol was needed: a rule that no seed needs is one that no seed checks.
-
-Counted from what goes to the coordinator and comes from it, and from what workers do with what they get; nothing in the
-code under test counts.
+"""Counts how often each rule of the protocol was needed: a rule that no seed needs is a rule that no seed checks. The
+counts come from messages to and from the coordinator, and from what workers do with theirs. Nothing in the code under
+test counts.
 """
 
 from __future__ import annotations
@@ -125,18 +124,18 @@ class ProtocolRule(str, Enum):
 
 
 OF_TAKEOVERS = (ProtocolRule.WENT_ON, ProtocolRule.MOVED, ProtocolRule.DEPOSED)
-"""Those that only jobs need whose coordinator dies."""
+"""Rules that only jobs need whose coordinator dies."""
 
 
 class Exercised(Counter[ProtocolRule]):
-    """The count of the rules that one run has needed."""
+    """How often one run has needed each rule."""
 
     def __init__(self, counts: Iterable = ()) -> None:
         super().__init__(counts)
-        self._planned = False  # whether the generation that was published last is, and nobody has resumed for it
+        self._planned = False  # whether the last published generation is planned, and nobody has resumed in it
 
     def said(self, message: object, membership: Membership) -> None:
-        """Counts what ``message`` needs that is about to be handed to ``membership``."""
+        """Count the rules needed by ``message``, which is about to be handed to ``membership``."""
         if isinstance(message, OfWorker) and message.BY == WORKER and message.worker in membership.lost:
             self[
                 ProtocolRule.LOST_WORD
@@ -164,8 +163,8 @@ class Exercised(Counter[ProtocolRule]):
     def answered(
         self, message: object, output: CoordinatorOutput, membership: Membership, changing: bool, lost: bool
     ) -> None:
-        """Counts what the ``output`` shows that ``membership`` has made of ``message``.  ``changing``, ``lost``:
-        whether it was changing before, and had lost who says it.
+        """Count the rules that ``output`` shows in what ``membership`` has made of ``message``. ``changing``: the
+        membership was changing before. ``lost``: the sender was lost before.
         """
         told = [
             each for whom, each in output.messages if not (isinstance(whom, SupervisorOf) and isinstance(each, Fence))
@@ -224,7 +223,7 @@ class Exercised(Counter[ProtocolRule]):
         self._planned = generation.from_step > 0
 
     def delivered(self, message: object, control_view: ControlView, store: StepStore) -> None:
-        """Counts what ``message`` needs that is about to be handed to the ``control_view`` of a worker that has
+        """Count the rules needed by ``message``, which is about to be handed to a worker with ``control_view`` and
         ``store``.
         """
         if isinstance(message, Resume) and message.norm is not None:

@@ -1,5 +1,5 @@
-"""Whether a job that logs was right to end, where a stage is lost whole: it says why that can't be replayed, and here
-the reason is compared with what has happened.
+"""Whether a job that logs was right to end when a stage was lost whole: it reports why the stage can't be replayed, and
+this module compares the reason with what has happened.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from recycle_plugin.lab.simulator.simulated_spec import SILENCE_S
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
 
-KNOWN_US = int((SILENCE_S + 2 * TICK_S) * 1e6)  # until the coordinator takes a host for gone, at most
+KNOWN_US = int((SILENCE_S + 2 * TICK_S) * 1e6)  # the most until the coordinator takes a host for gone
 NOWHERE = re.compile(r"(?P<what>.*) is in no log")
 
 
 def rightly(cluster: Cluster) -> bool:
-    """Whether the reason holds for which the job of ``cluster`` has ended instead of replaying a stage."""
+    """Return whether the reason holds for which the job of ``cluster`` ended instead of replaying a stage."""
     ended = cluster.membership.ended
     if ended is not None and ", and nothing was heard for" in ended.reason:
-        # what another one was to make in its replay
+        # data that another replay was to make
         in_vain = cluster.damaged or any(log.broken for log in cluster.logs)
         return bool(in_vain) or any(event.kind == "not_restarted" for _, event in cluster.events)
     said = [event for _, event in cluster.events if event.kind == "recovery"]
@@ -49,12 +49,12 @@ def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _through(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    """Another stage would have to replay along, and has nothing more to do with the others."""
+    """Return whether another stage, which would have to replay along, has nothing more to do with the others."""
     return why.endswith("and its script is through") and cluster.membership.committed >= cluster.scenario.steps
 
 
 def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    """It was damaged; or nobody was left of those who had drawn it, and took it with them."""
+    """Return whether the missing data was damaged, or was gone with all that had drawn it."""
     found = NOWHERE.fullmatch(why)
     if _could_be_made(cluster):
         return False
@@ -63,8 +63,8 @@ def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _could_be_made(cluster: Cluster) -> bool:
-    """Whether there was a stage that could have made once more what was missing, and has not tried to; not one whose
-    script is through.
+    """Return whether a stage could have made the missing data again and has not tried to; a stage whose script is
+    through could not.
     """
     said = [event.details for _, event in cluster.events if event.kind in ("recovery", "stalled")]
     lacks = said[-1]["lacks"]
@@ -79,7 +79,7 @@ def _could_be_made(cluster: Cluster) -> bool:
 
 
 def _taken(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    """A host has taken it along, and when it was decided to replay, nobody could know yet that it was gone."""
+    """Return whether a host took the missing data along, and nobody could know that when the replay was decided."""
     found, decided = NOWHERE.fullmatch(why), [at for at, event in cluster.events if event.kind == "recovery"][:-1]
     if found is None or found["what"] not in cluster.taken or not decided or _could_be_made(cluster):
         return False
@@ -87,5 +87,5 @@ def _taken(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _full(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    """What other stages need of a replay has no room on a disk that is full, and was not made room on since."""
+    """Return whether data that other stages need of a replay found its disk full, and no room was made since."""
     return why.endswith(f"can't be logged: {FULL}") and any(log.refuses() for log in cluster.logs)

@@ -1,4 +1,4 @@
-"""A stage that a simulated worker makes beside its own, to help another one that replays it (core/worker/helper.py)."""
+"""A stage that a simulated worker makes beside its own, to help a worker that replays it (core/worker/helper.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 
 T = TypeVar("T")
-MAKING_US = 10 * MILLISECOND  # of a stage, from its layer specs
+MAKING_US = 10 * MILLISECOND  # to make a stage from its layer specs
 
 
 class SimulatedWeights(NamedTuple):
@@ -33,7 +33,7 @@ class SimulatedWeights(NamedTuple):
 
 
 def made(machine: SimulatedMachine, stage: int) -> Waits[SimulatedHelpedStage]:
-    """The value is ``stage``, which the worker on ``machine`` makes.  Raises CantHelp where it is said to be unable."""
+    """Make ``stage`` on the worker of ``machine``, and return it. CantHelp if the scenario says that it can't."""
     machine.at = (ELSEWHERE, f"the making of stage {stage}, to help")
     yield MAKING_US
     if machine.cluster.refusals.random() < machine.cluster.scenario.helps_not:
@@ -43,7 +43,7 @@ def made(machine: SimulatedMachine, stage: int) -> Waits[SimulatedHelpedStage]:
 
 
 class SimulatedHelpedStage:
-    """A stage that is not its worker's own: ``stage``, with exact numbers, as the worker on ``machine`` computes it."""
+    """Another worker's ``stage``, with exact numbers, as the worker on ``machine`` computes it."""
 
     def __init__(self, machine: SimulatedMachine, stage: int) -> None:
         self._machine, scenario = machine, machine.cluster.scenario
@@ -52,25 +52,25 @@ class SimulatedHelpedStage:
         self.store = StepStore(seat, scenario.shape.stages)
 
     def begin(self, step: int, weights: SimulatedWeights) -> None:
-        """Takes the weight before ``step``, and drops all sums."""
+        """Take the weight before ``step``, and drop all sums."""
         self._numbers.forget_sums()
         self.store.rewind(step - 1, 0)
         self.store.put(of_layers("params", self.store.seat, step), weights.weight)
 
     def sums(self, step: int, blocks: Sequence[Block]) -> Any:
-        """The sums of the weight gradients, by block."""
+        """Return the sums of the weight gradients, by block."""
         return self._numbers.sums(step)
 
     def logs(self) -> SimulatedLogs:
-        """The logs of all processes of the job."""
+        """Return the logs of all processes of the job."""
         return self._machine.logs()
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and CantReplay."""
+        """Wait until ``ready()`` is not None, and return its value. Raises JobEnded and CantReplay."""
         return (yield from self._machine.wait_logged(what, ready, made))
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""
+        """Spend the microseconds that ``instruction`` takes; never return on a stuck worker."""
         machine = self._machine
         machine.at = (ELSEWHERE, f"{instruction} of a replay")
         machine.cluster.replayed.append((machine.seat, instruction))
@@ -81,5 +81,5 @@ class SimulatedHelpedStage:
         yield from machine.hang()
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Makes what ``instruction`` provides, in exact numbers."""
+        """Return what ``instruction`` provides, in exact numbers."""
         return self._numbers.compute(instruction, have, boundary_only)

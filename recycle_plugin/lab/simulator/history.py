@@ -1,22 +1,22 @@
-"""A history of hours of training under failures and returns, from the step times of each membership.
+"""Hours of training under failures and returns, from the step times of each membership.
 
-Between two changes nothing happens that a step time does not tell, so hours cost no more than the memberships that
-occur; those that differ in the numbering of replicas only are one.
+Between two changes a step time tells everything, so hours cost no more than the memberships that occur. Memberships
+that differ only in the numbering of replicas count as one.
 
-A loss costs detection, stopping, regrouping and planning, the copies of moved stages, and what died with the worker.
-Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, with the
-new period: at fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its
-peers run that again, f × k/n of a step with the new period.  At a random instant that is half of the lost workers'
-share.  Approximations, all against ``simulator.simulated_job``, instruction by instruction
+A loss costs detection, stopping, regrouping and planning, copies of moved stages, and what died with the worker.
+Survivors keep what they have (core/vocabulary/recovery_plan.py), so the unfinished step goes on with the new period. At
+fraction f of it, a stage that loses k of n workers has lost k/n of its work so far, and its peers run that again: f *
+k/n of a step with the new period. At a random instant that is half of the lost workers' share.
+
+Approximations, all compared with lab/simulator/simulated_job.py, instruction by instruction
 (tests/pure/test_simulator_history.py):
+* Work is spread evenly over a step, and stages end it together. A worker that dies in a step's last few instructions
+  may have summed its gradients, so that nothing is lost; here it costs its whole share.
+* Stopping costs half of the longest instruction: survivors wait so long for those that finish theirs.
+* Nobody works while a death is being noticed. Real survivors do, on what doesn't wait for the lost worker.
 
-* work is spread evenly over a step and stages end it together.  Who dies in a step's last few instructions may already
-  have summed its gradients, so that nothing of it is lost; here it costs its whole share.
-* stopping costs half of the longest instruction: so long does a survivor wait for those that finish theirs.
-* nobody works while a death is being noticed.  Survivors do, on what doesn't wait for the lost worker.
-
-A worker that returns gets ready and copies a stage's state while the others go on, not slowed by that (an assumption),
-and enters at a commit line: that costs regrouping, planning and the fill of an empty pipeline.
+A returning worker gets ready and copies its stage's state while the others go on, assumed not to be slowed. It enters
+at a commit line, which costs regrouping, planning and the fill of an empty pipeline.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.lab.simulator.predict import predict
 from recycle_plugin.lab.simulator.virtual import Conditions
 
-# (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
+# the most (stage, micro-batch) pairs of a step that is simulated; a larger step has its plan's time
 SIMULATED = 4_000
 STEPS = 4  # simulated per membership
-PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
+PAYBACK_S = 1800.0  # within this time a moved stage has to pay for its copy
 
 
 @dataclass(frozen=True)
 class StepPeriod:
-    """The step times of one membership, in microseconds.
-
-    ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period.
+    """The step times of one membership, in microseconds. ``first_us``: the first step, from an empty pipeline.
+    ``bound_us``: a lower bound of the period.
     """
 
     first_us: int
@@ -58,15 +57,15 @@ class StepPeriod:
 
     @property
     def fill_us(self) -> int:
-        """The microseconds by which a step on an empty pipeline is longer than those after it."""
+        """By how many microseconds a step on an empty pipeline is longer."""
         return self.first_us - self.period_us
 
 
 class StepPeriods:
-    """The step times by membership, each worked out once for all numberings of the replicas."""
+    """The step times by membership, worked out once for all numberings of the replicas."""
 
     def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
-        """Knows no membership yet.  ``network`` opens the lines of one; beyond SIMULATED nobody waits for a line."""
+        """Begin without any. ``network`` opens a membership's lines; steps above SIMULATED never wait for a line."""
         self._costs, self._policy, self._network = costs, policy, network
         self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], StepPeriod] = {}
 
@@ -74,7 +73,7 @@ class StepPeriods:
         return len(self._known)
 
     def of(self, view: ClusterView) -> StepPeriod:
-        """The step times of the membership ``view``.  Raises PlanError where it has no plan."""
+        """Return the step times of the membership ``view``. PlanError if it has no plan."""
         key = view.topology, pattern(view)
         if key not in self._known:
             self._known[key] = self._measure(renumbered(view))
@@ -90,7 +89,7 @@ class StepPeriods:
 
 
 def pattern(view: ClusterView) -> tuple[tuple[int, ...], ...]:
-    """The live stages of each replica, replicas sorted: equal for memberships that are one but for names."""
+    """Return the live stages of each replica, replicas sorted: equal for memberships that differ only in names."""
     rows: list[list[int]] = [[] for _ in range(view.topology.replicas)]
     for replica, stage in sorted(view.live):
         rows[replica].append(stage)
@@ -98,7 +97,7 @@ def pattern(view: ClusterView) -> tuple[tuple[int, ...], ...]:
 
 
 def renumbered(view: ClusterView) -> ClusterView:
-    """The membership that stands for all with the same :func:`pattern`."""
+    """Return the membership that stands for all with the same :func:`pattern`."""
     return ClusterView(
         view.topology, frozenset(Seat(replica, stage) for replica, row in enumerate(pattern(view)) for stage in row)
     )
@@ -106,8 +105,8 @@ def renumbered(view: ClusterView) -> ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """A change of the membership ``at_s`` seconds: so many workers ``lost`` or ``joined``, drawn at random; or the
-    named ``seats`` are lost.
+    """A change of the membership at ``at_s`` seconds: ``lost`` or ``joined`` random workers, or the named ``seats``
+    lost.
     """
 
     at_s: float
@@ -118,10 +117,9 @@ class MembershipChange:
 
 @dataclass(frozen=True)
 class HistoryTransition:
-    """The cost of one change, in seconds.
-
-    ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``: by how much the pipeline
-    takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training waited for.
+    """The cost of one change, in seconds. ``redone_s``: work that died with workers and runs again. ``fill_s``: by how
+    much filling the pipeline takes longer than before; after a return all of its filling. ``copy_s``: copies that
+    training waited for.
     """
 
     at_s: float
@@ -148,7 +146,7 @@ class HistoryTransition:
 
 @dataclass(frozen=True)
 class HistorySegment:
-    """The time from one change's end to the next change, in seconds: ``steps`` committed with ``live`` workers at the
+    """The time from one change's end to the next change, in seconds: ``steps`` committed by ``live`` workers with the
     step times ``pace``, the first at ``first_s``.
     """
 
@@ -163,7 +161,7 @@ class HistorySegment:
 
 @dataclass
 class SimulatedHistory:
-    """The history of a job's life.  ``hours_s``: its length in seconds; ``memberships``: how many were worked out."""
+    """The history of a job. ``hours_s``: its length in seconds. ``memberships``: how many were worked out."""
 
     full: StepPeriod
     hours_s: float = 0.0
@@ -178,7 +176,7 @@ class SimulatedHistory:
 
     @property
     def steps_per_s(self) -> float:
-        """The average number of steps per second, with what every transition cost."""
+        """The average number of steps per second, transitions included."""
         return self.steps / self.hours_s if self.hours_s else 0.0
 
     @property
@@ -193,10 +191,8 @@ class SimulatedHistory:
 
 
 class SimulatedTrainer:
-    """A trainer that plays changes of the membership.
-
-    ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays; ``network``:
-    opens the lines of a membership.
+    """A trainer that plays changes of the membership. ``copy_us``: time to copy each stage's state to one worker.
+    ``normalise``: move workers if that pays. ``network``: opens the lines of a membership.
     """
 
     def __init__(
@@ -218,7 +214,7 @@ class SimulatedTrainer:
         self._full = self.periods.of(self.view)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._ticket = count()
-        # when work began after the last change, and when it brings a commit
+        # when work began after the last change, and when it commits a step
         self._since, self._first = (0.0, self._full.first_us / 1e6)
         self._history = SimulatedHistory(self._full)
         self._waiting = 0  # workers that wait for a commit line
@@ -232,9 +228,7 @@ class SimulatedTrainer:
         )
 
     def run(self, changes: Iterable[MembershipChange], length_s: float) -> SimulatedHistory:
-        """Plays ``changes`` over ``length_s`` seconds.  Raises ValueError for a loss that no stage can bear, and
-        PlanError.
-        """
+        """Play ``changes`` over ``length_s`` seconds. ValueError for a loss that empties a stage, and PlanError."""
         for change in changes:
             self._at(change.at_s, partial(self._happen, change=change))
         while self._agenda and self._agenda[0][0] < length_s:
@@ -276,7 +270,7 @@ class SimulatedTrainer:
             self._await_line(self._since)
 
     def _ready(self, now: float, number: int) -> None:
-        """Notes that so many workers hold a state and wait for a commit line."""
+        """Record that ``number`` workers hold a state and wait for a commit line."""
         self._waiting += number
         if self._entry is None:
             self._await_line(now)
@@ -286,7 +280,7 @@ class SimulatedTrainer:
         self._at(self._next_line(now), lambda line: self._enter(line, entry))
 
     def _enter(self, line: float, entry: object) -> None:
-        """Lets the waiting workers in at a commit line, unless a loss has moved it meanwhile."""
+        """Let the waiting workers in at a commit line, unless a loss has moved it meanwhile."""
         if entry is not self._entry:
             return
         joined, self._waiting, self._entry = self._empty(self._waiting), 0, None
@@ -299,7 +293,7 @@ class SimulatedTrainer:
             )
 
     def _go_on(self, transition: HistoryTransition, left: float) -> None:
-        """Goes on after ``transition``, with ``left`` of a step to do until the next commit."""
+        """Go on after ``transition``, with ``left`` of a step to do until the next commit."""
         self._since = max(self._since, transition.at_s + transition.pause_s)
         self._first = (
             self._since + transition.redone_s + transition.fill_s + left * self.periods.of(self.view).period_us / 1e6
@@ -307,22 +301,22 @@ class SimulatedTrainer:
         self._history.transitions.append(transition)
 
     def _done(self, now: float) -> int:
-        """The steps committed since the last change; a step that ends ``now`` is one of them, whatever the rounding."""
+        """Return the steps committed since the last change, one that ends ``now`` included, whatever the rounding."""
         period, spent = self.periods.of(self.view).period_us, (now - self._first) * 1e6 + 0.5
         return 0 if spent < 0 else 1 + int(spent // period)
 
     def _next_line(self, now: float) -> float:
-        """The time when the step that runs at ``now``, or at the end of a pause then, will be committed."""
+        """Return when the step that runs at ``now``, or at the end of the present pause, will be committed."""
         return self._first + self._done(max(now, self._since)) * self.periods.of(self.view).period_us / 1e6
 
     def _left(self, now: float) -> float:
-        """The part of that step that is still to be done: 1 is a step of the current period, and on an empty pipeline
-        it is more.
+        """Return the part of that step still to be done: 1 is a step of the current period; it can be more after a
+        fill.
         """
         return (self._next_line(now) - max(now, self._since)) * 1e6 / self.periods.of(self.view).period_us
 
     def _close(self, now: float) -> None:
-        """Ends the running segment."""
+        """End the running segment."""
         topology = self.view.topology
         lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
         if now > self._since:
@@ -341,7 +335,7 @@ class SimulatedTrainer:
     # --- who ---------------------------------------------------------------------------------------
 
     def _draw(self, number: int) -> list[Seat]:
-        """Live workers at random, of stages that keep one."""
+        """Draw live workers at random, of stages that keep one."""
         drawn: list[Seat] = []
         for _ in range(number):
             left = self.view.without(*drawn)
@@ -352,7 +346,7 @@ class SimulatedTrainer:
         return drawn
 
     def _empty(self, number: int) -> tuple[Seat, ...]:
-        """Seats for workers that return: of the stage that lacks most, each time."""
+        """Return seats for ``number`` returning workers, each of the stage that then lacks most."""
         taken: list[Seat] = []
         for _ in range(min(number, len(self.view.lost))):
             now = ClusterView(self.view.topology, self.view.live | set(taken))

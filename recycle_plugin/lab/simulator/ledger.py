@@ -1,9 +1,8 @@
-"""A checker of the samples that scripts with their own loop draw, whoever is lost; a part of
-:mod:`recycle_plugin.lab.simulator.checkers`.
+"""A checker of the samples that scripts with their own loop draw, whoever is lost; a part of lab/simulator/checkers.py.
 
-Each step has as many samples, no sample is in two of them, the processes of a replica have trained the same, and
-whatever a script whose process lives has trained is in a step: nothing is drawn in vain but what it has at hand, and
-nothing is left out where a replica comes back.
+Each step has the same number of samples, no sample is in two steps, and the processes of a replica train the same. What
+a script trained is in a step as long as its process lives. So nothing is drawn in vain except the sample at hand, and
+nothing is left out when a replica comes back.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.arithmetic import Sample
 from recycle_plugin.lab.simulator.reference import Data
 
-Composition = Mapping[MicroBatch, tuple[Sample, WorkerId]]  # with whose script has run it
+Composition = Mapping[MicroBatch, tuple[Sample, WorkerId]]  # with the process whose script ran it
 
 
 class Ledger:
-    """The samples of one job.  ``say`` is told each violation, in words; ``shrinks``: batches do, so that it is known
-    of each step how many of its samples are of a lost replica.
+    """The samples of one job. ``say`` is told each violation, in words. ``shrinks``: batches do, so it is known how
+    many of a step's samples are of a lost replica.
     """
 
     def __init__(self, say: Callable[[str], None], shrinks: bool = False) -> None:
         self._say, self._shrinks = say, shrinks
-        self._drawn: dict[WorkerId, int] = {}  # the number of the last one
-        self._last_run: dict[WorkerId, int] = {}  # the same
+        self._drawn: dict[WorkerId, int] = {}  # number of the last sample
+        self._last_run: dict[WorkerId, int] = {}  # likewise
         self._ran: dict[WorkerId, dict[tuple[int, MicroBatch], Sample]] = defaultdict(dict)
-        self._summed: dict[tuple[int, int], Composition] = {}  # by step and shard, what is in the last sum
+        self._summed: dict[tuple[int, int], Composition] = {}  # by (step, shard): what is in the last sum
         self._used: dict[Sample, tuple[int, MicroBatch]] = {}
-        self._uncounted: set[Sample] = set()  # in a step that was committed without the process which ran it
+        self._uncounted: set[Sample] = set()  # in a step committed without the process that ran it
 
     def drew(self, worker: Any, sample: Sample) -> None:
-        """Takes in that a script has drawn ``sample``, and is to train it next."""
+        """Check ``sample``, which a script has drawn to train it next."""
         process = worker.control_view.worker
         last = self._drawn.get(process)
         if last is not None and (sample.number != last + 1 or self._last_run.get(process) != last):
@@ -47,7 +46,7 @@ class Ledger:
         self._drawn[process] = sample.number
 
     def ran(self, worker: Any, step: int, micro_batch: MicroBatch, sample: Sample) -> None:
-        """Takes in that a script has run ``sample`` as a micro-batch of ``step``."""
+        """Record that a script has run ``sample`` as a micro-batch of ``step``."""
         ran = self._ran[worker.control_view.worker]
         if (step, micro_batch) in ran:
             self._say(f"seat {worker.seat} has run micro-batch {micro_batch} of step {step} twice")
@@ -55,7 +54,7 @@ class Ledger:
         self._last_run[worker.control_view.worker] = sample.number
 
     def summed(self, step: int, shard: int, parts: Iterable[tuple[Any, Iterable[MicroBatch]]]) -> None:
-        """Takes in which worker has brought which micro-batches to the sum of its shard in ``step``."""
+        """Record which worker has brought which micro-batches to the sum of its shard in ``step``."""
         self._summed[step, shard] = {
             one: (self._ran[process][step, one], process)
             for process, part in ((worker.control_view.worker, part) for worker, part in parts)
@@ -63,23 +62,19 @@ class Ledger:
         }
 
     def applied(self, worker: Any, step: int) -> None:
-        """Checks that a replica of which a rank applies ``step`` is not torn: each of its ranks has its part of the
-        sum.
-        """
+        """Check that a replica is not torn: if one of its ranks applies ``step``, each has its part of the sum."""
         reduced = of_layers("reduced", worker.seat, step)
         torn = [other for other in worker.cluster.workers.values() if other.seat == worker.seat]
         if not all(reduced in other.store for other in torn):
             self._say(f"a rank of replica {worker.seat.replica} applies step {step}, whose sum another one lacks")
 
     def of(self, step: int) -> Data:
-        """The inputs and labels of ``step``, as they were trained."""
+        """Return the inputs and labels of ``step`` as they were trained."""
         summed = self._summed.get((step, 0), {})
         return lambda micro_batch: summed[micro_batch][0].data if micro_batch in summed else (0, 0)
 
     def committed(self, cluster: Any, first: int, last: int) -> None:
-        """Checks the steps from ``first`` to ``last``, which are committed.  Costs time in proportion to all that the
-        live workers have run.
-        """
+        """Check the committed steps ``first`` to ``last``. O(all micro-batches that live workers have run)."""
         for step in range(first, last + 1):
             for shard in range(cluster.scenario.shards):
                 self._check(step, shard, cluster.membership.roster.workers)
@@ -97,7 +92,7 @@ class Ledger:
             if micro_batch not in first or first[micro_batch][0] != sample:
                 self._say(f"micro-batch {micro_batch} of step {step} is {sample} on one rank, and not on the other")
             if process not in live and not self._shrinks:
-                # whoever follows it may not know of that, and draw the sample once more
+                # its successor may not know of that, and draw the sample again
                 self._uncounted.add(sample)
             elif sample in self._uncounted:
                 self._uncounted.remove(sample)

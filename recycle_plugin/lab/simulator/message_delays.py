@@ -1,9 +1,9 @@
 """Message delays in a simulated cluster: every line, each way, has its own distance, and now and then something is held
 up.
 
-A line is one connection, so what goes into it comes out in the same order (as of TCP); lines know nothing of each
-other, so what a worker says may come long after its supervisor's word that it is dead, and one worker may hear of a
-commit when another is a step ahead.
+A line is one connection, so messages come out in the order in which they went in, as over TCP. Lines are independent: a
+worker's message may come long after its supervisor's that it is dead, and one worker may hear of a commit when another
+is a step ahead.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ HELD_UP_US = (
     5_000,
     30_000,
     300_000,
-)  # a message's way beside the distance: lost packets, a collector's pause, a full buffer
+)  # longest delays beside the distance: lost packets, a collector's pause, a full buffer
 
 
 @dataclass(frozen=True)
 class Weather:
-    """The delays that lines have, in microseconds.  ``far``: the share of lines that are as long as ``far_us``, others
-    as ``near_us`` (least and most); ``held_up``: the share of messages that are.
+    """The delays of lines, in microseconds. A share ``far`` of the lines are as long as ``far_us`` (least and most),
+    others as ``near_us``. ``held_up``: the share of messages that are.
     """
 
     near_us: tuple[int, int]
@@ -45,13 +45,13 @@ class MessageDelays:
         self._lines: dict[Hashable, _Line] = {}
 
     def arrival(self, line: tuple, now_us: int) -> int:
-        """The time when what goes into ``line``, one way of a connection, comes out, in microseconds.  Called in order
-        of time.
+        """Return when what goes into ``line``, one way of a connection, now comes out, in microseconds. To be called in
+        order of time.
         """
         return self._of(line).arrival(now_us)
 
     def hold(self, line: tuple, until_us: int) -> None:
-        """Holds what goes into ``line`` from now on up until ``until_us`` at least."""
+        """Hold what goes into ``line`` from now on until at least ``until_us``."""
         self._of(line).hold(until_us)
 
     def _of(self, line: tuple) -> _Line:

@@ -1,9 +1,8 @@
 """Networks between workers: latency, bandwidth, and who waits for whom.
 
-Workers sit on hosts.  Inside a host every worker has a lane of its own each way; across hosts all workers of a host
-share its one line out and its one line in.  A line carries one tensor at a time, in the order in which they were handed
-over; a tensor takes both its lines at once, for bytes / bandwidth, and arrives a latency later.  Both ways of a line
-are independent (full duplex).
+Inside a host every worker has a lane of its own each way. Across hosts all workers of a host share its one line out and
+its one line in. A line carries one tensor at a time, in order. A tensor takes both its lines at once, for bytes /
+bandwidth, and arrives a latency later. Both ways of a line are independent (full duplex).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class Network(Protocol):
     """The network as a virtual world needs it."""
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of
-        time.
+        """Return when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds. To be called in order
+        of time.
         """
 
 
@@ -35,7 +34,7 @@ class Uncontended:
         self._costs = costs
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds."""
+        """Return when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds."""
         return now_us + self._costs.transfer(sender, _taker(send))
 
 
@@ -45,22 +44,20 @@ def _taker(send: Instruction) -> Seat:
 
 
 class Contended:
-    """A network of lines that carry one tensor at a time, as this module's docstring says.
-
-    ``host``: where a seat's worker sits; ``boundary_bytes``: the tensor between stages p and p + 1, which has the same
-    size as an activation and as its gradient.
+    """A network of lines that carry one tensor at a time (see the module). ``host``: of a seat's worker.
+    ``boundary_bytes``: size of the activation, and of the gradient, between stages p and p + 1.
     """
 
     def __init__(
         self, host: Callable[[Seat], Hashable], inside: Wire, across: Wire, boundary_bytes: tuple[int, ...]
     ) -> None:
         self._host, self._inside, self._across, self._bytes = host, inside, across, boundary_bytes
-        # when each line has carried what it was handed so far
+        # when each line is free again
         self._free: defaultdict[Hashable, int] = defaultdict(int)
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of
-        time.
+        """Return when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds. To be called in order
+        of time.
         """
         size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]
         here, there = self._host(sender), self._host(_taker(send))
@@ -76,26 +73,26 @@ class Contended:
 
 
 def between(profile: Profile | None, placement: str, stages: int) -> Callable[[], Network] | None:
-    """What opens the network between the workers of a job; None where nobody shares a line."""
+    """Return what opens the network between the workers of a job; None if nobody shares a line."""
     return None if profile is None or placement == "alone" else partial(lines, profile, placement, stages)
 
 
 def lines(profile: Profile, placement: str, stages: int) -> Contended:
-    """The network of one generation of workers placed as for ``profile.costs``."""
+    """Return the network of one generation of workers, placed as for ``profile.costs``."""
     host = {"alone": alone, "replica": by_replica, "stage": by_stage}[placement]
     return Contended(host, profile.inside, profile.across, (profile.boundary_bytes,) * (stages - 1))
 
 
 def by_replica(seat: Seat) -> int:
-    """The host of ``seat`` where all stages of a replica are on one."""
+    """Return the host of ``seat`` if all stages of a replica are on one host."""
     return seat.replica
 
 
 def by_stage(seat: Seat) -> int:
-    """The host of ``seat`` where all replicas of a stage are on one."""
+    """Return the host of ``seat`` if all replicas of a stage are on one host."""
     return seat.stage
 
 
 def alone(seat: Seat) -> Seat:
-    """The host of ``seat`` where every worker has one of its own."""
+    """Return the host of ``seat`` if every worker has its own."""
     return seat

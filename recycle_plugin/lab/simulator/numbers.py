@@ -1,5 +1,5 @@
-"""The numbers that a simulated worker computes with: exact ones (arithmetic.py), sums of weight gradients,
-and which weights a stash was made with.
+"""The exact numbers (arithmetic.py) of a simulated worker: sums of weight gradients, moments, and the version of
+weights that each stash was made with.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from recycle_plugin.lab.simulator.scenario import Scenario
 
 Sums = Mapping[Block, int]
 MOMENTS = ("moment 0", "moment 1", "moment 2")
-UNSPLIT = 1_234_567  # of each weight gradient, what I makes
+UNSPLIT = 1_234_567  # the part of each weight gradient that I makes
 
 
 class Numbers:
     """The numbers of the worker at ``seat``.
 
-    Once a stash's weights are written over, as by a step that is taken back and done again, it is of no use: as torch's
-    graphs are.
+    A stash is void once its weights are written over, as by a step that is taken back and done again; torch's graphs
+    are too. The weights of all shards of a stage are equal, so one reference does for them; the moments are not.
 
-    The weights of all shards of a stage are equal, so that one reference does for them; the moments are not.
-
-    ``rate``: the learning rate, which the script sets; ``contributing``: which part of the replicas contributes to what
-    is run; ``unchanged``: the moments before the script has changed some for a step.
+    ``rate``: the learning rate, which the script sets. ``contributing``: the share of replicas that contribute.
+    ``unchanged``: (step, moments before the script changed some for that step).
     """
 
     def __init__(self, scenario: Scenario, seat: Seat, shard: int = 0) -> None:
@@ -51,19 +49,15 @@ class Numbers:
         self._blocks = scenario.policy.blocks(scenario.shape)
         self.rate = LEARNING_RATE
         self.contributing = LiveShare()
-        self._written = 0  # how often parameters were, as torch counts versions
-        self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
-        self.moments: dict[str, int] = dict.fromkeys(MOMENTS, shard)  # what an optimizer keeps, which no number shows
+        self._written = 0  # how often parameters were written: torch's version count
+        self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by (step, block)
+        self.moments: dict[str, int] = dict.fromkeys(MOMENTS, shard)  # optimizer state, which no other number shows
         self.unchanged: tuple[int, tuple[int, ...]] = 0, ()
-        self._before: dict[str, int] = {}  # the last step
+        self._before: dict[str, int] = {}  # moments before the last step
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """The data that LOAD, F, I, W, B or STEP makes.
-
-        Raises AssertionError where a stash is gone on with that is of no use.
-
-        Outside exact mode a part of the weight gradient is in the sum from I on, as of layers whose backward is not
-        split.
+        """Return the data that LOAD, F, I, W, B or STEP makes. AssertionError if it would use a void stash. Outside
+        exact mode a part of the weight gradient is in the sum from I on, as for layers whose backward is not split.
         """
         stash = Datum("stash", self._seat.chunk, instruction.micro_batch, instruction.step)
         if instruction.op in (Op.I, Op.B) and have[stash].weights != self._written:
@@ -90,21 +84,21 @@ class Numbers:
         return made
 
     def taken_back(self) -> None:
-        """Notes that the weights are those before the last step again."""
+        """Restore the moments before the last step, which is taken back."""
         self._written += 1
         self.moments = self._before
 
     def sums(self, step: int) -> Sums:
-        """This worker's part of the stage's gradient in ``step``, by block."""
+        """Return this worker's part of the stage's gradient in ``step``, by block."""
         return {block: total for (of, block), total in self._sums.items() if of == step}
 
     def block(self, micro_batch: MicroBatch) -> Block:
-        """The block that ``micro_batch`` is in."""
+        """Return the block that ``micro_batch`` is in."""
         return self._blocks.of(micro_batch)
 
     def add_sums(self, step: int, sums: Sums) -> None:
-        """Adds what another worker has made of the stage's gradient in ``step``, by block.  Raises AssertionError for a
-        block that is here already, where sums have their order.
+        """Add another worker's part of the stage's gradient in ``step``, by block. AssertionError for a block that is
+        here already in an exact job.
         """
         for block, value in sums.items():
             before = self._sums.get((step, block))
@@ -113,37 +107,37 @@ class Numbers:
             self._sums[step, block] = value if before is None else added(before, value, self._scenario.ordered)
 
     def forget_sums(self) -> None:
-        """Drops all sums of weight gradients."""
+        """Drop all sums of weight gradients."""
         self._sums.clear()
 
     def total(self, brought: list[Sums]) -> int:
-        """The blocks' sums of all workers, added in the blocks' order, and divided by what has contributed."""
+        """Return all workers' block sums, added in the blocks' order and divided by the contributing share."""
         totals = {block: total for part in brought for block, total in part.items()}
         found = reduce(lambda total, block: added(total, totals[block], self._scenario.ordered), sorted(totals), 0)
         return divided(found, self.contributing)
 
     def over_tie(self, by_stage: Mapping[int, int]) -> int:
-        """The sum over the stages that share a weight, in their order."""
+        """Return the sum over the stages that share a weight, in their order."""
         return over_tie(by_stage, self._scenario.ordered)
 
     def gradient(self, step: int, have: StepStore) -> int:
-        """The gradient of ``step`` that is judged and applied."""
+        """Return the gradient of ``step`` that is judged and applied."""
         return have[of_layers("tied" if self.tie else "reduced", self._seat, step)]
 
     def share(self, step: int, have: StepStore) -> float:
-        """This stage's share of the squared norm of ``step``; what stages share, the first of them counts."""
+        """Return this stage's share of the squared norm of ``step``; a shared weight counts in its first stage."""
         return share(self.gradient(step, have)) if not self.tie or self._seat.stage == self.tie[0] else 0.0
 
     def norm(self, shares: Mapping[str, float]) -> float:
-        """The norm over all stages, from the share of each."""
+        """Return the norm over all stages from the share of each."""
         return sum(shares.values()) ** 0.5
 
     def stepped(self, weight: int, gradient: int, norm: float | None) -> int:
-        """What a step makes of ``weight``, which it applies ``gradient`` to with regard to ``norm``."""
+        """Return the weight after a step that applies ``gradient``, clipped for ``norm``, to ``weight``."""
         return (weight - scaled(self.rate, self.contributing) * self._update(gradient, norm)) % PRIME
 
     def move(self, name: str, gradient: int, norm: float | None) -> None:
-        """Changes a moment by a step's gradient, each in its own way."""
+        """Change a moment by a step's gradient, each in its own way."""
         number = MOMENTS.index(name)
         self.moments[name] = (3 * self.moments[name] + (number + 2) * self._update(gradient, norm) + number) % PRIME
 
@@ -151,6 +145,6 @@ class Numbers:
         return clipped(gradient, norm if norm is not None and over(norm, self._scenario.clip) else None)
 
     def _add(self, step: int, micro_batch: MicroBatch, value: int) -> None:
-        """Adds to the sum of its block, or, where sums have no order, to the worker's one sum as it comes."""
+        """Add to the sum of its block or, if sums round in any order, to the worker's one sum."""
         key = step, Block(self._seat.replica, 0) if self._scenario.rounds else self._blocks.of(micro_batch)
         self._sums[key] = added(self._sums.get(key, 0), value, self._scenario.ordered)

@@ -6,24 +6,22 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended, Place
 from recycle_plugin.lab.simulator.arithmetic import Batch, sampled
 
-LONGEST = 100_000  # batches of one iterator
+LONGEST = 100_000  # batches of one iterator, at most
 
 
 class PlainIterator:
-    """The iterators of one end of ``replica``, as core.worker.iterator_data.DataIterator: both ends read the same."""
+    """The iterators of one end of ``replica``, as core.worker.iterator_data.DataIterator; both ends read the same."""
 
     def __init__(self, replica: int, length: int) -> None:
-        """Gives ``length`` batches each; 0: any number."""
+        """Give ``length`` batches from each iterator; 0: any number."""
         self._replica, self._given, self._iterator, self._length = replica, 0, 1, length
 
     def begin_another(self) -> None:
-        """Gives the next iterator, at its beginning."""
+        """Begin the next iterator."""
         self._given, self._iterator = 0, self._iterator + 1
 
     def read(self, step: int, position: int, draw: Draw | None) -> Batch | None:
-        """Reads the next batch; returns it as it is kept, or None where ``draw`` is None and nobody needs it.  Raises
-        Ended.
-        """
+        """Read the next batch, and return it as it is kept; None if ``draw`` is None: nobody needs it. Raises Ended."""
         if self._length and self._given == self._length:
             raise Ended(f"the iterator of replica {self._replica} has ended in step {step}")
         self._given += 1
@@ -33,9 +31,9 @@ class PlainIterator:
         return Batch(sampled(MicroBatch(self._replica, number), 0), draw, self._given, self._iterator)
 
     def skip_to(self, place: Place, read: int) -> None:
-        """Reads what its replica has had, up to ``place``."""
+        """Read what the replica has had, up to ``place``."""
         self._given += place.read - read
 
     def draw_of(self, batch: Batch) -> Draw:
-        """The draw that ``batch`` came from."""
+        """Return the draw that ``batch`` came from."""
         return batch.drawn

@@ -1,4 +1,4 @@
-"""Predictions of how long steps will take, read off simulated spans."""
+"""Predictions of how long steps take, from simulated spans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from recycle_plugin.lab.simulator.virtual import Conditions, simulate
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted step times of a plan, in microseconds.  ``period_us``: from one step's end to the next in the
-    steady state; ``first_step_us``: from an empty pipeline to the first step's end; ``ends_us``: when each simulated
-    step had been stepped by all stages.
+    """The predicted step times of a plan, in microseconds. ``period_us``: between steps' ends in the steady state.
+    ``first_step_us``: from an empty pipeline to the first step's end. ``ends_us``: when all stages had stepped, by
+    step.
     """
 
     period_us: int
@@ -24,8 +24,8 @@ class Prediction:
 
 
 def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions = Conditions()) -> Prediction:
-    """The step times of a plan, by a simulation of ``steps`` steps, of whose later half the mean period is taken,
-    rounded up.  Raises ValueError for fewer than 2 steps, and Deadlock.
+    """Return the step times of a plan by a simulation of ``steps`` steps. The period is the mean over the later half,
+    rounded up. ValueError for fewer than 2 steps, and Deadlock.
     """
     if steps < 2:
         raise ValueError(f"steps is {steps}: a period needs at least 2")
@@ -36,7 +36,7 @@ def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions
 
 
 def step_ends(spans: list[Span]) -> tuple[int, ...]:
-    """The time when the last stage has stepped, per step, in microseconds."""
+    """Return when the last stage has stepped, per step, in microseconds."""
     ends: dict[int, int] = {}
     for span in spans:
         if span.instruction.op is Op.STEP:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class SimulatedPushedMachine(SimulatedMachine):
-    """The machine of a worker that trains what its script pushes.  ``given``: the sample that the script has at hand;
-    ``met``: the step behind which it has met the others last; ``change``: what the script has made of a sum, None where
-    it has left that as it was.
+    """The machine of a worker that trains what its script pushes. ``given``: the sample that the script has at hand.
+    ``met``: the step after which it last met the others. ``change``: what the script has made of a sum, None if
+    nothing.
     """
 
     worker: PushedWorker
@@ -34,24 +34,24 @@ class SimulatedPushedMachine(SimulatedMachine):
         self.pushed = self.worker.script = PushedScript()
         self.worker.agreement = self
         self.change: str | None = None
-        self.taken: tuple[int, str | None] = (0, None)  # of which step, and which change
+        self.taken: tuple[int, str | None] = (0, None)  # (step, change)
         self.given = Sample(self.seat.replica, 0)
         self._loaded = self.given
         self.met = 0
 
     def draw(self) -> None:
-        """Draws the script's next sample, behind those that its rank has given to steps, in this process or before."""
+        """Draw the script's next sample, after those that its rank has given to steps, in this process or before."""
         self.given = Sample(self.seat.replica, self.pushed.given + 1)
         self.cluster.watcher.drew(self, self.given)
 
     def spend(self, instruction: Instruction) -> Waits[None]:
-        """Yields the microseconds that ``instruction`` takes, and for F until the script has run it too."""
+        """Spend the time that ``instruction`` takes, and for F wait until the script has run it too."""
         yield from super().spend(instruction)
         if instruction.op is Op.F:
             yield from self.pushed.passing()
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """Makes what ``instruction`` provides: F of what the script has at hand, and STEP judges for itself."""
+        """Return what ``instruction`` provides: F uses the script's sample, and STEP judges for itself."""
         data = Datum("data", self.seat.chunk, instruction.micro_batch, instruction.step)
         if instruction.op is Op.LOAD:
             self.cluster.exercised[ProtocolRule.GIVEN_AGAIN] += self.given is self._loaded
@@ -67,22 +67,22 @@ class SimulatedPushedMachine(SimulatedMachine):
         return {data: None} if instruction.op is Op.LOAD else made
 
     def exchange(self, step: int) -> Waits[bool]:
-        """core.worker.pushed.Agreement's."""
+        """See core.worker.pushed.Agreement."""
         brought = yield from simulated_sums.changed(self, step, self.change)
         made = [change for _, change in sorted(brought.items()) if change is not None]
         self.taken = step, made[0] if made else None
         return bool(made)
 
     def confirm(self, step: int) -> Iterator[Any]:
-        """core.worker.pushed.Agreement's."""
+        """See core.worker.pushed.Agreement."""
         yield from simulated_sums.confirmed(self, step)
 
     def adopt(self, step: int) -> None:
-        """core.worker.pushed.Agreement's."""
+        """See core.worker.pushed.Agreement."""
         self.cluster.exercised[ProtocolRule.CHANGE_APPLIED] += self.worker.running.applied
         self.cluster.watcher.adopted(self, step, self.taken[1] if self.taken[0] == step else None)
         self.change = None
 
     def undo(self, step: int) -> None:
-        """Raises AssertionError: what a script has run can't be run again."""
+        """Raise AssertionError: what a script has run can't run again."""
         raise AssertionError(f"step {step} of a script's own loop is to be taken back")

@@ -17,7 +17,7 @@ from recycle_plugin.lab.simulator.scenario import MILLISECOND
 from recycle_plugin.lab.simulator.script import SimulatedScript
 
 DAWDLES_US = 120 * MILLISECOND  # at most
-CHANGES = 0.4  # of the sums that a script is shown
+CHANGES = 0.4  # share of the sums that a script changes
 
 
 class PushedScript(SimulatedScript):
@@ -48,7 +48,7 @@ class PushedScript(SimulatedScript):
                 yield from self._do_between(machine.steps.stepped)
 
     def _run_micro_batch(self) -> Waits[bool]:
-        """Draws a micro-batch, and runs it forward and backward; the value is whether that ends a step."""
+        """Draw a micro-batch, and run it forward and backward. Return whether that ends a step."""
         yield from self._dawdle()
         self._machine.draw()
         yield from self._steps.begin()
@@ -66,7 +66,7 @@ class PushedScript(SimulatedScript):
         return applied
 
     def _dawdle(self) -> Iterator[Any]:
-        """Does something of its own between two calls, and hears nothing meanwhile."""
+        """Do something else between two calls, and hear nothing meanwhile."""
         if self._random.random() < self._scenario.dawdles:
             self._machine.at = (ELSEWHERE, "the training script")
             yield self._random.randrange(DAWDLES_US) * self._machine.percent // 100
@@ -76,8 +76,8 @@ class PushedScript(SimulatedScript):
             yield from {"evaluate": self._meet, "save": self._save, "pause": self._pause}[what](step)
 
     def _meet(self, step: int) -> Iterator[Any]:
-        """Calls a collective of all ranks, as to average what each has evaluated; who has no work yet is not waited
-        for (runtime/collectives/in_flight.py).
+        """Call a collective of all ranks, such as to average evaluations. Ranks without work are not waited for
+        (runtime/collectives/in_flight.py).
         """
         machine = self._machine
         machine.met = step
@@ -98,6 +98,6 @@ class PushedScript(SimulatedScript):
         return all(step >= self._machine.met for step in came) or None
 
     def _hear(self) -> Iterator[Any]:
-        """Recovers from a membership change that is met between two steps."""
+        """Recover from a change of the membership between two steps."""
         assert self._steps.need is Need.NOTHING, "a step is over"
         yield from self._loop.catch_up()

@@ -15,9 +15,7 @@ Data = Callable[[MicroBatch], tuple[int, int]]  # input and label of each micro-
 
 
 class Reference:
-    """The run without a failure: weights before each step, and the last stage's losses, as far as it has been
-    followed.
-    """
+    """The run without a failure, as far as followed: weights before each step, and the last stage's losses."""
 
     def __init__(
         self,
@@ -28,8 +26,8 @@ class Reference:
         shards: int = 1,
         by_hand: bool = False,
     ) -> None:
-        """Begins with ``weights``, one per stage.  ``block``: as in core.vocabulary.plan.Policy; ``shards``: of each
-        stage, all alike; ``by_hand``: the script sets the learning rate.
+        """Begin with ``weights``, one per stage. ``block``: as in core.vocabulary.plan.Policy. ``shards``: of each
+        stage, all alike. ``by_hand``: the script sets the learning rate.
         """
         self._shards, self._by_hand = shards, by_hand
         self._shape, self._clip, self._exact, self._block = shape, clip, block != 1, block or shape.micro_batches
@@ -37,12 +35,12 @@ class Reference:
         self.losses: dict[int, dict[str, int]] = {}
 
     def follow(self, step: int, data: Data | None = None, replicas: Collection[int] | None = None) -> None:
-        """Trains ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled).  ``replicas``: whose
-        micro-batches it has; None: all.
+        """Train ``step``, with ``data`` or its usual data (arithmetic.sampled). ``replicas``: whose micro-batches it
+        has; None: all.
         """
         share = LiveShare(self._shape.replicas if replicas is None else len(replicas), self._shape.replicas)
         addressed = data or partial(sampled, step=step)
-        # of each stage, in the micro-batches' order
+        # by stage, in the micro-batches' order
         gradients: list[list[int]] = [[] for _ in range(self._shape.stages)]
         weights, losses = self.weights[step], {}
         for micro_batch in self._shape.batch:
@@ -61,20 +59,20 @@ class Reference:
         )
 
     def loss(self, step: int, data: tuple[int, int]) -> int:
-        """The loss of one micro-batch, with the weights before ``step``."""
+        """Return the loss of one micro-batch with the weights before ``step``."""
         inputs, label = self._forward(self.weights[step], data)
         return (inputs[-1] - label) % PRIME
 
     @staticmethod
     def _forward(weights: tuple[int, ...], data: tuple[int, int]) -> tuple[list[int], int]:
-        """Each stage's input, and what comes out of the last; the label."""
+        """Return ([each stage's input, the last output], label)."""
         inputs = [data[0]]
         for weight in weights:
             inputs.append((weight * inputs[-1] + inputs[-1] ** 2) % PRIME)
         return inputs, data[1]
 
     def _over_ties(self, sums: list[int]) -> tuple[list[int], list[bool]]:
-        """The sums that each stage applies, and which stages' are in the norm."""
+        """Return the sums that each stage applies, and whether each counts in the norm."""
         counted = [True] * len(sums)
         for first, *others in self._shape.ties:
             total = added(0, sums[first], self._exact)
@@ -85,7 +83,7 @@ class Reference:
         return sums, counted
 
     def _sum(self, values: list[int]) -> int:
-        """The sum of the values, block by block."""
+        """Return the sum of the values, block by block."""
         total, micro_batches = 0, self._shape.micro_batches
         for replica in range(0, len(values), micro_batches):
             for begin in range(replica, replica + micro_batches, self._block):
@@ -96,7 +94,7 @@ class Reference:
         return total
 
     def _clipped(self, gradients: list[int], counted: list[bool]) -> list[int]:
-        """The gradients clipped as by a worker that waits for all stages' shares before it applies anything."""
+        """Return the gradients clipped as by a worker that waits for all shares of the norm before it steps."""
         norm = (
             self._shards * sum(share_of_norm(gradient) for gradient, counts in zip(gradients, counted) if counts)
         ) ** 0.5

@@ -1,9 +1,8 @@
-"""A checker of plain iterators' data in a simulated job, whoever is lost; a part of
-:mod:`recycle_plugin.lab.simulator.checkers`.
+"""A checker of plain iterators' data in a simulated job, whoever is lost; a part of lab/simulator/checkers.py.
 
-Both ends of the pipeline compute with one batch for each micro-batch, each batch of an iterator is used once in the
-whole job and none is passed over, and as long as both ends of a replica live its own iterator gives its micro-batches,
-in their order.
+Both ends of the pipeline compute a micro-batch with the same batch. Each batch of an iterator is used once in the whole
+job, and none is passed over. As long as both ends of a replica live, its own iterator gives its micro-batches, in
+order.
 """
 
 from __future__ import annotations
@@ -32,29 +31,31 @@ class Name(NamedTuple):
 
 
 class Samples:
-    """The batches that micro-batches were computed with.  ``say`` is told each violation, in words.  ``epoch``: of so
-    many steps, each with another iterator; 0: there is one.  ``lengths``: how many batches each replica's iterators
-    give, if they end, and then scripts give another when all have.
+    """The batches that micro-batches were computed with. ``say`` is told each violation, in words. ``epoch``: each
+    iterator serves so many steps; 0: there is one. ``lengths``: how many batches each replica's iterators give, if they
+    end; scripts give others when all have ended.
     """
 
     def __init__(self, shape: Topology, epoch: int, lengths: tuple[int, ...], say: Callable[[str], None]) -> None:
         self._shape, self._epoch, self._lengths, self._say = shape, epoch, lengths, say
-        self._begun = [1]  # the steps with which iterators begin that follow on others' end
-        # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
+        self._begun = [1]  # the first steps of iterators that follow ended ones
+        # by step, micro-batch and stage: the last one counts, which replaces a discarded one
         self._loaded: dict[int, dict[MicroBatch, dict[int, Batch]]] = {}
         self._used: dict[Name, tuple[int, MicroBatch]] = {}
         self._passed_over: set[Name] = set()
-        # replicas that have not always been whole, so that their iterators have rested
+        # replicas that have not always been whole, so their iterators have rested
         self._returned: set[int] = set()
         self._sources: set[int] = set()
-        self._dealt: set[tuple[int, MicroBatch]] = set()  # to others, before their own replica gave data again
+        self._dealt: set[tuple[int, MicroBatch]] = (
+            set()
+        )  # micro-batches dealt to other replicas' data before their own gave data again
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
-        """Takes in that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""
+        """Record that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""
         self._loaded.setdefault(step, {}).setdefault(micro_batch, {})[stage] = batch
 
     def resumed(self, message: Resume) -> None:
-        """Takes in where all go on: what was drawn before a replica gives data again stays drawn."""
+        """Record where all go on: what was drawn for a replica before it gives data again stays drawn."""
         ends = 0, self._shape.stages - 1
         placed = set(message.placed)
         sources = {one for one in range(self._shape.replicas) if placed.issuperset(Seat(one, end) for end in ends)}
@@ -64,23 +65,23 @@ class Samples:
         self._sources = sources
 
     def loaded_so_far(self, step: int) -> dict[MicroBatch, set[Name]]:
-        """The batches that each micro-batch was computed with, at its ends."""
+        """Return the batches that each micro-batch was computed with, at its ends."""
         return {
             micro_batch: {Name(batch.drawn.source, batch.iterator, batch.number) for batch in ends.values()}
             for micro_batch, ends in self._loaded.get(step, {}).items()
         }
 
     def of(self, step: int) -> Data:
-        """The inputs and labels of ``step``, as the two ends have had them."""
+        """Return the inputs and labels of ``step`` as the two ends have had them."""
         loaded = self._loaded[step]
         return lambda micro_batch: (loaded[micro_batch][0].data[0], loaded[micro_batch][self._shape.stages - 1].data[1])
 
     def committed(
         self, batches: Mapping[int, AbstractSet[int]], whole: AbstractSet[int], homeless: AbstractSet[int]
     ) -> None:
-        """Checks steps that are committed, each of which has the micro-batches of some replicas (``batches``).
-        ``whole``: replicas of which nobody is lost; ``homeless``: those of them that are no sources, since nobody knows
-        where their iterators stood.
+        """Check committed steps, given the replicas that each has micro-batches of (``batches``). ``whole``: replicas
+        without a lost worker. ``homeless``: those of them that are no sources, since nobody knows where their iterators
+        stood.
         """
         self._returned |= set(range(self._shape.replicas)) - whole
         for step, replicas in batches.items():
@@ -112,8 +113,8 @@ class Samples:
             self._say(f"micro-batch {micro_batch} of step {step} is {name}, and both ends of its replica live")
 
     def ended(self, step: int, sources: AbstractSet[int], contributing: int) -> None:
-        """Takes in that all iterators have ended before ``step`` was filled: ``sources``, the replicas that give data,
-        have less left than that takes, of so many that are ``contributing``.
+        """Check that all iterators had ended before ``step``: the ``sources``, replicas that give data, have too little
+        left for ``contributing`` replicas.
         """
         iterator, left = len(self._begun), 0
         if self._lengths:
@@ -123,7 +124,7 @@ class Samples:
         self._begun.append(step)
 
     def _usual(self, step: int, micro_batch: MicroBatch) -> Name:
-        """The batch that it is where nobody was ever lost."""
+        """Return the batch of a micro-batch if nobody is ever lost."""
         if self._epoch:
             epoch, begun = divmod(step - 1, self._epoch)
         else:
@@ -132,14 +133,14 @@ class Samples:
         return Name(micro_batch.replica, epoch + 1, begun * self._shape.micro_batches + micro_batch.index + 1)
 
     def _empty(self, replica: int, iterator: int) -> bool:
-        """Whether all that the iterator gives is used."""
+        """Return whether all batches of the iterator are used."""
         return bool(self._lengths) and self._used_of(replica, iterator) == self._lengths[replica]
 
     def _used_of(self, replica: int, iterator: int) -> int:
         return sum(name[:2] == (replica, iterator) for name in self._used)
 
     def _check_gaps(self, step: int) -> None:
-        """Checks that of each iterator everything up to the last batch used is used.  Costs a look at all batches."""
+        """Check that each iterator's batches up to the last used one are used. Costs a look at all batches."""
         last: dict[tuple[int, int], int] = {}
         for replica, iterator, number in self._used:
             last[replica, iterator] = max(number, last.get((replica, iterator), 0))
@@ -150,7 +151,7 @@ class Samples:
                 self._say(f"{min(left)} is passed over by step {step}")
 
     def _extra(self, replica: int, step: int) -> bool:
-        """Whether its iterator has given anything for others before ``step``, which moves its own batches back."""
+        """Return whether the replica's iterator gave data for others before ``step``, which delays its own batches."""
         return any(
             batch.drawn.source == replica != micro_batch.replica
             for earlier in range(1, step)

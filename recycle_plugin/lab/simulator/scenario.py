@@ -12,31 +12,35 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.message_delays import FAIR, Weather
 
 MILLISECOND = 1000
-HOSTS = ("coordinator's host", "candidate's host")  # are lost whole
+HOSTS = ("coordinator's host", "candidate's host")  # lost whole
 TAKEOVERS = ("coordinator", "standby", "candidate", *HOSTS, "partition", "pause", "hold")
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that goes wrong ``at_us``, for ``for_us`` where it passes.
+    """Something that goes wrong ``at_us``, for ``for_us`` if it passes. By ``kind``:
 
-    ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its
-    supervisor can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes
-    from ``seat`` to ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from
-    then on; it finds so itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from
-    all others); stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the
-    other way, is held up); host (the worker's host is lost whole, with its supervisor, and its log where it is on a
-    disk of that host's own); rude (it dies where it should say goodbye); vanish (its script calls os._exit(0)
-    behind the step that it is in, behind the last one from 0 on); again (a second process of its rank asks to take
-    part, and goes); confused (beside what it has to say the worker says what is valid and wrong,
-    lab/simulator/confusion.py); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave
-    (a worker is to go), end (the job is), finish (the job is, by a worker's word).
+    * kill; stop (SIGSTOP; wakes up again unless it was given up and fenced); unfenced (a stop, and the supervisor can't
+      kill it); stuck (an instruction never ends); slow (instructions take ``percent``)
+    * drop, delay (what goes from ``seat`` to ``peer`` is lost, or comes late); swallow (a drop of which nobody
+      complains); deafened, walled (what others send to the worker is lost from then on; it finds that out, or can't
+      tell it from silent peers); cut (``seats`` are cut off from all others)
+    * stall (the coordinator reads nothing); mute, deaf (messages from the worker to the coordinator, or back, are held
+      up)
+    * host (the worker's host is lost whole, with its supervisor, and its log if that is on a disk of its own)
+    * rude (the worker dies where it should say goodbye); vanish (its script calls os._exit(0) after its present step,
+      or after the last one if ``at_us`` is 0); again (a second process of its rank asks to take part, and goes);
+      confused (it sends valid and wrong messages beside its own, lab/simulator/confusion.py)
+    * requests: leave (a worker is to go), end (the job is), finish (the job is, by a worker's message)
 
-    Where others may take the coordinator's place (lab/simulator/takeovers.py): coordinator, standby, candidate (its
-    process is killed, or the one that stands by on its host, or on another one; the same of their hosts), partition
-    (the hosts of ``seats``, and that of the coordinator if there is no other, are cut off from all others), pause (the
-    coordinator's process is stopped), hold (what goes one way between the coordinator's host and the others is held up;
-    to it where ``percent`` is 0).  ``point``: at this step of taking over, the ``number``-th time, and ``at_us`` later.
+    If others may take the coordinator's place (lab/simulator/takeovers.py):
+    * coordinator, standby, candidate (the coordinator's process is killed, or the standby on its host, or on another
+      one; or their hosts are lost)
+    * partition (the hosts of ``seats``, by default the coordinator's, are cut off from all others); pause (the
+      coordinator's process is stopped); hold (what goes from the coordinator's host is held up; to it if ``percent`` is
+      0)
+
+    ``point``: ``at_us`` after this step of a takeover is reached for the ``number``-th time.
     """
 
     kind: str
@@ -57,8 +61,8 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Work that takes so much longer, ``for_us`` microseconds: that of ``step`` and ``micro_batch`` in ``stage``, by
-    the letter or word of ``op``.  Its worker ``computes`` meanwhile, or sleeps.
+    """Work that takes ``for_us`` microseconds longer: that of ``step``, ``micro_batch`` and ``op`` (letter or word) in
+    ``stage``. Its worker ``computes`` meanwhile, or sleeps.
     """
 
     step: int
@@ -77,28 +81,30 @@ class Heavy:
 class Scenario:
     """A job and its troubles.
 
-    ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left without the result when a
-    peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those
-    that it has sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that
-    they wait for), 0: there is none; ``rounds``: sums depend on their order, and nothing keeps it, as in real training
-    outside exact mode; ``reloads``: before which share of what the coordinator does its state is written down and read
-    again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py), and
-    ``epoch``: from another for so many steps each, where that is not 0; ``lengths``: batches of each replica's, after
-    which scripts give another, where they ever end;
-    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
-    steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
-    seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
-    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_choices``: over
-    which boundaries, at the start and from each checkpoint on in turn, the last ones to the end, all where there are
-    none; ``logs_apart``: each log is on its own host's disk; ``log_lag_us``: by how much longer than usual that takes
-    to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which step on a seat's log finds its disk
-    full; ``helpers``: how many may help with a replay, None for all, and ``helps_not``: which share of them can't;
-    ``shards``: workers that hold each seat together, of which the one with the number ``struck`` has the troubles and
-    faults; ``by_hand``: the script sets the learning rate of each step; ``unit``: who is given up as one, "worker" (all
-    that hold a seat) or "replica"; ``slow``: what becomes of a slow replica, as in the settings; ``pushes``: scripts
-    run their own loops of forward, backward and step, with samples of their own, in a job of one stage; ``dawdles``:
-    behind which share of their calls they take their time; ``takes_over``: other processes may take the coordinator's
-    place.
+    * ``faults``: kills and stops at named instructions and points. ``torn``: the seed of delays, and of who has no
+      result if a peer dies in a REDUCE (``torn_share`` of them). ``budget``: boundary tensors that a worker may keep
+      before those that it has sent are dropped.
+    * ``clip``: the limit of the norm that steps are validated against, or wait for (``policy.together``); 0: none.
+      ``rounds``: sums depend on their order and nothing keeps it, as in real training outside exact mode. ``by_hand``:
+      the script sets the learning rate of each step.
+    * ``reloads``: the share of the coordinator's actions before which its state is written and read again.
+      ``takes_over``: other processes may take the coordinator's place.
+    * ``iterators``: data comes from one plain iterator per replica (core/vocabulary/iterator_draws.py). ``epoch``: from
+      another one every so many steps, if not 0. ``lengths``: batches of each replica's iterators, if they end; scripts
+      then give others.
+    * ``rebalances``: workers report their speed, and work is dealt out anew. ``heavy``: work that takes long, whoever
+      does it. ``slow``: slow replicas are looked for.
+    * ``between``: what the script does after steps: evaluate, save, or pause. ``full``: after which step a seat's share
+      of a checkpoint, or its "latest", can't be written. ``damaged_share``: of what newcomers are sent.
+    * ``logs``: what crosses stages is logged, with a checkpoint before the first step. ``log_choices``: over which
+      boundaries, at the start and from each checkpoint on in turn; the last choice stays; without any, over all.
+      ``logs_apart``: each log is on its own host's disk. ``log_lag_us``: extra time until a record is on a disk.
+      ``log_damaged_share``: of its records. ``log_full``: from which step on a seat's log finds its disk full.
+      ``helpers``: how many may help with a replay, None for all; ``helps_not``: the share of them that can't.
+    * ``shards``: workers that hold each seat together; ``struck``: the number of the one that has the troubles and
+      faults. ``unit``: what is given up as one, "worker" (all of a seat) or "replica".
+    * ``pushes``: scripts run their own loops of forward, backward and step, with samples of their own, in a job of one
+      stage. ``dawdles``: the share of their calls after which they pause.
     """
 
     shape: Topology
@@ -142,7 +148,7 @@ class Scenario:
 
     @property
     def loses_hosts(self) -> bool:
-        """Whether a host is lost whole, which the coordinator comes to know by its silence."""
+        """Whether hosts may be lost whole, which the coordinator learns by their silence."""
         return self.takes_over or any(trouble.kind == "host" for trouble in self.troubles)
 
     @property

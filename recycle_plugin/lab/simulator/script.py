@@ -44,8 +44,8 @@ class SimulatedScript:
         self._evaluated = 0
 
     def run(self) -> Iterator[Any]:
-        """Trains, evaluates, saves and pauses as the scenario says, and leaves; yields what the machine waits for.
-        Raises :class:`Died`.
+        """Train, evaluate, save and pause as the scenario says, and leave; yield what the machine waits for. Raises
+        :class:`Died`.
         """
         machine = self._machine
         machine.send(machine.ready())
@@ -74,7 +74,7 @@ class SimulatedScript:
             yield from self._set_rate(step, newcomer)
             if newcomer is None or not (yield from self._with_data(newcomer.train, step)):
                 if newcomer is not None:
-                    self._machine.set_for(step)  # what has come of others meanwhile was from before that
+                    self._machine.set_for(step)  # data that has come from others meanwhile was of before
                 let_in, newcomer = newcomer is not None, None
                 self._machine.losses[step] = yield from self._with_data(self._loop.train, step)
                 if let_in:
@@ -92,7 +92,7 @@ class SimulatedScript:
             yield from self._loop.finish()
 
     def _count_on(self) -> Iterator[Any]:
-        """Asks its peers for something between steps, for the first time: it counts on where they are."""
+        """Ask the peers for something between steps for the first time; check where it counts on them to be."""
         machine = self._machine
         view = machine.control_view
         machine.counts = True
@@ -105,7 +105,7 @@ class SimulatedScript:
         machine.cluster.watcher.counts_on(machine)
 
     def _vanish(self, step: int) -> Iterator[Any]:
-        """Calls os._exit(0) behind ``step``."""
+        """Call os._exit(0) after ``step``."""
         machine = self._machine
         yield from self._loop.settle()
         machine.through = step == self._scenario.steps
@@ -114,17 +114,17 @@ class SimulatedScript:
         raise Died
 
     def _set_rate(self, step: int, newcomer: Newcomer | None) -> Iterator[Any]:
-        """Sets the learning rate of ``step`` and changes the state, where the script does so: a trainer first finishes
-        what is to be applied with the last one; what a newcomer's script writes too early is dropped.
+        """Set the learning rate of ``step``, and change the state if the script does so. A trainer first finishes what
+        is to be applied with the last rate. What a newcomer's script writes too early is dropped.
         """
         if self._scenario.by_hand and newcomer is None:
             yield from self._loop.settle()
         if self._scenario.by_hand and not self._scenario.logs and (newcomer is None or newcomer.enters):
-            self._machine.change_for(step)  # of which a log has nothing for who replays a stage
+            self._machine.change_for(step)  # a log would not have that for a replay
         self._machine.set_for(step)
 
     def _with_data(self, train: Callable[[int], Waits[T]], step: int) -> Waits[T]:
-        """Trains ``step``, with other iterators where it hears that all have ended."""
+        """Train ``step``, with other iterators if all have ended."""
         while True:
             try:
                 return (yield from train(step))
@@ -132,7 +132,7 @@ class SimulatedScript:
                 self._machine.begin_epoch(step)
 
     def _save_first(self, newcomer: Newcomer | None) -> Waits[Newcomer | None]:
-        """Saves a checkpoint before the first step, where the others do so; the value is whoever is a newcomer yet."""
+        """Save a checkpoint before the first step if the others do. Return ``newcomer`` if it is one still, or None."""
         if newcomer is not None and self._machine.control_view.committed:
             return newcomer
         if newcomer is not None and (yield from newcomer.train(0)) and (yield from self._is_over(newcomer, "save", 0)):
@@ -141,7 +141,7 @@ class SimulatedScript:
         return None
 
     def _is_over(self, newcomer: Newcomer, what: str, step: int) -> Waits[bool]:
-        """Whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""
+        """Return whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""
         if what == "pause":
             return False
         ends = {"evaluate": end_of(self._evaluated + 1), "save": end_of_saving(_place(step))}
@@ -153,12 +153,12 @@ class SimulatedScript:
         return True
 
     def _pause(self, step: int) -> Iterator[Any]:
-        """Does something of its own, on some workers for longer than on others, and hears nothing meanwhile."""
+        """Do something else, longer on some workers than on others, and hear nothing meanwhile."""
         self._machine.at = (ELSEWHERE, "the training script")
         yield PAUSE_US * (1 + (self._machine.rank + step) % 4) * self._machine.percent // 100
 
     def _evaluate(self, step: int) -> Iterator[Any]:
-        """Evaluates more micro-batches than a step has.  What an end reads is its own replica's."""
+        """Evaluate more micro-batches than a step has; an end reads its own replica's."""
         machine, shape = self._machine, self._scenario.shape
         count, reads = shape.micro_batches + 1, machine.seat.stage in (0, shape.stages - 1)
         self._evaluated += 1
@@ -189,15 +189,15 @@ def _place(step: int) -> str:
 
 @dataclass(frozen=True)
 class SimulatedFiles:
-    """The files of a checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker whose disk
-    is not full writes its stage's weight.
+    """The files of a checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker writes its
+    stage's weight, if its disk is not full.
     """
 
     machine: SimulatedMachine
     step: int
 
     def write(self, number: int) -> Waits[str]:
-        """Writes this worker's weight for attempt ``number``; the value says why it could not, or is ""."""
+        """Write this worker's weight for attempt ``number``. Return why it could not, or ""."""
         machine = self.machine
         yield WRITING_US * machine.percent // 100
         machine.reach("checkpoint.written")
@@ -213,7 +213,7 @@ class SimulatedFiles:
         return f"seat {machine.seat}: disk full" if full else ""
 
     def publish(self, number: int) -> Waits[str]:
-        """Gives the checkpoint of attempt ``number`` its name; the value says why it could not, or is ""."""
+        """Give the checkpoint of attempt ``number`` its name. Return why that failed, or ""."""
         machine = self.machine
         machine.reach("checkpoint.publish")
         yield WRITING_US * machine.percent // 100
@@ -228,7 +228,7 @@ class SimulatedFiles:
         return ""
 
     def discard(self, number: int) -> Iterator[Any]:
-        """Removes what was written of attempt ``number``."""
+        """Remove what was written of attempt ``number``."""
         yield WRITING_US * self.machine.percent // 100
         self.machine.cluster.watcher.discarded(self.machine, self.step, self.machine.cluster.written[self.step, number])
 

@@ -1,7 +1,6 @@
-"""Jobs drawn from seeds: a seed gives a job, its troubles and the instants of them.
-
-First anything may happen; after :data:`CALM_US` nothing new goes wrong.  What a seed gives must stay what it was
-wherever something is added: hence a source of random numbers of its own for each change of the job.
+"""Jobs drawn from seeds: a seed gives a job, its troubles and their times. At first anything may happen; after
+:data:`CALM_US` nothing new goes wrong. A seed must keep its job when something is added here, so each change of the job
+has its own source of random numbers.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from recycle_plugin.lab.simulator.seeded_slow import with_slow_replicas
 from recycle_plugin.lab.simulator.simulated_spec import DEADLINES, SILENCE_S
 from recycle_plugin.planner import lowered, plan
 
-LONG = 25  # steps, each with a pause, in which a host is taken for gone, and for some time after that
+LONG = 25  # steps with pauses, long enough for a host to be taken for gone, and more
 APART = ("cut", "deafened", "walled", "unfenced")
-CHOOSES = 0.4  # of the jobs that log
+CHOOSES = 0.4  # share of the jobs that log
 UNITS = 0.1
 WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
 
 
 def scenario(seed: int) -> Scenario:
-    """The scenario of ``seed``.  Two in five have two troubles or more, two in five are exact, and three in ten have
-    stages that share weights.
+    """Return the scenario of ``seed``. Two in five have two troubles or more, two in five are exact, and three in ten
+    have stages that share weights.
     """
     random = Random(seed)
     shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
@@ -45,12 +44,12 @@ def scenario(seed: int) -> Scenario:
     for _ in range(1 if random.random() < 0.6 else random.choice((2, 2, 3))):
         add_trouble(random, shape, costs, policy, steps, troubles, faults)
     budget = random.choice((None, None, 0, 2))
-    clip = random.choice((0.0, 0.0, 25.0, 40.0))  # the norm is 32 for two stages in the mean, 45 for four
+    clip = random.choice((0.0, 0.0, 25.0, 40.0))  # the mean norm is 32 for two stages, 45 for four
     if clip and random.random() < 0.3:
         policy = replace(policy, validate=True)
     elif (
         clip and random.random() < 0.5
-    ):  # the norm is known late, and what was computed with rejected weights arrives later
+    ):  # the norm is known late, and data computed with rejected weights arrives later
         replica = random.randrange(shape.replicas)
         troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
         troubles.append(
@@ -83,13 +82,13 @@ def scenario(seed: int) -> Scenario:
         ("pushes", with_pushing),
         ("confusion", with_confused_workers),
     ):
-        # each of its own, so that the rest of a seed's job is what it was before there were such
+        # its own random numbers: a new change leaves the rest of a seed's job as it was
         job = change(job, Random(f"{name} in {seed}"))
     return job
 
 
 def with_confusion(seed: int) -> Scenario:
-    """The scenario of ``seed`` with a confused worker; in every second one without any other trouble."""
+    """Return the scenario of ``seed`` with a confused worker; in every second one without any other trouble."""
     given = scenario(seed)
     random = Random(f"confused in {seed}")
     calm = replace(given, troubles=(), faults=(), heavy=()) if random.random() < 0.5 else given
@@ -97,26 +96,23 @@ def with_confusion(seed: int) -> Scenario:
 
 
 def with_vanishing(seed: int) -> Scenario:
-    """The scenario of ``seed``, in which some scripts call os._exit(0): all of them or some,
-    behind the last step or at any time; in every second one without any other trouble.
+    """Return the scenario of ``seed`` in which some or all scripts call os._exit(0), after the last step or at any
+    time; in every second one without any other trouble.
     """
     given, random = scenario(seed), Random(f"vanishing in {seed}")
     if random.random() < 0.5:
         given = replace(given, troubles=(), faults=(), heavy=())
     seats = given.shape.seats
     at = 0 if random.random() < 0.7 else random.randrange(1, CALM_US // 2)
-    most = len(seats) - (at > 0)  # where all do so in mid-job, that is the job's end
+    most = len(seats) - (at > 0)  # if all vanish in mid-job, the job ends
     some = tuple(seats) if not at and random.random() < 0.5 else tuple(random.sample(seats, random.randint(1, most)))
     return replace(given, troubles=(*given.troubles, Trouble("vanish", at, some)), pushes=False)
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:
-    """Gives one job in four lines that are all alike.
-
-    Outside exact mode half of those that have a norm to agree on round.
-    """
+    """Give one job in four lines that are all alike. Outside exact mode half of those with a norm limit round."""
     rounds, faults = given.clip > 0 and not given.exact and random.random() < 0.5, given.faults
-    # somebody dies of a rejection, or of whatever else comes first
+    # a worker dies in a rejection, or in an earlier regroup
     if given.clip and not given.policy.validate and random.random() < 0.3:
         point, number = random.choice((("recovery.resume", 2), ("recovery.resume", 3), ("recovery.undone", 1)))
         faults += (Fault("kill", random.choice(given.shape.seats), "at", point, number),)
@@ -124,10 +120,8 @@ def _with_weather(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_coordination(given: Scenario, random: Random) -> Scenario:
-    """Lets a second process of some rank come in one job of five, and in one of five writes the coordinator's state
-    down and reads it again.
-
-    ``random``: of this change alone, as for all of them.
+    """Let a second process of a rank come in one job of five, and in one of five write and reload the coordinator's
+    state.
     """
     troubles = given.troubles
     if random.random() < 0.2:
@@ -136,12 +130,12 @@ def _with_coordination(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_data(given: Scenario, random: Random) -> Scenario:
-    """Lets a quarter of the jobs that are not exact read plain iterators."""
+    """Let a quarter of the jobs that are not exact read plain iterators."""
     return replace(given, iterators=not given.exact and random.random() < 0.25)
 
 
 def _with_pauses(given: Scenario, random: Random) -> Scenario:
-    """Lets a quarter of the jobs evaluate or save after some steps, and in half of these somebody dies of that."""
+    """Let a quarter of the jobs evaluate or save after some steps; in half of these a worker dies in that."""
     if random.random() >= 0.25:
         return given
     between = tuple(
@@ -167,8 +161,8 @@ def _with_pauses(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_full_disks(given: Scenario, random: Random) -> Scenario:
-    """Makes two in five of the checkpoints that are saved between steps fail: one or two of the workers can't write, or
-    the first can't say that it is there.
+    """Make two in five of the checkpoints between steps fail: one or two workers can't write, or the name can't be
+    given.
     """
     places = [*given.shape.seats, "latest"]
     saves = (step for step, what in given.between if what == "save" and random.random() < 0.4)
@@ -178,8 +172,8 @@ def _with_full_disks(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_leisure(given: Scenario, random: Random) -> Scenario:
-    """Lets scripts take their time after some steps in one job of twelve, where two workers are to leave, the second
-    perhaps when the first one's step has come.
+    """Let scripts pause after some steps in one job of twelve, and two workers leave, the second perhaps when the first
+    one's step has come.
     """
     if random.random() >= 1 / 12:
         return given
@@ -192,7 +186,7 @@ def _with_leisure(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_deafness(given: Scenario, random: Random) -> Scenario:
-    """Gives one job of sixteen no trouble but that one worker hears nobody, itself included, from some moment on."""
+    """Give one job of sixteen a single trouble: from some time on one worker hears nobody, itself included."""
     if random.random() >= 1 / 16:
         return given
     return replace(
@@ -203,8 +197,8 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_returns(given: Scenario, random: Random) -> Scenario:
-    """Lets lost workers come back in one job of six, while the others train on for longer; in half of these more of
-    them go meanwhile, newcomers too.
+    """Let lost workers come back in one job of six, which is longer; in half of these more workers, also newcomers,
+    die.
     """
     deaf = any(trouble.kind in ("deafened", "walled") for trouble in given.troubles)
     if random.random() >= 1 / 6 or deaf:
@@ -227,9 +221,8 @@ def _with_returns(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_places(given: Scenario, random: Random) -> Scenario:
-    """Gives jobs that read plain iterators another one for each few steps in one of three, and of the others in four
-    of ten whenever all have ended, after unlike numbers of batches mostly; in half of those that workers come back to
-    a replica loses both its ends at about one time.
+    """Change the iterators of jobs that read plain ones: in one of three a new one every few steps; else in two of five
+    they end, mostly after unlike numbers of batches. In half of the jobs with returns a replica loses both its ends.
     """
     if not given.iterators:
         return given
@@ -243,18 +236,20 @@ def _with_places(given: Scenario, random: Random) -> Scenario:
     if given.epoch or random.random() < 0.6:
         return given
     least = 2 * given.shape.micro_batches
-    batch = len(given.shape.batch)  # else one alone could never fill a step
+    batch = len(given.shape.batch)  # otherwise one replica alone could never fill a step
     lengths = tuple(max(batch, random.randrange(least, 4 * least)) for _ in range(given.shape.replicas))
     return replace(given, lengths=lengths[:1] * given.shape.replicas if random.random() < 0.25 else lengths)
 
 
 def _with_groups(given: Scenario, random: Random) -> Scenario:
-    """Has two workers hold each seat together in one job of eight that reads no iterators; in three of four of these
-    lost seats come back.
+    """Have two workers hold each seat in one job of eight without iterators; in three of four of these lost seats come
+    back.
     """
     if random.random() >= 1 / 8 or given.iterators:
         return given
-    given = replace(given, shards=2, struck=random.randrange(2), clip=given.clip * 2**0.5)  # as often over it as one is
+    given = replace(
+        given, shards=2, struck=random.randrange(2), clip=given.clip * 2**0.5
+    )  # over the limit as often as with one shard
     if random.random() < 0.25 or given.rejoin != "never":
         return given
     seat, at = random.choice(given.shape.seats), random.randrange(SETTLED_US // 2, CALM_US)
@@ -271,10 +266,9 @@ def _with_groups(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_logs(given: Scenario, random: Random) -> Scenario:
-    """Logs what crosses stages in one job of eight, four in ten of them without replicas, where stages are lost whole;
-    in half of them something is wrong with the logs too.
-
-    Nobody is away for ever, or can't be told from the dead.
+    """Log what crosses stages in one job of eight. In four of ten of these there is one replica, so that stages are
+    lost whole; in half of them something is wrong with the logs too. Troubles that leave a worker away for ever, or not
+    to be told from a dead one, are dropped.
     """
     if random.random() >= 1 / 8 or given.shards > 1:
         return given
@@ -308,9 +302,8 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_choices(given: Scenario, random: Random) -> Scenario:
-    """Logs some boundaries only in a share of the jobs that log, which may change with each checkpoint.
-
-    What stages that are replayed together hand to each other goes over their logs, which are quick then.
+    """Log only some boundaries in a share of the jobs that log; the choice may change with each checkpoint. Their logs
+    are quick, since stages that are replayed together hand each other data over them.
     """
     if not given.logs or random.random() >= CHOOSES:
         return given
@@ -320,7 +313,7 @@ def _with_choices(given: Scenario, random: Random) -> Scenario:
 
 
 def _without_helpers(given: Scenario, random: Random) -> Scenario:
-    """Has a worker die of whatever it begins first of several instructions of another stage, as only helpers do."""
+    """Have a worker die at the first of several instructions of other stages, which only helpers run."""
     seat, shape = random.choice(given.shape.seats), given.shape
     faults = [
         Fault("kill", seat, "before", str(Instruction(Op.F, stage, micro_batch, step)))
@@ -333,14 +326,14 @@ def _without_helpers(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_rates(given: Scenario, random: Random) -> Scenario:
-    """Lets the script set learning rates in a quarter of the jobs in which somebody may come back."""
+    """Let the script set learning rates in a quarter of the jobs with returns."""
     return replace(given, by_hand=given.rejoin != "never" and random.random() < 0.25)
 
 
 def _with_lost_hosts(given: Scenario, random: Random) -> Scenario:
-    """Gives half of the jobs that log, and have replicas and no ties, no trouble but that a host is lost whole, mostly
-    with its worker's log, and a stage beside that worker's some time later: before the coordinator takes the host for
-    gone, or after that, or behind a checkpoint.  Scripts take their time, so that all of that can be.
+    """Give half of the jobs that log, have replicas and no ties, one trouble only: a host is lost, mostly with its
+    worker's log, and later a neighbouring stage, before or after the coordinator takes the host for gone, or after a
+    checkpoint. Scripts pause, to make time for that.
     """
     shape = given.shape
     if not given.logs or shape.replicas < 2 or shape.ties or random.random() >= 0.5:
@@ -366,8 +359,8 @@ def _with_lost_hosts(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_units(given: Scenario, random: Random) -> Scenario:
-    """Makes replicas the unit in one in ten of the jobs that neither log nor are exact, and have no line that loses
-    what goes over it for good; lets the batch shrink in three of four of these.  Mostly lost replicas come back.
+    """Make replicas the unit in one of ten of the jobs that neither log nor are exact nor lose data on lines for good.
+    In three of four of these the batch shrinks. Mostly lost replicas come back.
     """
     silent = any(trouble.kind in ("deafened", "walled", "swallow") for trouble in given.troubles)
     if given.logs or given.exact or silent or random.random() >= UNITS:
@@ -378,7 +371,7 @@ def _with_units(given: Scenario, random: Random) -> Scenario:
     if given.rejoin == "never" and random.random() < 0.75:
         seat, at = random.choice(given.shape.seats), random.randrange(SETTLED_US // 2, CALM_US)
         troubles = [*given.troubles, Trouble("kill", at, (seat,))]
-        if random.random() < 0.5:  # one of those that come back, while they do
+        if random.random() < 0.5:  # one of the replica's workers, while it comes back
             again = at + random.randrange(1_000, 1_800) * MILLISECOND
             troubles.append(Trouble("kill", again, (Seat(seat.replica, random.randrange(given.shape.stages)),)))
         given = replace(
@@ -392,8 +385,8 @@ def _with_units(given: Scenario, random: Random) -> Scenario:
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:
-    """The job without what strikes seats that ``shape`` does not have, and with one fault and one kill at most: each
-    loses a stage there.
+    """Return the job without troubles of seats that ``shape`` lacks, and with at most one fault and one kill, each of
+    which loses a stage there.
     """
     seats = set(shape.seats)
     troubles = [
@@ -412,8 +405,8 @@ def _narrowed(given: Scenario, shape: Topology) -> Scenario:
 
 
 def _without_stages(given: Scenario, random: Random) -> Scenario:
-    """Loses whole stages: one, or one at an instruction, or two at once, or one while another is replayed, or the same
-    once more while it is.
+    """Lose whole stages: one, one at an instruction, two at once, one while another is replayed, the same again in its
+    replay, or a stage's newcomers.
     """
     shape, stage, at = given.shape, random.randrange(given.shape.stages), random.randrange(SETTLED_US, CALM_US)
     replayed = at + random.randrange(900 * MILLISECOND, 1_700 * MILLISECOND)
@@ -444,7 +437,9 @@ def _without_stages(given: Scenario, random: Random) -> Scenario:
             program = lowered(
                 plan(shape.full(), given.costs, given.policy), Seat(0, stage), random.randint(1, given.steps)
             )
-            ties = [one for one in program if one.op is Op.TIE]  # rare among all, and those where two stages meet
+            ties = [
+                one for one in program if one.op is Op.TIE
+            ]  # rare among all instructions, and where two stages meet
             where = random.choice(("before", "after")), str(random.choice(ties or program))
             first = Fault("kill", Seat(0, stage), *where)
             rest = (
@@ -453,13 +448,13 @@ def _without_stages(given: Scenario, random: Random) -> Scenario:
                 if seat.stage == stage and seat.replica
             )
             return replace(given, faults=(*given.faults, first, *rest))
-    if len(lost) == shape.stages and replayed not in lost.values():  # somebody has to be left
+    if len(lost) == shape.stages and replayed not in lost.values():  # a worker has to be left
         lost.popitem()
     return replace(given, troubles=given.troubles + _kills(shape, lost, random))
 
 
 def _kills(shape: Topology, lost: dict[int, int], random: Random) -> tuple[Trouble, ...]:
-    """The kills of all workers of the stages that are ``lost``, each from its instant on within 60 ms."""
+    """Return kills of all workers of the ``lost`` stages, each within 60 ms from the stage's time on."""
     return tuple(
         Trouble("kill", lost[seat.stage] + random.randrange(60 * MILLISECOND), (seat,))
         for seat in shape.seats
@@ -468,8 +463,8 @@ def _kills(shape: Topology, lost: dict[int, int], random: Random) -> tuple[Troub
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:
-    """Makes one worker slow from some moment on in one job of eight, in half of these not for ever; workers say how
-    fast they are, and there are more steps.
+    """Make one worker slow from some time on in one job of eight, in half of these not for ever. Workers report their
+    speed, and there are more steps.
     """
     if random.random() >= 1 / 8:
         return given
@@ -481,7 +476,7 @@ def _with_paces(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_moments(given: Scenario, random: Random) -> Scenario:
-    """Makes some work take long, whoever does it, or loses tensors without a complaint, in one job of eight."""
+    """Make some work take long, whoever does it, or lose tensors without a complaint, in one job of eight."""
     if random.random() >= 1 / 8:
         return given
     shape = given.shape
@@ -496,7 +491,7 @@ def _with_moments(given: Scenario, random: Random) -> Scenario:
     computes, stage, one = random.random() < 0.5, random.randrange(shape.stages), random.choice(shape.batch)
     ops = ("F", "I", "W") if given.policy.split_backward else ("F", "B")
     shortest_s, longest_s = (1.2 * DEADLINES.progress_timeout_s, DEADLINES.busy_timeout_s - LATE_S)
-    if not computes and random.random() < 0.7:  # so that it is suspected again where it has cost somebody
+    if not computes and random.random() < 0.7:  # long enough to be suspected again after it has cost a worker
         shortest_s, longest_s = SUSPECTED * DEADLINES.idle_timeout_s + LATE_S, DEADLINES.last_worker_timeout_s - LATE_S
     lasts = random.randrange(int(shortest_s * 1e6), int(longest_s * 1e6))
     return replace(
@@ -505,9 +500,7 @@ def _with_moments(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
-    """Gives three jobs in ten stages that share weights, and in half of these somebody also dies or stops around a
-    TIE.
-    """
+    """Give three jobs in ten stages that share weights; in half of these a worker also dies or stops around a TIE."""
     if random.random() >= 0.3:
         return given
     shape = replace(
@@ -523,16 +516,16 @@ def _with_ties(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_endings(given: Scenario, random: Random) -> Scenario:
-    """Gives one job in eight an end of its own: who is to leave dies where it should say goodbye; a stage does so at a
-    planned end; somebody is cut off on the way to one; or a stage dies whole before it has told its part of a norm that
-    the others have stepped without.
+    """Give one job in eight an end of its own: a leaving worker dies where it should say goodbye; a stage does at a
+    planned end; workers are cut off before one; or a stage dies whole before it has sent its share of a norm that the
+    others have stepped without.
     """
     if random.random() >= 1 / 8:
         return given
     shape, seat, at = given.shape, random.choice(given.shape.seats), random.randrange(CALM_US // 2)
     stage = tuple(each for each in shape.seats if each.stage == seat.stage)
     kinds, end = ["leave", "end"], ("end", "finish")[at % 2]
-    # somebody has to be left in touch with the coordinator
+    # a worker has to be left in touch with the coordinator
     if not any(trouble.kind == "cut" for trouble in given.troubles):
         kinds += ["cut"]
     if given.clip and not given.policy.together:
@@ -559,9 +552,9 @@ def _with_endings(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_undo(given: Scenario, random: Random) -> Scenario:
-    """Makes one job in sixteen whose stages step apart take steps back: a worker of the last stage stops when those
-    before it have all that they need to step, and, since nobody keeps what was sent, they have to take that back when
-    it is given up; and somebody else dies at once.
+    """Make one job in sixteen whose stages step apart take steps back. A worker of the last stage stops when the stages
+    before it can step. Nobody keeps what was sent, so they must take the step back when it is given up. Another worker
+    dies in that regroup.
     """
     shape, policy = given.shape, given.policy
     if random.random() >= 1 / 16 or policy.together or not policy.split_backward:

@@ -13,14 +13,14 @@ from recycle_plugin.lab.simulator.drawn_troubles import CALM_US, KINDS, SETTLED_
 from recycle_plugin.lab.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.lab.simulator.scenario import Scenario, Trouble
 
-PUSHES = 0.1  # of all jobs
-SHRINKS = 0.3  # of these
+PUSHES = 0.1  # share of all jobs
+SHRINKS = 0.3  # share of these jobs
 AROUND = (*((Op.REDUCE, "after"),) * 3, (Op.REDUCE, "before"), (Op.STEP, "before"), (Op.STEP, "after"))
 NO_LINES = tuple(kind for kind in KINDS if kind not in ("drop", "delay"))  # nothing crosses from stage to stage
 
 
 def with_pushing(given: Scenario, random: Random) -> Scenario:
-    """Puts a job of sharded replicas in the place of one in ten without a slow replica; in three of five lost ones come
+    """Replace one in ten of the jobs without a slow replica by one of sharded replicas. In three of five lost ones come
     back, in half of the others scripts save, and in three of ten batches shrink.
     """
     if given.slow or random.random() >= PUSHES:
@@ -30,7 +30,7 @@ def with_pushing(given: Scenario, random: Random) -> Scenario:
     troubles: list[Trouble] = []
     faults: list[Fault] = []
     around = random.random() < 0.5
-    if around:  # the exchange: some have the sum then, and some have not
+    if around:  # a fault in the exchange: then some have the sum, and some have not
         op, when = random.choice(AROUND)
         where = str(Instruction(op, 0, None, random.randint(1, steps)))
         faults.append(Fault("kill", random.choice(shape.seats), when, where))
@@ -62,9 +62,7 @@ def with_pushing(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_saves(job: Scenario, random: Random) -> Scenario:
-    """Lets scripts save behind some steps in half of the jobs, to disks that are full now and then, and lets somebody
-    die of that.
-    """
+    """Let scripts save after some steps in half of the jobs, sometimes to full disks, and let a worker die in that."""
     if random.random() < 0.5:
         return job
     saved = [step for step in range(1, job.steps + 1) if random.random() < 0.5]
@@ -77,7 +75,7 @@ def _with_saves(job: Scenario, random: Random) -> Scenario:
 
 
 def _with_returns(job: Scenario, random: Random) -> Scenario:
-    """Has lost replicas come back, and in half of these jobs loses more of them meanwhile."""
+    """Have lost replicas come back, and in some of the jobs lose more of them meanwhile."""
     at, seat = random.randrange(SETTLED_US // 2, CALM_US // 2), random.choice(job.shape.seats)
     kills = [Trouble("kill", at, (seat,))]
     while random.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Jobs drawn from seeds in which a replica is slow (lab/simulator/seeded.py)."""
+"""Jobs with a slow replica, drawn from seeds (lab/simulator/seeded.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 SHARE = 1 / 60
-AGAIN_US = 300 * MILLISECOND  # whoever follows a slow worker on its host is slow too, so soon
+AGAIN_US = 300 * MILLISECOND  # how soon the successor of a slow worker is slow too
 LASTS_US = 15_000 * MILLISECOND
 PERCENT = (130, 200, 300, 400)
 
 
 def with_slow_replicas(given: Scenario, random: Random) -> Scenario:
-    """Makes one job in sixty that neither logs nor reads iterators one of whose replicas a worker is slow from some
-    moment on, and which has no other trouble, or in three of ten a kill.
+    """Replace one in sixty of the jobs without logs and iterators: a worker is slow from some time on, and there is no
+    other trouble, or in three of ten a kill.
     """
     if given.logs or given.iterators or random.random() >= SHARE:
         return given

@@ -15,25 +15,25 @@ from recycle_plugin.core.worker.loop_ports import Slowness
 
 
 class SharedPlanner:
-    """Plans and programs; what several workers ask for alike is worked out once."""
+    """Plans and programs; a plan that several workers ask for is made once."""
 
     def __init__(self, costs: CostModel, policy: Policy) -> None:
         self._costs, self._policy = costs, policy
         self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
 
     def plan(self, view: ClusterView, generation: Generation) -> Plan:
-        """The plan for the live seats of ``view``, with the slowness that ``generation`` names.  Raises PlanError."""
+        """Return the plan for the live seats of ``view`` with the slowness in ``generation``. Raises PlanError."""
         case = view.live, generation.slowness
         if case not in self._plans:
             self._plans[case] = planner.plan(view, self._costs.slowed(generation.slowness), self._policy)
         return self._plans[case]
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        """The program of ``seat`` in ``plan`` for ``step``."""
+        """Return the program of ``seat`` in ``plan`` for ``step``."""
         return planner.lowered(plan, seat, step)
 
     def recover(
         self, plan: Plan, batches: StepBatches, step: int, held: Held, also_back: frozenset[Seat] = frozenset()
     ) -> RecoveryPlan:
-        """What is left of ``step``."""
+        """Return what is left of ``step``."""
         return planner.recover(plan, self._costs, step, held, batches, also_back)

@@ -1,4 +1,4 @@
-"""The boards as a simulated worker uses them, and what it says there: the step that its script is at."""
+"""The boards as a simulated worker uses them: it posts the step that its script is at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recycle_plugin.core.worker.whereabouts import Reading, Whereabouts
 
 
 class SimulatedBoards:
-    """The boards, as core.worker.whereabouts.BoardPort; what is said there goes by ``send``."""
+    """The boards, as core.worker.whereabouts.BoardPort; messages go by ``send``."""
 
     def __init__(self, rank: int, send: Callable[[Any], object]) -> None:
         self._rank, self._send = rank, send
@@ -24,23 +24,23 @@ class SimulatedBoards:
 
     def read(self, board: str, ranks: Sequence[int], generation: int) -> Reading:
         """Ask for what ``ranks`` post on ``board``."""
-        reading = self._readings.setdefault(board, Reading())  # the answer may come at once
+        reading = self._readings.setdefault(board, Reading())  # before asking: the answer may come at once
         self._send(ReadBoard(self._rank, generation, board, tuple(ranks)))
         return reading
 
     def forget(self, board: str) -> None:
-        """Keep nothing more of ``board``."""
+        """Drop what was read of ``board``."""
         self._readings.pop(board, None)
 
     def take(self, posted: Posted) -> None:
-        """Take an answer of the coordinator's."""
+        """Record an answer of the coordinator."""
         if posted.board in self._readings:
             self._readings[posted.board].take(posted.values)
 
 
 class SimulatedView(ControlView):
-    """The view of a worker that says where its script is, at each membership that it adopts, and reads it of others if
-    that lets it in.  ``script_at`` is the step that its script is at.
+    """The view of a worker that posts ``script_at``, the step of its script, at each membership that it adopts, and
+    reads the others' if that membership lets it in.
     """
 
     def __init__(self, rank: int, incarnation: int, send: Callable[[Any], object]) -> None:
@@ -56,7 +56,7 @@ class SimulatedView(ControlView):
         self.whereabouts.adopt(generation, str(self.script_at).encode(), lets_in, self.reported_first)
 
     def take(self, message: Any) -> None:
-        """Take in one message of the coordinator's."""
+        """Record one message of the coordinator."""
         self.boards.take(message) if isinstance(message, Posted) else super().take(message)
 
     @property
@@ -66,7 +66,7 @@ class SimulatedView(ControlView):
         return let_in.from_step or None if let_in is not None else None
 
     def said(self) -> dict[int, int]:
-        """The steps that the others were at in the generation that has let this worker in, by rank."""
+        """Return by rank the others' steps in the generation that has let this worker in."""
         let_in = self.whereabouts.let_in
         assert let_in is not None, "this worker was there from the start"
         return {rank: int(step) for rank, step in self.whereabouts.read(let_in.number).values.items()}

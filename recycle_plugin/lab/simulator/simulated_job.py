@@ -1,10 +1,10 @@
 """A simulated job with failures, instruction by instruction, in virtual time: what one failure costs, and what it
 leaves.
 
-Each generation of the membership is a world of its own.  When a worker dies, the others stop and say what they hold;
-after regrouping and planning the survivors run what is left of the unfinished steps (``core.vocabulary.recovery_plan``;
-where that needs the parameters before, a worker takes its step back) and then go on with the new plan, as
-``runtime.worker.blocking_loop`` does.  Workers that die meanwhile make another generation.
+Each generation of the membership is a world of its own. When a worker dies, the others stop and report what they hold.
+After regrouping and planning the survivors run what is left of the unfinished steps (core/vocabulary/recovery_plan.py);
+a worker takes its step back if that needs the parameters before it. Then they go on with the new plan, as
+runtime/worker/blocking_loop.py does. Workers that die meanwhile make another generation.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ from recycle_plugin.lab.simulator.virtual import Conditions, VirtualState, Virtu
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of workers, and what it cost; microseconds of the job's clock.
-
-    ``redone_us``: compute that survivors run a second time, of all workers together; ``undone``: how many take a step
-    back.
+    """A loss of workers and its cost, in microseconds of the job's clock. ``redone_us``: compute that survivors repeat,
+    of all workers together. ``undone``: how many take a step back.
     """
 
     seats: tuple[Seat, ...]
@@ -48,7 +46,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Ran:
-    """The result of a simulated job.  ``commits``: when each step was committed, in microseconds; ``parameters``: of
+    """The result of a simulated job. ``commits``: when each step was committed, in microseconds. ``parameters``: of
     each live seat at the end.
     """
 
@@ -69,10 +67,8 @@ class _Record:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job to be simulated.  ``network()`` opens the lines of a generation; None: ``costs.transfer`` without
-    contention.
-
-    ``keep``: whether survivors keep what they have of an unfinished step; otherwise it starts from its beginning.
+    """A job to be simulated. ``network()`` opens the lines of a generation; None: ``costs.transfer`` without
+    contention. ``keep``: survivors keep what they have of an unfinished step; otherwise it starts from its beginning.
     """
 
     view: ClusterView
@@ -91,11 +87,9 @@ class SimulatedJob:
         parameters: Mapping[Seat, Any] | None = None,
         torn: Callable[[Seat, Instruction], bool] | None = None,
     ) -> Ran:
-        """Runs steps 0 to ``steps`` - 1 with named ``faults``, and ``deaths`` of seats at microseconds of the job's
-        clock.
-
-        ``world``: what computes; ``parameters``: of each seat before the first step; ``torn``: who is left without the
-        result where a peer dies in a REDUCE.  Raises PlanError where a stage has lost all its workers; Deadlock; Torn.
+        """Run steps 0 to ``steps`` - 1 with named ``faults``, and ``deaths`` of seats at microseconds of the job's
+        clock. ``world``: what computes. ``parameters``: of each seat before the first step. ``torn``: who has no result
+        if a peer dies in a REDUCE. PlanError if a stage has lost all its workers; Deadlock; Torn.
         """
         scripts = {seat: FaultScript(tuple(faults), seat) for seat in {fault.seat for fault in faults}}
         conditions = Conditions(None, self.machine.commit_us, self.machine.detection_us, scripts, dict(deaths or {}))
@@ -110,7 +104,7 @@ class SimulatedJob:
             record.spans += running.run()
             done = running.committed()
             record.commits |= {step: at for step, at in running.commits.items() if step <= done}
-            if done >= first and done not in record.commits:  # all survivors have applied it, a dead worker has not
+            if done >= first and done not in record.commits:  # all survivors have applied it, but a dead worker has not
                 assert running.interrupted_us is not None, "a step that not all have applied was interrupted"
                 record.commits[done] = running.interrupted_us
             if done == steps - 1:
@@ -125,9 +119,8 @@ class SimulatedJob:
     def _regroup(
         self, ended: VirtualWorld, view: ClusterView, record: _Record, conditions: Conditions
     ) -> tuple[ClusterView, Plan, VirtualState, Loss]:
-        """The view that is left, its plan, what it goes on from, and what that costs.
-
-        Deaths before they go on are part of the change.
+        """Return the view that is left, its plan, the state to go on from, and the loss. Later deaths before all go on
+        are part of the change.
         """
         machine, dead = self.machine, dict(ended.dead)
         known = max(dead.values()) + machine.detection_us
@@ -152,7 +145,7 @@ class SimulatedJob:
         )
 
     def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[VirtualState, int]:
-        """The state that the live seats of ``plan`` go on from, and how many of them take a step back."""
+        """Return the state from which the live seats of ``plan`` go on, and how many of them take a step back."""
         left, live = ended.survivors(), plan.view.live
         state = VirtualState(
             {seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live}
@@ -173,7 +166,7 @@ class SimulatedJob:
         return state, sum(len(recovery.undo) for recovery in recovery_plans)
 
     def _redone(self, spans: Sequence[Span], state: VirtualState, plan: Plan, committed: int) -> int:
-        """The compute time of the coming instructions that have been run before."""
+        """Return the compute time of the coming instructions that have run before."""
         before = {
             span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed
         }
@@ -190,7 +183,7 @@ class SimulatedJob:
 
 
 def _take_back(state: VirtualState, seat: Seat, committed: int) -> None:
-    """Drops everything that follows ``committed`` at ``seat``."""
+    """Drop everything after ``committed`` at ``seat``."""
     store = state.store[seat]
     if state.stepped[seat] > committed:
         store.undo(committed + 1)

@@ -1,8 +1,6 @@
-"""The logs of a simulated job, which outlive the processes that write them.
-
-What a worker keeps is on its disk a while later, in its order; a process that dies takes with it what is not.  Some of
-what is written is damaged, and never found again; a disk that is full keeps nothing until the next checkpoint is
-durable.
+"""The logs of a simulated job, which outlive the processes that write them. What a worker keeps is on its disk a while
+later, in order; what is not there yet dies with the process. Some records are damaged and never found again. A full
+disk keeps nothing until the next checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ FULL = "its disk is full"
 
 
 class Voided(NamedTuple):
-    """What was kept of the steps after ``after`` counts no more, where it is valid from before ``valid_from``."""
+    """What was kept of steps later than ``after`` is void if it is valid from before ``valid_from``."""
 
     after: int
     valid_from: int
@@ -38,18 +36,18 @@ class KeptValue(NamedTuple):
 
 
 class SimulatedLog:
-    """The log that the process on ``machine`` writes (core.worker.step_log.DiskLog).  ``broken``: the steps from
-    which on it has said that it keeps nothing.
+    """The log that the process on ``machine`` writes (core.worker.step_log.DiskLog). ``broken``: the steps from which
+    on it has reported that it keeps nothing.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine, self._cluster = machine, machine.cluster
         self._under_way: list[Any] = []
         self._full = sorted(step for step, seat in self._cluster.scenario.log_full if seat == str(machine.seat))
-        self._off = 0  # the step from which on nothing is kept; 0: all is
+        self._off = 0  # the step from which nothing is kept; 0: all is kept
         self._dropped = 0  # the last step of which something was not kept
         self.broken: set[int] = set()
-        self.data: dict[Datum, list[tuple[int, Any]]] = {}  # with the generation that each is valid from
+        self.data: dict[Datum, list[tuple[int, Any]]] = {}  # each value with the generation that it is valid from
         self.records: dict[int, CommittedStep] = {}
         self.voids: list[Voided] = []
 
@@ -58,20 +56,20 @@ class SimulatedLog:
         return self._machine.control_view.worker
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """Keeps a value; on the disk it is later."""
+        """Keep a value, later on the disk."""
         self._cluster.exercised[ProtocolRule.MADE_AGAIN] += datum in self._cluster.unlogged
         self._write(datum.step, KeptValue(datum, value, valid_from))
 
     def commit(self, record: CommittedStep) -> None:
-        """Keeps a record; on the disk it is later."""
+        """Keep a commit record, later on the disk."""
         self._write(record.step, record)
 
     def void(self, after: int, valid_from: int) -> None:
-        """Takes back what was kept of the steps after ``after``; on the disk it is later."""
+        """Void what was kept of steps later than ``after``, later on the disk."""
         self._write(after + 1, Voided(after, valid_from))
 
     def mark(self, step: int) -> None:
-        """Notes that all of ``step`` was kept."""
+        """Record that all of ``step`` was kept."""
         self._write(step, step)
 
     def _write(self, step: int, entry: Any) -> None:
@@ -105,8 +103,8 @@ class SimulatedLog:
             self.data.setdefault(entry.datum, []).append((entry.valid_from, entry.value))
 
     def checkpointed(self, step: int) -> None:
-        """Drops what is kept up to ``step``; a disk that was full has room again.  Where something is missing of a
-        later step it says so, until the next checkpoint.
+        """Drop what is kept up to ``step``; a full disk has room again. If something is missing of a later step, report
+        that no stage can be replayed over it until the next checkpoint.
         """
         before = len(self.data)
         self.data = {datum: values for datum, values in self.data.items() if datum.step > step}
@@ -119,34 +117,34 @@ class SimulatedLog:
                 self.interrupted(step + 1, FULL)
 
     def interrupted(self, step: int, why: str) -> None:
-        """Says that no stage can be replayed over ``step``."""
+        """Report that no stage can be replayed over ``step``."""
         self.broken.add(step)
         self._machine.send(LogBroken(self._machine.rank, step, why))
 
     def resume(self) -> None:
-        """Keeps again what comes, as long as the disk has room."""
+        """Keep data again, as long as the disk has room."""
         self._off = self._dropped = 0
 
     def refuses(self) -> str:
-        """Why what comes is not kept."""
+        """Return why data is not kept, or ""."""
         return FULL if self._off else ""
 
     def taken(self) -> list[str]:
-        """Takes all away with its disk; returns what that is, in words."""
+        """Drop everything: the disk is gone. Return what was on it, in words."""
         data = [KeptValue(datum, value, number) for datum, values in self.data.items() for number, value in values[:1]]
         found = [*map(_name, data), *map(_name, self.records.values())]
         self.data, self.records, self.voids = {}, {}, []
         return found
 
     def flush(self) -> None:
-        """Has all on the disk at once."""
+        """Put everything on the disk at once."""
         for entry in self._under_way:
             self._take(entry)
         self._under_way.clear()
 
 
 def _name(entry: CommittedStep | KeptValue) -> str:
-    """What is damaged, as who replays names it where it is nowhere else."""
+    """Return the name that a replay uses for this entry if it is missing."""
     if isinstance(entry, CommittedStep):
         return f"the record of step {entry.step}"
     datum = entry.datum
@@ -154,17 +152,17 @@ def _name(entry: CommittedStep | KeptValue) -> str:
 
 
 class SimulatedLogs:
-    """All logs of a job, as one that replays its stage reads them (core.worker.step_log.ReplayLogs)."""
+    """All logs of a job, as a replaying worker reads them (core.worker.step_log.ReplayLogs)."""
 
     def __init__(self, logs: list[SimulatedLog]) -> None:
         self._logs = logs
 
     def record(self, step: int) -> CommittedStep | None:
-        """The record of a committed step, whoever has written it."""
+        """Return the record of a committed step, from any log; None if there is none."""
         return next((log.records[step] for log in self._logs if step in log.records), None)
 
     def get(self, datum: Datum) -> Any:
-        """The value of a datum that counts, whoever has written it."""
+        """Return the valid value of a datum, from any log; None if there is none."""
         records = [log.records[datum.step] for log in self._logs if datum.step in log.records]
         voids, commits = (void for log in self._logs for void in log.voids), ((r.step, r.counts_from) for r in records)
         since = CountsFrom(voids, commits).of(datum.step)
@@ -172,12 +170,12 @@ class SimulatedLogs:
         return next(found, None) if records else None
 
     def damaged(self, datum: Datum) -> bool:
-        """Never: what can't be read is not there."""
+        """Return False: unreadable data is not there."""
         return False
 
     def faults(self) -> str:
-        """Nothing: what can't be read is not there."""
+        """Return "": unreadable data is not there."""
         return ""
 
     def close(self) -> None:
-        """Nothing was fetched."""
+        """Do nothing: nothing was fetched."""

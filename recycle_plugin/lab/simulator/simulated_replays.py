@@ -30,15 +30,14 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
 
 LOOK_US = 1 * MILLISECOND  # between two looks at the logs
-LOGGED_US = 10_000 * MILLISECOND  # a record's wait before it is taken for lost: whoever writes it may be stopped
-READING_US = 5 * MILLISECOND  # a stage's share of a checkpoint
+LOGGED_US = 10_000 * MILLISECOND  # after this wait a record is taken for lost: its writer may be stopped
+READING_US = 5 * MILLISECOND  # of a stage's share of a checkpoint
 T = TypeVar("T")
 
 
 class SimulatedReplays:
-    """What a simulated worker has for replays: the logs, its own state to put back, and words with those that help.
-
-    A base of SimulatedMachine, which makes what is declared here.
+    """What a simulated worker has for replays: the logs, its own state to put back, and messages to helpers. A base of
+    SimulatedMachine, which makes what is declared here.
     """
 
     cluster: Cluster
@@ -54,7 +53,7 @@ class SimulatedReplays:
     def __init__(self) -> None:
         self.replays_along = False
         self._said: list[ShareWord] = []
-        self._lots: set[tuple[int, Block]] = set()  # what others were to make of a replay, by step
+        self._lots: set[tuple[int, Block]] = set()  # (step, block) that others were to make in a replay
 
     @property
     def address(self) -> str:
@@ -62,7 +61,7 @@ class SimulatedReplays:
         return simulated_spec.address(self.rank, self.control_view.incarnation)
 
     def tell(self, address: str, word: ShareWord) -> None:
-        """Says something of a replay to the worker at ``address``."""
+        """Send a message of a replay to the worker at ``address``."""
         if isinstance(word, Lot):
             lot = {(word.step, block) for block in word.blocks}
             self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += bool(lot & self._lots)
@@ -71,40 +70,40 @@ class SimulatedReplays:
         self.cluster.tell_worker(self.rank, address, word)
 
     def hear(self, word: ShareWord) -> None:
-        """Takes in what another worker says of a replay."""
+        """Record another worker's message of a replay."""
         self._said.append(word)
 
     def words(self) -> list[ShareWord]:
-        """What has been said to this worker of replays since this was asked last."""
+        """Return the messages of replays since the last call."""
         found, self._said = self._said, []
         return found
 
     def wait_share(self, what: str, until: float) -> Iterator[Any]:
-        """Yields for a moment.  Raises JobEnded."""
+        """Wait for a moment. Raises JobEnded."""
         self.control_view.check_end()
         self.at = (WAITS, what)
         yield LOOK_US
 
     def weights(self) -> SimulatedWeights:
-        """The weight of this stage."""
+        """Return the weight of this stage."""
         return SimulatedWeights(self.store[of_layers("params", self.seat, self.steps.stepped + 1)])
 
     def add_share(self, step: int, sums: Any) -> None:
-        """Adds what a share has to this worker's own sums."""
+        """Add a share's sums to this worker's own."""
         self.cluster.exercised[ProtocolRule.SHARED] += 1
         self.numbers.add_sums(step, sums)
 
     def why_alone(self) -> str:
-        """Nothing: everybody can make every stage."""
+        """Return "": every worker can make every stage."""
         return ""
 
     def logs(self) -> SimulatedLogs:
-        """The logs of all processes of the job."""
+        """Return the logs of all processes of the job."""
         return SimulatedLogs(self.cluster.logs)
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and CantReplay after a while,
-        where what is waited for was ``made`` long ago.
+        """Wait until ``ready()`` is not None, and return its value. Raises JobEnded, and CantReplay after LOGGED_US if
+        the data was ``made`` long ago.
         """
         late = self.cluster.now + LOGGED_US
         while (value := ready()) is None:
@@ -120,24 +119,24 @@ class SimulatedReplays:
         return self.control_view.outside or self.replays_along
 
     def keep_state(self) -> tuple[KeptNumbers, int]:
-        """All numbers of the stage, and the learning rate."""
+        """Return all numbers of the stage, and the learning rate; the worker begins to replay along."""
         self.replays_along = True
         self.cluster.exercised[ProtocolRule.ACCOMPANIED] += 1
         return self.shared.kept(), self.numbers.rate
 
     def otherwise(self, kept: tuple[KeptNumbers, int]) -> str:
-        """Says so where the numbers are others, though nobody rounds."""
+        """Return how the numbers differ from ``kept``, or "" if they don't or may, since sums round."""
         now, (before, _) = self.shared.kept(), kept
         return "" if now == before or self.cluster.scenario.rounds else f"{now}, and it was {before}"
 
     def put_back(self, kept: tuple[KeptNumbers, int]) -> None:
-        """Has all numbers again."""
+        """Restore all numbers; the worker replays no more."""
         self.replays_along = False
         numbers, self.numbers.rate = kept
         self.shared.restore(numbers)
 
     def restore(self, replay: Replay) -> Waits[int]:
-        """Takes the state of this stage from a checkpoint; the value is what it weighs."""
+        """Load the state of this stage from a checkpoint. Return its size."""
         yield READING_US
         weight, moments = self.cluster.saved[replay.step, self.seat.stage]
         self.shared.fill(None)
@@ -147,24 +146,24 @@ class SimulatedReplays:
         return sum(UNITS.values())
 
     def differs(self, made: int, sent: int) -> str:
-        """Says so where two numbers are not the same, though nobody rounds."""
+        """Return how two numbers differ, or "" if they don't or may, since sums round."""
         return "" if made == sent or self.cluster.scenario.rounds else f"{made}, and it was {sent}"
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
-        """The sum over all blocks of the stage, which are all here."""
+        """Return the sum over all blocks of the stage, which are all here."""
         total = self.numbers.total([self.numbers.sums(instruction.step)])
         self.numbers.forget_sums()
         return total
 
     def tied_in_order(self, total: Any) -> Any:
-        """The sum itself."""
+        """Return the sum itself."""
         return total
 
     def tied_of(self, logged: Any) -> Any:
-        """The sum over a tie: all stages of it have the same."""
+        """Return the sum over a tie: all its stages have the same."""
         return logged
 
     def was_dealt(self, instruction: Instruction) -> bool:
-        """Whether ``instruction`` begins what another worker was to make of a replay."""
+        """Return whether ``instruction`` begins a block that another worker was to make in a replay."""
         begins = instruction.op is Op.F
         return begins and (instruction.step, self.numbers.block(instruction.works_on)) in self._lots

@@ -1,4 +1,4 @@
-"""The job that simulated workers ask to take part in, and where they find each other."""
+"""The job that simulated workers ask to take part in, and their addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.lab.simulator.scenario import Scenario
 
-SILENCE_S = 3.0  # of a host that is gone, where any is
+SILENCE_S = 3.0  # heartbeat timeout in jobs that may lose hosts
 PATIENT_S = 6.0
 DEADLINES = Deadlines(
     progress_timeout_s=1.0,
@@ -23,13 +23,13 @@ DEADLINES = Deadlines(
 
 
 def _deadlines(scenario: Scenario) -> Deadlines:
-    if scenario.takes_over:  # nobody who comes again is to be taken for stuck
+    if scenario.takes_over:  # a worker that reconnects must not be taken for stuck
         return replace(DEADLINES, heartbeat_timeout_s=SILENCE_S, progress_timeout_s=PATIENT_S, busy_timeout_s=PATIENT_S)
     return replace(DEADLINES, heartbeat_timeout_s=SILENCE_S) if scenario.loses_hosts else DEADLINES
 
 
 def job(scenario: Scenario) -> JobSpec:
-    """What every worker of ``scenario`` says of its job."""
+    """Return the specification that every worker of ``scenario`` sends."""
     shape, policy = scenario.shape, scenario.policy
     return JobSpec(
         shape.replicas,
@@ -54,12 +54,12 @@ def job(scenario: Scenario) -> JobSpec:
 
 
 def address(rank: int, incarnation: int) -> str:
-    """Where others find process ``incarnation`` of ``rank``."""
+    """Return where others find process ``incarnation`` of ``rank``."""
     return f"{rank}" + f".{incarnation}" * (incarnation > 0)
 
 
 def ready(scenario: Scenario, rank: int, seat: Seat, shard: int, incarnation: int) -> Ready:
-    """The message by which process ``incarnation`` of ``rank`` asks to take part, as ``shard`` of ``seat``."""
+    """Return the message by which process ``incarnation`` of ``rank`` asks to take part, as ``shard`` of ``seat``."""
     host = f"host{rank}"
     logs = LogFolder("", host if scenario.logs_apart else "all hosts", "") if scenario.logs else None
     return Ready(Member(rank, seat, address(rank, incarnation), host, incarnation, shard), 0, job(scenario), logs)

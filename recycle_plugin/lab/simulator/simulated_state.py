@@ -1,4 +1,4 @@
-"""The state of a simulated worker's stage, as newcomers are given it and fill it: its weight, and moments that no other
+"""The state of a simulated worker's stage, as newcomers get it and fill it: its weight, and moments that no other
 number depends on, each a unit of its own.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 
 WEIGHT = "weight"
-UNITS = {WEIGHT: 3, **{name: place + 1 for place, name in enumerate(MOMENTS)}}  # with what each weighs
+UNITS = {WEIGHT: 3, **{name: place + 1 for place, name in enumerate(MOMENTS)}}  # with the size of each
 CATCH_UP = "catch-up"  # the name of a line
 
 
@@ -36,18 +36,18 @@ class SimulatedState:
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
-        self._half: set[str] = set()  # units of which half is read, for whichever newcomer
-        self._watched: tuple[int, dict[str, int]] = -1, {}  # the last step, and moments before the script changed any
-        self.applies: Mapping[str, Any] | None = None  # what the step applies that is followed; None: everything
+        self._half: set[str] = set()  # units of which half is read, for any newcomer
+        self._watched: tuple[int, dict[str, int]] = -1, {}  # (last step, moments before the script changed any)
+        self.applies: Mapping[str, Any] | None = None  # what the followed step applies; None: everything
 
     # --- for others --------------------------------------------------------------------------------
 
     def head(self) -> tuple[Any, Mapping[str, int]]:
-        """The units; nothing goes by value but the name of who says so."""
+        """Return the seat's name, as the non-tensor state, and the units."""
         return str(self._machine.seat), UNITS
 
     def read(self, name: str, rest: bool) -> Any:
-        """A unit's number, at the second call."""
+        """Return a unit's number at the second call, None at the first."""
         if not rest and name not in self._half:
             self._half.add(name)
             return None
@@ -55,37 +55,37 @@ class SimulatedState:
         return self._weight if name == WEIGHT else self._machine.numbers.moments[name]
 
     def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
-        """What ``step`` applies to each of these units."""
+        """Return what ``step`` applies to each of these units."""
         gradient = self._machine.numbers.gradient(step, self._machine.store)
         return dict.fromkeys(names, gradient)
 
     def watch(self) -> None:
-        """Watches what the script changes from now on."""
+        """Watch what the script changes from now on."""
         self._watched = self._machine.steps.stepped, dict(self._machine.numbers.moments)
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Those of these units that the script has changed since the last step."""
+        """Return those of these units that the script has changed since the last step."""
         step, before = self._watched
         now = self._machine.numbers.moments if step == self._machine.steps.stepped else before
         return [name for name in names if now.get(name) != before.get(name)]
 
     def settings(self) -> int:
-        """The learning rate."""
+        """Return the learning rate."""
         return self._machine.numbers.rate
 
     def digest(self) -> str:
-        """What stands for a hash: all numbers."""
+        """Return all numbers, in place of a hash."""
         numbers = self._machine.numbers
         return " ".join(map(str, (self._weight, *numbers.moments.values(), numbers.rate)))
 
     # --- for itself --------------------------------------------------------------------------------
 
     def kept(self) -> KeptNumbers:
-        """A copy of it."""
+        """Return a copy of the state."""
         return KeptNumbers(self._weight, dict(self._machine.numbers.moments))
 
     def restore(self, kept: KeptNumbers) -> None:
-        """Takes a copy over."""
+        """Put a copy back."""
         self._machine.store.put(self._params, kept.weight)
         self._machine.numbers.moments = dict(kept.moments)
 
@@ -100,30 +100,30 @@ class SimulatedState:
     # --- from others -------------------------------------------------------------------------------
 
     def fill(self, head: Any) -> None:
-        """Begins with numbers that are surely wrong."""
+        """Begin with numbers that are surely wrong."""
         self._machine.store.put(self._params, None)
         self._machine.numbers.moments = dict.fromkeys(MOMENTS, -1)
 
     def write(self, name: str, value: Any) -> None:
-        """Writes a unit's number."""
+        """Write a unit's number."""
         if name == WEIGHT:
             self._machine.store.put(self._params, value)
         else:
             self._machine.numbers.moments[name] = value
 
     def take_settings(self, settings: int) -> None:
-        """Sets another worker's learning rate."""
+        """Set another worker's learning rate."""
         self._machine.numbers.rate = settings
 
     def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
-        """What REDUCE and TIE of ``step`` would have left."""
+        """Return what REDUCE and TIE of ``step`` would have left."""
         self.applies = sums
         gradient = next(iter(sums.values()), None)
         kinds = ("reduced", "tied") if self._machine.numbers.tie else ("reduced",)
         return {of_layers(kind, self._machine.seat, step): gradient for kind in kinds}
 
     def follow(self, step: int) -> dict[Datum, Any]:
-        """Applies ``step`` to the units that are there."""
+        """Apply ``step`` to the units that are there."""
         assert self.applies is not None, "a step is followed"
         applies, self.applies = self.applies, None
         machine = self._machine
@@ -135,10 +135,9 @@ class SimulatedState:
 
 
 class SimulatedLine:
-    """The line from a source to a newcomer, with both ends: ``core.worker.serving.Outlet`` and ``catching_up.Inlet``.
-
-    What goes over it takes its time, may be held up, and may be damaged; it breaks with either process.  What is sent
-    before the newcomer has come to it waits for that, as in the real one.
+    """The line from a source to a newcomer, with both ends: core.worker.serving.Outlet and catching_up.Inlet. What goes
+    over it takes time, may be held up, and may be damaged; the line breaks with either process. What is sent before the
+    newcomer has come waits for it, as on a real line.
     """
 
     def __init__(self, source: SimulatedMachine) -> None:
@@ -147,11 +146,11 @@ class SimulatedLine:
         self._cluster = source.cluster
         self._asked: deque[Asked] = deque()
         self._items: deque[Item] = deque()
-        self._early: list[Item] = []  # what was sent before there was a newcomer
+        self._early: list[Item] = []  # what was sent before the newcomer came
         self.broken = False
 
     def connect(self, taker: SimulatedMachine) -> None:
-        """Gives it its other end, to which goes what was sent before."""
+        """Give the line its other end, and send that what has waited."""
         self._taker = taker
         for item in self._early:
             self._send(item)
@@ -159,13 +158,13 @@ class SimulatedLine:
     # --- the source's end --------------------------------------------------------------------------
 
     def asked(self) -> Iterable[Asked]:
-        """What has been asked for since this was called last."""
+        """Return what was asked for since the last call."""
         self._see()
         found, self._asked = self._asked, deque()
         return found
 
     def send(self, item: Item) -> None:
-        """Sends one item; some units are damaged on their way, and where a head is, that breaks the line."""
+        """Send one item. Some units are damaged on the way; a damaged head breaks the line."""
         if isinstance(item, Head) and self._cluster.damages():
             self._cluster.exercised[ProtocolRule.LINE_BROKE] += 1
             self.close()
@@ -182,23 +181,23 @@ class SimulatedLine:
         self._over("there", lambda: self._items.append(item))
 
     def has_room(self, waiting: bool) -> bool:
-        """Whether a unit may be read: not always at once."""
+        """Return whether a unit may be read: not always at once."""
         return waiting or self._cluster.random.random() < 0.7
 
     # --- the newcomer's end ------------------------------------------------------------------------
 
     def ask(self, asked: Asked) -> None:
-        """Asks for units."""
+        """Ask for units."""
         self._over("back", lambda: self._asked.append(asked))
 
     def items(self) -> Iterable[Item]:
-        """What has come since this was called last."""
+        """Return what has come since the last call."""
         self._see()
         found, self._items = self._items, deque()
         return found
 
     def close(self) -> None:
-        """Ends it; what is under way still gets there, where there is a newcomer."""
+        """End the line. What is under way still arrives, if there is a newcomer."""
         if self._taker is None:
             self.broken = True
             return
@@ -229,7 +228,7 @@ class SimulatedLine:
 
 
 def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[SimulatedState, SimulatedLine, str]:
-    """The state for ``newcomer``, a pipe to it, and the name under which it is found."""
+    """Return the state for ``newcomer``, a line to it, and the line's address."""
     pipe = SimulatedLine(machine)
     address = f"pipe {len(machine.cluster.pipes)}"
     machine.cluster.pipes[address] = pipe
@@ -237,7 +236,7 @@ def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[SimulatedStat
 
 
 def inlet(machine: SimulatedMachine, serving: Serving) -> SimulatedLine:
-    """The newcomer's end of the pipe that ``serving`` names."""
+    """Return the newcomer's end of the line that ``serving`` names."""
     pipe = machine.cluster.pipes[serving.address]
     pipe.connect(machine)
     return pipe

@@ -1,6 +1,5 @@
-"""The collectives of simulated workers: a REDUCE, and a TIE over the stages that share a weight.
-
-Nobody has the result before all have come, and a death leaves some with it and some without.
+"""The collectives of simulated workers: a REDUCE, and a TIE over the stages that share a weight. Nobody has the result
+before all have come, and a death leaves some with it and some without.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sum:
-    """A REDUCE or a TIE under way: who takes part, what each has brought, and whether all are there."""
+    """A REDUCE or a TIE under way: its members, what each has brought, and whether it is done."""
 
     members: frozenset[int]
     brought: dict[int, Any] = field(default_factory=dict)
     done: bool = False
-    touched: bool = False  # a member has died or was cut off before everybody had the result
+    touched: bool = False  # a member died or was cut off before all had the result
 
 
 def reduced(machine: SimulatedMachine, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
-    """Makes the sum of a REDUCE, or takes it from ``holder``, who has it already."""
+    """Return the sum of a REDUCE, made or taken from ``holder``, who has it already."""
     datum, stage = of_layers("reduced", machine.seat, instruction.step), (machine.seat.stage,)
     if holder is not None:
         brought = yield from _together(machine, instruction, stage, have[datum] if holder == machine.seat else None)
@@ -46,7 +45,7 @@ def reduced(machine: SimulatedMachine, instruction: Instruction, have: StepStore
 
 
 def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -> Waits[Any]:
-    """Makes the sum over a tie, each stage's sum from any of its workers: they have the same."""
+    """Return the sum over a tie; each stage's sum comes from any of its workers, which have the same."""
     brought = yield from _together(
         machine, instruction, machine.numbers.tie, have[of_layers("reduced", machine.seat, instruction.step)]
     )
@@ -63,13 +62,13 @@ def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -
 
 
 def changed(machine: SimulatedMachine, step: int, change: str | None) -> Waits[dict[int, str | None]]:
-    """What the scripts of all who are to apply ``step`` have made of its sum, by rank."""
+    """Return, by rank, what the scripts of all that are to apply ``step`` have made of its sum."""
     at, stage = Instruction(Op.STEP, machine.seat.chunk, None, step), (machine.seat.stage,)
     return (yield from _together(machine, at, stage, change, "what scripts have made of its sum"))
 
 
 def confirmed(machine: SimulatedMachine, step: int) -> Waits[Any]:
-    """Returns when all of them have that."""
+    """Wait until all of them have that."""
     at, stage = Instruction(Op.STEP, machine.seat.chunk, None, step), (machine.seat.stage,)
     yield from _together(machine, at, stage, None, "that all have it")
 
@@ -77,8 +76,8 @@ def confirmed(machine: SimulatedMachine, step: int) -> Waits[Any]:
 def _together(
     machine: SimulatedMachine, instruction: Instruction, stages: tuple[int, ...], mine: Any, what: str = ""
 ) -> Waits[Any]:
-    """The values that all live workers of ``stages`` bring to ``instruction``, by rank; ``what``: of several that
-    belong to it.
+    """Return by rank what all live workers of ``stages`` bring to ``instruction``. ``what``: which of several exchanges
+    of it.
     """
     members = frozenset(member.rank for member in machine.control_view.roster.stages(stages, machine.held.shard))
     sum_ = machine.cluster.sums.setdefault(
@@ -96,7 +95,7 @@ def _together(
 
 
 def complete(cluster: Cluster, sum_: Sum) -> None:
-    """Completes a sum to which all have brought their parts, if they reach each other."""
+    """Complete a sum to which all have brought their parts, if they reach each other."""
     if not sum_.done and set(sum_.brought) == sum_.members and cluster.coordination.joined(sum_.members):
         sum_.done = True
         for rank in sum_.members:

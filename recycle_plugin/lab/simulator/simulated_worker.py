@@ -1,5 +1,5 @@
-"""A worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take time,
-and exact numbers.
+"""A worker of a simulated cluster: core/worker/worker.py on a machine with a virtual clock, lines that take time, and
+exact numbers.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
 
 T = TypeVar("T")
-HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
-PART_US = 100 * MILLISECOND  # of what takes long
-RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
+HANDLING_US = 200  # to load a micro-batch or send a boundary tensor: no plan counts it
+PART_US = 100 * MILLISECOND  # of long work
+RESEND_US = 1500 * MILLISECOND  # a receiver's wait before it reports a datum as missing
 
 
 class Holding(NamedTuple):
@@ -71,8 +71,8 @@ class Holding(NamedTuple):
 
 
 class SimulatedMachine(SimulatedReplays):
-    """The machine of one simulated worker, which is also the port of its training loop; ``worker`` and ``loop`` run on
-    it.  What may happen to it: lab/simulator/scenario.py.
+    """The machine of one simulated worker, and the port of its training loop; ``worker`` and ``loop`` run on it. Its
+    troubles are in lab/simulator/scenario.py.
     """
 
     worker_class: type[Worker] = Worker
@@ -96,7 +96,7 @@ class SimulatedMachine(SimulatedReplays):
         )
         self.iterator_data = self._iterator_data()
         self.log = self._log() if scenario.logs else None
-        self._words: dict[int, Word] = {}  # the last of each other shard
+        self._words: dict[int, Word] = {}  # the last message of each other shard
         self.lockstep = Lockstep(self, seat, shard, scenario.shards) if scenario.shards > 1 else None
         self.worker = self._worker()
         self.script = FaultScript(scenario.faults if shard == scenario.struck else (), seat, incarnation)
@@ -104,15 +104,15 @@ class SimulatedMachine(SimulatedReplays):
         self.units, self.operations, self.hashing = self.shared, self, self
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
-        self.vanishes = 0  # its script calls os._exit(0) behind this step, or a later one
-        self.code = -9  # that its process ends with, where it does not leave
+        self.vanishes = 0  # its script calls os._exit(0) after this step, or a later one
+        self.code = -9  # exit code, if it does not leave
         self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
         self.waits_for, self._waited_us = "", 0
-        self.current: Instruction | None = None  # the one that it is at
-        self.losses: dict[int, dict] = {}  # as the training script gets them, by step
-        self.reason: str | None = None  # of its end before the last step
+        self.current: Instruction | None = None  # the present one
+        self.losses: dict[int, dict] = {}  # by step, as the training script gets them
+        self.reason: str | None = None  # why it ended before the last step
         self.through = False  # its script has come to its end
-        self.counts = False  # it waits for where the others are
+        self.counts = False  # it waits to hear where the others are
         self.life: Iterator[Any]  # its training script (lab/simulator/script.py)
         self.loop: TrainingLoop = TrainingLoop(
             self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep
@@ -122,7 +122,7 @@ class SimulatedMachine(SimulatedReplays):
         self.newcomer = self._newcomer(replay) if incarnation else None
         self._inbox: list[tuple[Datum, Any, int]] = []
         self._last_step = 0
-        self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
+        self.unheard: frozenset[int] = frozenset()  # ranks whose data is dropped
 
     def _iterator_data(self) -> IteratorData | None:
         scenario = self.cluster.scenario
@@ -134,7 +134,7 @@ class SimulatedMachine(SimulatedReplays):
 
     def _worker(self) -> Worker:
         scenario = self.cluster.scenario
-        clips = scenario.clip > 0 and not scenario.pushes  # else a script's own step does, which waits for nobody
+        clips = scenario.clip > 0 and not scenario.pushes  # a pushing script's own step clips, and waits for nobody
         judging = Judging(clips and scenario.policy.together, clips and not scenario.policy.together)
         observers: list[Observer] = [] if self.log is None else [self.log]
         if scenario.rebalances or scenario.slow:
@@ -148,13 +148,13 @@ class SimulatedMachine(SimulatedReplays):
         return Newcomer(self, self.loop, filled, partial(inlet, self), skip, replay=replay, from_top=from_top)
 
     def begin_epoch(self, step: int) -> None:
-        """Reads another iterator from ``step`` on."""
+        """Read another iterator from ``step`` on."""
         if self.iterator_data is not None:
             self.plain_iterator.begin_another()
             self.iterator_data.begin_another(step)
 
     def ready(self, incarnation: int | None = None) -> Ready:
-        """The message by which this worker, or another ``incarnation`` of its rank, asks to take part."""
+        """Return the message by which this worker, or another ``incarnation`` of its rank, asks to take part."""
         incarnation = self.control_view.incarnation if incarnation is None else incarnation
         return simulated_spec.ready(self.cluster.scenario, self.rank, self.seat, self.held.shard, incarnation)
 
@@ -165,7 +165,7 @@ class SimulatedMachine(SimulatedReplays):
         return StepLog(self.cluster.logs[-1], range(self.cluster.scenario.shape.stages - 1))
 
     def _replay(self, log: StepLog) -> StageReplay:
-        """How this worker replays its stage, alone or along with another; it helps others too from now on."""
+        """Return how this worker replays its stage, alone or as a companion; let it help others too from now on."""
         scenario, blocks = self.cluster.scenario, self.cluster.scenario.policy.blocks(self.cluster.scenario.shape)
         helpers = Helpers(self, self.store, scenario.shape, blocks, scenario.helpers)
         splits = scenario.policy.split_backward
@@ -175,7 +175,9 @@ class SimulatedMachine(SimulatedReplays):
         return replay
 
     def make_stage(self, call: Call) -> Waits[SimulatedHelpedStage]:
-        """The value is the stage that ``call`` asks for, made beside this worker's own.  Raises CantHelp in some."""
+        """Make the stage that ``call`` asks for, beside this worker's own, and return it. Raises CantHelp in some
+        scenarios.
+        """
         return (yield from made(self, call.stage))
 
     # lines and the clock
@@ -183,8 +185,8 @@ class SimulatedMachine(SimulatedReplays):
     def wait(
         self, what: Any, ready: Callable[[], T | None], interruptible: bool = True, at_least_s: float = 0.0
     ) -> Waits[T]:
-        """Yields until ``ready()`` is not None, and serves newcomers meanwhile; that is the value.  Raises JobEnded,
-        and Interrupted if ``interruptible``.
+        """Wait until ``ready()`` is not None, serve newcomers meanwhile, and return the value. Raises JobEnded, and
+        Interrupted if ``interruptible``.
         """
         began_us = self.cluster.now
         try:
@@ -203,19 +205,17 @@ class SimulatedMachine(SimulatedReplays):
             self._waited_us += self.cluster.now - began_us
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
-        """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; complains where that takes
-        too long.
-        """
+        """Wait until ``ready()`` is not None, for ``datum`` from ``source``; complain if that takes too long."""
         self.cluster.later(RESEND_US, partial(self._complain, self.control_view.number, datum, source))
         return (yield from self.wait(lambda: awaited(datum, source), ready))
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
-        """Yields until ``step`` is committed."""
+        """Wait until ``step`` is committed."""
         self.cluster.exercised[ProtocolRule.LATE_COMMIT] += not self.control_view.is_committed(step)
         yield from self.wait(f"the commit of step {step}", lambda: self.control_view.is_committed(step))
 
     def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator, as a session does with the incarnation of whoever says it."""
+        """Send ``message`` to the coordinator with this worker's incarnation, as a session does."""
         self.cluster.tell_coordinator(self.rank, self._stamped(message))
 
     def _stamped(self, message: T) -> T:
@@ -227,40 +227,39 @@ class SimulatedMachine(SimulatedReplays):
         self.cluster.say_at_once(self.rank, self._stamped(message))
 
     def say_in_seat(self, word: Word) -> None:
-        """Sends ``word`` to the other shards of the seat."""
+        """Send ``word`` to the other shards of the seat."""
         self.cluster.tell_seat(self, word)
 
     def hear_in_seat(self, shard: int, word: Word) -> None:
-        """Takes in a word of another shard."""
+        """Record a message of another shard."""
         self._words[shard] = word
         assert self.lockstep is not None, "there are other shards"
         goes_on = word.generation == self.control_view.number and self.control_view.generation is not None
         self.cluster.exercised[ProtocolRule.RAN_ON] += goes_on and (word.stopped or 0) > self.lockstep.finished
 
     def heard_in_seat(self, shard: int) -> Word:
-        """The last word of another shard."""
+        """Return the last message of another shard."""
         return self._words.get(shard, Word())
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
-        """Sends a value to the peer at ``target``."""
+        """Send a value to the peer at ``target``."""
         peer = self.control_view.roster.holding(target, self.held.shard)
         self.cluster.send(self.rank, peer.rank, datum, value, valid_from)
 
     def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """Puts a value that a peer has sent where :meth:`arrivals` finds it."""
+        """Put a peer's value where :meth:`arrivals` finds it."""
         self._inbox.append((datum, value, valid_from))
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
-        """The data that has come from peers since this was asked last: datum, value, and the generation from which the
-        sender's data is valid.
+        """Return the data from peers since the last call: datum, value, and the generation from which the sender's data
+        is valid.
         """
         arrived, self._inbox = self._inbox, []
         return arrived
 
     def hear_out(self) -> None:
-        """Takes what the lost have sent before they went; of a host that is gone nothing comes any more.
-
-        Who finds out that it hears nobody says so.
+        """Take what lost workers have sent before they went, and drop what comes of them later; a lost host delivers
+        nothing. A worker that finds that it hears nobody reports it.
         """
         if self.cluster.deafened.get(self.rank):
             self.send(Missing(self.rank, self.control_view.number, "what peers send", str(self.seat)))
@@ -271,27 +270,27 @@ class SimulatedMachine(SimulatedReplays):
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Simulated connections need no dropping."""
+        """Do nothing: simulated connections need no dropping."""
 
     def listen_to(self, members: Iterable[str]) -> None:
-        """Takes from now on also what workers at these addresses send."""
+        """Take from now on also what workers at these addresses send."""
         self.unheard -= {int(address.partition(".")[0]) for address in members}
 
     def clock(self) -> float:
-        """The virtual time in seconds."""
+        """Return the virtual time in seconds."""
         return self.cluster.now / 1e6
 
     def now_us(self) -> int:
-        """The virtual time in microseconds."""
+        """Return the virtual time in microseconds."""
         return self.cluster.now
 
     def waited_us(self) -> int:
-        """How long this worker has waited for others so far."""
+        """Return how long this worker has waited for others so far, in microseconds."""
         return self._waited_us
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """Strikes with the fault that is named for this point of recovery (one argument), or for before or after an
-        instruction.  Raises :class:`simulator.script.Died` where it is a kill.
+        """Strike with the fault named for this point (one argument), or for before or after an instruction. Raises
+        :class:`simulator.script.Died` if it is a kill.
         """
         fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
         if fault is not None:
@@ -308,7 +307,7 @@ class SimulatedMachine(SimulatedReplays):
         self.cluster.exercised[ProtocolRule.DEALT] += 1
 
     def record(self, span: Span) -> Iterable[Span]:
-        """Takes the time span of an instruction that has run into the cluster's trace; it is over."""
+        """Add an instruction's time span to the cluster's trace."""
         self.done += 1
         self.cluster.spans.append(span)
         if span.instruction.op in SENDS:
@@ -316,7 +315,7 @@ class SimulatedMachine(SimulatedReplays):
         return (span,)
 
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
-        """Tells the coordinator that a datum is missing, where the same wait lasts too long."""
+        """Report a datum as missing to the coordinator, if the same wait still lasts."""
         waits = (
             self.alive
             and self.waiting
@@ -333,14 +332,14 @@ class SimulatedMachine(SimulatedReplays):
 
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[tuple[Instruction, ...]]:
-        """A context in which ``program`` runs; its value is the instructions to execute."""
+        """Return a context in which ``program`` runs; its value is the instructions to execute."""
         self.cluster.exercised[ProtocolRule.EVALUATED_AGAIN] += program.step == self._last_step < 0
         self._last_step = program.step
         self.step = max(self.step, program.step)
         yield program.instructions
 
     def begin(self, instruction: Instruction) -> None:
-        """Notes that ``instruction`` is carried out now."""
+        """Record that ``instruction`` is carried out now."""
         self.current, self.at = instruction, (COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
             self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
@@ -348,10 +347,10 @@ class SimulatedMachine(SimulatedReplays):
             )
 
     def end(self, instruction: Instruction) -> None:
-        """Notes nothing: what is at rest waits, and says so."""
+        """Do nothing: a resting worker waits, and reports that."""
 
     def spend(self, instruction: Instruction) -> Iterator[int]:
-        """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""
+        """Spend the microseconds that ``instruction`` takes; never return on a stuck worker."""
         if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
         if self.replays:
@@ -374,40 +373,40 @@ class SimulatedMachine(SimulatedReplays):
         yield from self.hang()
 
     def hang(self) -> Iterator[int]:
-        """Yields for ever on a stuck worker."""
+        """Never return on a stuck worker."""
         while self.stuck:
             yield 10**9
 
     def _spend_long(self, heavy: Heavy) -> Iterator[int]:
-        """Yields a long time in parts, so that the supervisor sees how the CPU is used meanwhile."""
+        """Spend a long time in parts, so that the supervisor sees the CPU use meanwhile."""
         for _ in range(heavy.for_us // PART_US):
             yield PART_US
             self.cpu_s += heavy.computes * PART_US / 1e6
 
     def open_outlet(self, newcomer: WorkerId) -> tuple[SimulatedState, SimulatedLine, str]:
-        """The state for ``newcomer``, the line to it, and the name of that."""
+        """Return the state for ``newcomer``, the line to it, and its address."""
         return opened(self, newcomer)
 
     def script_state(self) -> bytes:
-        """Nothing: a simulated script has nothing of its own."""
+        """Return nothing: a simulated script has no state of its own."""
         return b""
 
     def hash_state(self, step: int) -> None:
-        """Sends the hash of the state after ``step``."""
+        """Send the hash of the state after ``step``."""
         self.send(StateHash(self.rank, step, self.shared.digest()))
 
     def watch_state(self) -> None:
-        """Watches what the script changes from now on."""
+        """Watch what the script changes from now on."""
         self.shared.watch()
 
     def finish(self) -> None:
-        """Returns at once: hashes are made in no time."""
+        """Do nothing: hashes are made in no time."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
+        """Return what ``instruction`` provides, in exact numbers, and tell the watcher."""
         if self.shared.applies is not None:
             return self.shared.follow(instruction.step)
-        if self.replays:  # so far only here, where nobody waits for it
+        if self.replays:  # here, since nobody waits for it
             made = self.numbers.compute(instruction, have, boundary_only)
             if instruction.op is Op.STEP:
                 (weight,) = made.values()
@@ -431,9 +430,7 @@ class SimulatedMachine(SimulatedReplays):
         return made
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
-        """Makes the sum of a REDUCE or TIE as a collective does: nobody has the result before all have come, and a
-        death leaves some with it and some without.
-        """
+        """Return the sum of a REDUCE or TIE, made as a collective (lab/simulator/simulated_sums.py)."""
         total = (
             yield from simulated_sums.reduced(self, instruction, have, holder)
             if instruction.op is Op.REDUCE
@@ -446,37 +443,37 @@ class SimulatedMachine(SimulatedReplays):
         return total
 
     def set_for(self, step: int) -> None:
-        """Sets what the script sets for ``step``."""
+        """Set what the script sets for ``step``."""
         self.numbers.rate = rate(step, self.cluster.scenario.by_hand)
 
     def change_for(self, step: int) -> None:
-        """Changes a moment in place, as a script may before ``step``; twice is not once."""
+        """Change a moment in place, as a script may before ``step``; changing it twice gives another result."""
         moments = self.numbers.moments
         self.numbers.unchanged = step, tuple(moments.values())
         moments[MOMENTS[0]] = (5 * moments[MOMENTS[0]] + step) % PRIME
 
     def go_by(self, share: LiveShare) -> None:
-        """Takes which part of the replicas contributes from now on."""
+        """Set which share of the replicas contributes from now on."""
         self.numbers.contributing = share
 
     def share(self, step: int, have: StepStore) -> float:
-        """This stage's share of the squared norm of ``step``."""
+        """Return this stage's share of the squared norm of ``step``."""
         return self.numbers.share(step, have)
 
     def norm(self, shares: Any) -> float:
-        """The norm over all stages, from the share of each."""
+        """Return the norm over all stages from the share of each."""
         return self.numbers.norm(shares)
 
     def number(self, loss: int) -> int:
-        """The loss itself, which is a number already."""
+        """Return the loss itself, which is a number already."""
         return loss
 
     def undo(self, step: int) -> None:
-        """Takes the weights' last step back."""
+        """Take the last step back."""
         self.cluster.exercised[ProtocolRule.TAKEN_BACK] += 1
         self.numbers.taken_back()
 
     def forget_sums(self, after: int) -> None:
-        """Drops the weight gradients that were added up here."""
+        """Drop the weight gradients that were added up here."""
         self.cluster.watcher.voided(self, after)
         self.numbers.forget_sums()

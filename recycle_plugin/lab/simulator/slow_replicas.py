@@ -1,4 +1,4 @@
-"""What is checked of jobs that look for slow replicas, once they are over: who was named."""
+"""Checks of jobs that look for slow replicas, once they are over: were the right ones named?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recycle_plugin.lab.simulator.message_delays import FAIR
 
 
 def mistaken(cluster: Any) -> Iterator[str]:
-    """What was wrong about slow replicas, line by line; ``cluster``: a job that is over."""
+    """Yield what was wrong about slow replicas; ``cluster``: a job that is over."""
     scenario = cluster.scenario
     if not scenario.slow:
         return

@@ -1,4 +1,4 @@
-"""Failure traces: when how many workers are there.  Times in seconds."""
+"""Failure traces: when how many workers are there. Times in seconds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from recycle_plugin.lab.simulator.peers import published
 
 HOUR_S = 3600.0
 GCP = "|".join([*(f"{hour} {gpus}" for hour, gpus in published.TRACE), f"{published.TRACE_ENDS_H} end"])
-"""The trace of ReCycle's evaluation, as a file would have it."""
+"""The trace of ReCycle's evaluation, in the format of a file."""
 
 
 def read(name: str, workers: int) -> tuple[list[MembershipChange], float | None]:
-    """The changes of the trace ``gcp`` or of a file, and its end in seconds if it says so.
-
-    A file holds entries ``hour workers``, ``hour lost 1.2,0.3`` (these seats) or ``hour end``, one a line or separated
-    by ``|``; or JSON with rows [hour, workers], by themselves or under the key "gpus".  Raises ValueError for anything
-    else, and OSError.
+    """Return the changes of the trace ``gcp`` or of a file, and its end in seconds if it names one. A file has entries
+    ``hour workers``, ``hour lost 1.2,0.3`` (these seats) or ``hour end``, one a line or separated by ``|``; or JSON
+    rows [hour, workers], alone or under the key "gpus". ValueError for anything else, and OSError.
     """
     text = GCP if name == "gcp" else Path(name).read_text()
     try:
@@ -38,8 +36,8 @@ def read(name: str, workers: int) -> tuple[list[MembershipChange], float | None]
 def regular(
     every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None
 ) -> list[MembershipChange]:
-    """The changes where one worker is lost every ``every_s`` seconds (``seed``: exponential with that mean), and each
-    comes back after ``return_s``, or never.  Raises ValueError where ``every_s`` is not above 0.
+    """Return changes that lose one worker every ``every_s`` seconds (``seed``: exponential with that mean); each comes
+    back after ``return_s``, or never. ValueError if ``every_s`` is not above 0.
     """
     if every_s <= 0:
         raise ValueError(f"a worker lost every {every_s:g} s: more than 0")

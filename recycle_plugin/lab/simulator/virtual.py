@@ -1,17 +1,16 @@
-"""A world in virtual time: one process drives every seat through ``core.worker.executor.execute``.
+"""A world in virtual time: one process drives every seat through core.worker.executor.execute.
 
-Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A
-transfer occupies no worker; how long it takes says the network.  REDUCE is a joint event of its
-stage's live workers, TIE of those of all stages that share weights, VALIDATE of all.  Nothing else joins seats.
-Steps are applied by the commit rule of ``core.vocabulary.commit_rule``.
+Data is where it was made or sent to; a seat waits until what ``requires`` names is there. A transfer occupies no
+worker; the network says how long it takes. REDUCE joins its stage's live workers, TIE those of all stages that share
+weights, VALIDATE all. Nothing else joins seats. Steps are applied by core/vocabulary/commit_rule.py.
 
-A worker dies at a named instruction or at a given time: it never ends what it is at.  When that has been
-detected, every other worker stops at its next instruction boundary, or at once if it waits.
-``simulator.simulated_job`` goes on from there, with what every survivor still holds: boundary tensors are kept by who
-made them, and a stage's reduced gradient by who has it, until the step is committed.
+A worker dies at a named instruction or at a given time, and never ends what it is at. Once that is detected, every
+other worker stops at its next instruction boundary, or at once if it waits. lab/simulator/simulated_job.py goes on from
+there with what survivors hold: until the commit, the maker keeps a boundary tensor, and every holder a stage's reduced
+gradient.
 
-Seats yield what they wait for: an int (microseconds) or a ``Key``.  Ties in time are resolved in the
-order in which they arose, so the same plan gives the same spans.
+Seats yield what they wait for: an int (microseconds) or a ``Key``. Ties in time are resolved in the order in which they
+arose, so the same plan gives the same spans.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ Key = tuple[Seat, Datum] | Joint
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions that surround the workers.  Times in microseconds.
+    """The conditions around the workers; times in microseconds.
 
-    ``network``: None for ``costs.transfer`` without contention.  ``commit_us``: from the last worker's step to
-    everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by seat;
-    ``deaths``: when seats die.  ``start_us``: the clock at the beginning.  ``torn``: of those whose REDUCE a peer's
-    death overlaps, who is left without the result.
+    ``network``: None for ``costs.transfer`` without contention. ``commit_us``: from the last worker's step until all
+    know it. ``detection_us``: from a death until all know it. ``scripts``: named faults, by seat. ``deaths``: when
+    seats die. ``start_us``: the clock at the beginning. ``torn``: who has no result if a peer's death overlaps its
+    REDUCE.
     """
 
     network: Network | None = None
@@ -79,8 +78,8 @@ class Conditions:
 
 @dataclass
 class VirtualState:
-    """The state that workers go on from: data with their values, steps applied, and the programs of steps that are to
-    be finished in another way than the plan's.
+    """The state that workers go on from: data with values, steps applied, and the programs of steps that are finished
+    in another way than the plan's.
     """
 
     store: dict[Seat, StepStore]
@@ -89,7 +88,7 @@ class VirtualState:
 
     @classmethod
     def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> VirtualState:
-        """The state before ``step``, with these parameters of each seat (None: no values)."""
+        """Return the state before ``step``, with these parameters of each seat (None: no values)."""
         store = {
             seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1)
             for seat in plan.programs
@@ -100,10 +99,9 @@ class VirtualState:
 
 
 class VirtualWorld:
-    """A world in virtual time that runs ``steps`` steps of ``plan``, from ``step`` on and from ``state``.
-
-    Afterwards: ``spans``, what happened, in order of ends; ``dead``, when seats died; ``interrupted_us``, when that was
-    known (None: nobody died); ``stopped``, when each survivor was at an instruction boundary then.
+    """A world in virtual time that runs ``steps`` steps of ``plan``, from ``step`` and ``state`` on. Afterwards:
+    ``spans`` in order of ends; ``dead``: when seats died; ``interrupted_us``: when that was known (None: nobody died);
+    ``stopped``: when each survivor then was at an instruction boundary.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class VirtualWorld:
         self.state = state or VirtualState.fresh(plan, step, None)
         self.store = self.state.store
         self.machines = {seat: StepMachine(step - 1) for seat in plan.programs}
-        self.commits: dict[int, int] = {}  # when each step had been applied by all
+        self.commits: dict[int, int] = {}  # when all had applied each step
         self.dead: dict[Seat, int] = {}
         self.stopped: dict[Seat, int] = {}
         self.interrupted_us: int | None = None
@@ -144,7 +142,7 @@ class VirtualWorld:
                 self._arrived[Joint("COMMIT", None, step)][seat] = None
 
     def run(self) -> list[Span]:
-        """Runs all steps, or until a death is known; returns the spans.  Raises Deadlock where nobody can go on."""
+        """Run all steps, or until a death is known; return the spans. Deadlock if nobody can go on."""
         for seat in self.store:
             self._lives[seat] = self._life(seat)
             self._schedule(self._now, partial(self._advance, seat))
@@ -163,14 +161,14 @@ class VirtualWorld:
         return self.spans
 
     def committed(self) -> int:
-        """The last step that every survivor has applied; that before the first one if there is none."""
+        """Return the last step that every survivor has applied, or the one before the first."""
         return min(
             (machine.stepped for seat, machine in self.machines.items() if seat not in self.dead),
             default=self.first - 1,
         )
 
     def survivors(self) -> VirtualState:
-        """The state of the survivors, as it is: nobody has taken anything back yet."""
+        """Return the state of the survivors; nobody has taken anything back yet."""
         live = [seat for seat in self.store if seat not in self.dead]
         return VirtualState(
             {seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live}
@@ -179,25 +177,25 @@ class VirtualWorld:
     # What a world with values overrides.
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
-        """The data that ``instruction`` makes, with its values; a world with values overrides this."""
+        """Return the data that ``instruction`` makes, with its values; a world with values overrides this."""
         return dict.fromkeys(provides(instruction))
 
     def contribute(self, seat: Seat, instruction: Instruction) -> Any:
-        """The value that ``seat`` brings to a joint REDUCE or TIE; a world with values overrides this."""
+        """Return what ``seat`` brings to a joint REDUCE or TIE; a world with values overrides this."""
 
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raises Interrupted where a death is known."""
+        """Raise Interrupted if a death is known."""
         if self.interrupted_us is not None:
             raise Interrupted
 
     def now_us(self) -> int:
-        """The virtual time in microseconds."""
+        """Return the virtual time in microseconds."""
         return self._now
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Key]:
-        """Yields what ``seat`` waits for before it can run ``instruction``."""
+        """Yield what ``seat`` waits for before it can run ``instruction``."""
         op = instruction.op
         if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
             yield from self._await_commit(instruction.step - 1)
@@ -211,12 +209,12 @@ class VirtualWorld:
                 yield joint
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Kills ``seat`` where a fault is named for before or after ``instruction``."""
+        """Kill ``seat`` if a fault is named for before or after ``instruction``."""
         if self.conditions.scripts:
             self._strike(when, seat, instruction)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[int]:
-        """Yields the microseconds that ``instruction`` takes, and does what it does."""
+        """Yield the microseconds that ``instruction`` takes, and carry it out."""
         op = instruction.op
         spent = self._spent[seat][op]
         if spent:
@@ -240,12 +238,12 @@ class VirtualWorld:
             self._end_step(seat, instruction.step)
 
     def record(self, span: Span) -> None:
-        """Takes the time span of an instruction that has run."""
+        """Add the time span of an instruction that has run."""
         self.spans.append(span)
 
     def _own(self, seat: Seat, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """The micro-batches whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has
-        where a step is finished after a failure.
+        """Return the micro-batches whose weight gradients ``seat`` brings to a REDUCE: its plan's, or all that it has
+        if the step is finished after a failure.
         """
         if instruction.op is not Op.REDUCE:
             return ()
@@ -259,8 +257,8 @@ class VirtualWorld:
         return self.plan.view.topology.tie(stage)
 
     def joint(self, instruction: Instruction) -> Joint:
-        """The point that ``instruction`` reaches together with its peers: a stage's own, a tie's (under its first
-        stage), or all seats'.
+        """Return the point that ``instruction`` reaches with its peers: of its stage, of its tie (under the first
+        stage), or of all seats.
         """
         stage = {
             Op.REDUCE: instruction.stage,
@@ -270,11 +268,11 @@ class VirtualWorld:
         return Joint(instruction.op.name, stage, instruction.step)
 
     def contributions(self, joint: Joint) -> dict[Seat, Any]:
-        """The values that seats have brought to ``joint``, by seat."""
+        """Return what seats have brought to ``joint``, by seat."""
         return self._arrived[joint]
 
     def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
-        """Notes that a seat has arrived at a joint.  The last one to arrive opens it, ``later_us`` later."""
+        """Record that a seat has arrived at a joint. The last one opens it, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
         group = (
             range(self.plan.stages)
@@ -297,7 +295,7 @@ class VirtualWorld:
         self._wake(joint)
 
     def _drop(self, step: int) -> None:
-        """Drops what belongs to a committed step, of which nothing is of use any more but its parameters."""
+        """Drop the data of a committed step, except its parameters."""
         for have in self.store.values():
             have.commit(step)
 
@@ -381,9 +379,7 @@ class _Died(Exception):
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """A context without the cyclic garbage collector: it walks all the data of the run over and over, a third of the
-    time.
-    """
+    """Return a context without the cyclic garbage collector, which would take a third of the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -394,5 +390,5 @@ def _uncollected() -> Iterator[None]:
 
 
 def simulate(plan: Plan, costs: CostModel, steps: int = 1, conditions: Conditions = Conditions()) -> list[Span]:
-    """The spans of ``steps`` steps from an empty pipeline, in microseconds.  Raises Deadlock."""
+    """Return the spans of ``steps`` steps from an empty pipeline, in microseconds. Raises Deadlock."""
     return VirtualWorld(plan, costs, steps, conditions=conditions).run()

@@ -1,8 +1,6 @@
-"""Policies of other fault-tolerant systems, and ours, under the same traces: one file per policy, its source named in
-it.
-
-``published`` holds others' figures as data.  A policy with an empty ``validated`` has no check against published
-figures and is called unvalidated wherever it appears.
+"""Policies of other fault-tolerant systems, and ours, under the same traces: one file per policy, which names its
+source. ``published`` holds others' figures as data. A policy with an empty ``validated`` has no check against published
+figures, and is called unvalidated wherever it appears.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Bamboo (NSDI'23): every node also computes its successor's stage, so that a lone failure costs time but no state.
 
 Rules from papers.md section 3 (its paper and public repository):
-
 * redundant computing leaves a part of the fault-free rate: 0.65 in ReCycle's figure, 0.25 to 0.32 in Oobleck's;
 * a node that covers two stages works 1.5 times as long on each micro-batch;
 * losing such a node, or the one before it, is fatal: 30 s of global rendezvous;
 * it reconfigures (the same rendezvous) when 2 x overloaded / active > 5%, or when another pipeline fits;
-* it runs out of memory where 2 x (16 .. 18 bytes/parameter) / PP + activations exceed the accelerator.
+* it runs out of memory if 2 x (16 .. 18 bytes/parameter) / PP + activations exceed the accelerator.
 
-After a rendezvous the nodes form whole pipelines and, of what is left, one more with merged stages where at
-least half of its nodes are there; the batch goes by the pipelines' rates.  That reading of the rules was chosen among
-three with the published fractions in view; its constants are theirs and none was fitted.
+After a rendezvous the nodes form whole pipelines and, if at least half of a pipeline's nodes are left, one more with
+merged stages; the batch is split by the pipelines' rates. This reading of the rules was chosen among three with the
+published fractions in view. Its constants are Bamboo's, and none was fitted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ KNOWN = "GPT-3 350M"  # on 24 GPUs: the only published degraded fractions
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a Bamboo job: ``live`` of them, ``overloaded`` of which cover two stages since the last
+    """The nodes of a Bamboo job: ``live``, and of these ``overloaded``, which cover two stages since the last
     rendezvous.
     """
 
@@ -40,8 +39,8 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Bamboo:
-    """The policy of Bamboo.  ``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B
-    on ``replicas`` x ``stages``).
+    """The policy of Bamboo. ``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B on
+    ``replicas`` x ``stages``).
     """
 
     fault_free: float
@@ -59,8 +58,8 @@ class Bamboo:
 
     @classmethod
     def of_job(cls, job: PeerJob, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:
-        """The policy for ``job``.  It is validated for GPT-3 350M on 24 GPUs alone: only there published fractions are
-        known to us.
+        """Return the policy for ``job``. It is validated only for GPT-3 350M on 24 GPUs, where we know published
+        fractions.
         """
         shape, known = job.topology, job.name == KNOWN and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
         return cls(
@@ -75,20 +74,18 @@ class Bamboo:
         )
 
     def start(self) -> Nodes:
-        """The state of the whole cluster."""
+        """Return the state of the whole cluster."""
         return Nodes(self.replicas * self.stages)
 
     def speed(self, state: Nodes) -> float:
-        """The samples per second in ``state``; 0 where it does not fit the memory."""
+        """Return the samples per second in ``state``; 0 if that does not fit the memory."""
         if not self.fits:
             return 0.0
         slower = MERGED if state.overloaded else 1.0
         return self.fault_free * self.rate * self._pipelines(state.live + state.overloaded) / self.replicas / slower
 
     def change(self, state: Nodes, change: WorkersChange, trained_s: float) -> tuple[Nodes, PeerTransition]:
-        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
-        end.
-        """
+        """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
         live, overloaded, fatal = state.live, state.overloaded, False
         for draw in change.lost:
             fatal |= draw * live < 2 * overloaded
@@ -103,7 +100,7 @@ class Bamboo:
         return Nodes(live, overloaded), PeerTransition(0.0, 0.0, "successor takes over" if change.lost else "stands by")
 
     def _pipelines(self, nodes: int) -> float:
-        """The rate of so many nodes in units of a whole pipeline's."""
+        """Return the rate of ``nodes`` nodes in units of a whole pipeline's."""
         whole, left = divmod(nodes, self.stages)
         if whole >= self.replicas:
             return self.replicas
@@ -111,7 +108,7 @@ class Bamboo:
 
 
 def fits_memory(job: PeerJob, bytes_per_parameter: float = 16.0) -> bool:
-    """Whether twice the stage's state, and 1F1B's activations of the own stage, fit the accelerator's memory."""
+    """Return whether twice the stage's state, and 1F1B's activations of one stage, fit the accelerator."""
     stages = job.topology.stages
     activations = max((stages - stage) * size for stage, size in enumerate(job.costs.activation_bytes))
     return 2 * bytes_per_parameter * job.parameters / stages + activations <= job.memory_limit

@@ -1,7 +1,6 @@
 """CheckFreq (FAST'21): snapshots to host memory, written to storage in the background, as often as 5% overhead allows.
-
-A loss costs a restart and the work since the last persisted snapshot.  No spare is waited for: the job
-restarts on whole pipelines, as restart from a checkpoint does.
+A loss costs a restart and the work since the last persisted snapshot. No spare is waited for: the job restarts on whole
+pipelines, as restart from a checkpoint does.
 """
 
 from __future__ import annotations
@@ -15,30 +14,28 @@ from recycle_plugin.lab.simulator.peers.restart_from_checkpoint import RestartFr
 
 @dataclass(frozen=True)
 class CheckFreq(RestartFromCheckpoint):
-    """The policy of CheckFreq.  ``overhead``: the share of the time that snapshots may cost."""
+    """The policy of CheckFreq. ``overhead``: the share of the time that snapshots may cost."""
 
     overhead: float = 0.05
     name: str = "CheckFreq"
     source: str = "papers.md section 5: profiled interval, overhead held under 5%; rates assumed (peers/machine.py)"
 
     def speed(self, state: int) -> float:
-        """The samples per second with ``state`` workers, snapshots included."""
+        """Return the samples per second with ``state`` workers, snapshots included."""
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * (1 - self.snapshot_s / self.every_s)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
-        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
-        end.
-        """
-        lost_s = min(trained_s, trained_s % self.every_s + self.save_s)  # the newest snapshot may still be on its way
+        """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
+        lost_s = min(trained_s, trained_s % self.every_s + self.save_s)  # the newest snapshot may not be written yet
         return count_after(state, change), self._restart(change, lost_s)
 
     @cached_property
     def snapshot_s(self) -> float:
-        """The seconds that one worker's state takes to host memory."""
+        """How long one worker's state takes to host memory, in seconds."""
         return self.job.largest_state / self.costs.host_rate
 
     @cached_property
     def every_s(self) -> float:
-        """The seconds between snapshots: no more than the overhead allows, and not before the last one is written."""
+        """The seconds between snapshots: as the overhead allows, but not before the last one is written."""
         return max(self.snapshot_s / self.overhead, self.save_s, self.job.fault_free_us / 1e6)

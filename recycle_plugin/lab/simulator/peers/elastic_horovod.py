@@ -1,7 +1,5 @@
-"""Elastic Horovod: commits to host memory, and after a change a reset in live processes that goes back to the last
-commit.
-
-It knows data parallelism only; here each of its members is a whole pipeline.
+"""Elastic Horovod: commits to host memory, and after a change a reset in live processes to the last commit. It knows
+only data parallelism; here each of its members is a whole pipeline.
 """
 
 from __future__ import annotations
@@ -15,35 +13,32 @@ from recycle_plugin.lab.simulator.peers.restart_from_checkpoint import RestartFr
 
 @dataclass(frozen=True)
 class ElasticHorovod(RestartFromCheckpoint):
-    """The policy of Elastic Horovod.  ``commit_steps``: steps from one commit to the next."""
+    """The policy of Elastic Horovod. ``commit_steps``: steps between commits."""
 
     commit_steps: int = 10
     name: str = "Elastic Horovod"
     source: str = "papers.md section 5: commit, restore, sync; interval and reset assumed (peers/machine.py)"
 
     def speed(self, state: int) -> float:
-        """The samples per second with ``state`` workers, commits included."""
+        """Return the samples per second with ``state`` workers, commits included."""
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * (1 - self.commit_s / self.every_s)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
-        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
-        end.
-        """
+        """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
         lost_s = trained_s % self.every_s if change.lost else 0.0
         return count_after(state, change), PeerTransition(self.costs.reset_s + self.sync_s, lost_s, "reset and sync")
 
     @cached_property
     def commit_s(self) -> float:
-        """The seconds that one worker's state takes to host memory."""
+        """How long one worker's state takes to host memory, in seconds."""
         return self.job.largest_state / self.costs.host_rate
 
     @cached_property
     def sync_s(self) -> float:
-        """The seconds that the state takes from rank 0 to the others."""
+        """How long the state takes from rank 0 to the others, in seconds."""
         return self.job.profile.across.transfer_us(self.job.largest_state) / 1e6
 
     @cached_property
     def every_s(self) -> float:
-        """The seconds from one commit to the next."""
         return self.commit_steps * self.job.fault_free_us / 1e6 + self.commit_s

@@ -1,4 +1,4 @@
-"""Fault-scaled: the fault-free throughput times the part of the workers that live.  A yardstick, not a system."""
+"""Fault-scaled: the fault-free throughput times the share of live workers. A yardstick, not a system."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersCha
 
 @dataclass(frozen=True)
 class FaultScaled:
-    """The policy that loses no more than its workers.  ``fault_free`` is in samples per second with ``workers``
-    workers.
-    """
+    """The policy that loses no more than its workers. ``fault_free``: samples per second with ``workers`` workers."""
 
     fault_free: float
     workers: int
@@ -20,13 +18,13 @@ class FaultScaled:
     validated: str = "by definition: 23/24 = .958 ... 15/24 = .625 as published"
 
     def start(self) -> int:
-        """The state of the whole cluster."""
+        """Return the state of the whole cluster."""
         return self.workers
 
     def speed(self, state: int) -> float:
-        """The samples per second with ``state`` workers."""
+        """Return the samples per second with ``state`` workers."""
         return self.fault_free * state / self.workers
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
-        """The next state, and the change, which is free."""
+        """Return the next state, and the change, which is free."""
         return count_after(state, change), PeerTransition(0.0, 0.0, "free")

@@ -1,4 +1,4 @@
-"""A failure trace, compressed into a run of a few steps, as named kills for real workers.  Losses only."""
+"""A failure trace, compressed into a run of a few steps, as named kills of real workers. Losses only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recycle_plugin.lab.simulator.peers import published
 
 
 def of_trace(replicas: int, stages: int, micro_batches: int, steps: int, seed: int) -> list[str]:
-    """The GCP trace of the ReCycle paper, compressed to ``steps`` steps, as kills: for ``faults=trace``."""
+    """Return the GCP trace of the ReCycle paper as kills in ``steps`` steps: for ``faults=trace``."""
     topology = Topology(replicas, stages, micro_batches)
     return [str(fault) for fault in kills(published.TRACE, published.TRACE_ENDS_H, topology, steps, seed)]
 
@@ -21,12 +21,13 @@ def of_trace(replicas: int, stages: int, micro_batches: int, steps: int, seed: i
 def kills(
     points: Sequence[tuple[float, int]], ends_h: float, topology: Topology, steps: int, seed: int = 0
 ) -> list[Fault]:
-    """The losses of ``points`` (hour, workers), stretched over ``steps`` steps and this topology, in order of time.
+    """Return the losses of ``points`` (hour, workers), stretched over ``steps`` steps and this topology, in order of
+    time.
 
-    Workers that come back in the trace don't here: a loss counts where the trace falls below its lowest point so
-    far.  When the trace has lost k of its N workers, this job has lost the nearest whole number to k/N of its own; no
-    kill empties a stage.  A worker dies before a forward of its own, in the step's share of the trace's time; nobody
-    dies in the first step.
+    Workers that come back in the trace don't here: a loss counts when the trace falls below its lowest point so far.
+    When it has lost k of its N workers, this job has lost the nearest whole number to k/N of its own. No kill empties a
+    stage. A worker dies before a forward of its own, in the step's share of the trace's time; nobody dies in the first
+    step.
     """
     draw, view = random.Random(seed), topology.full()
     faults: list[Fault] = []

@@ -1,9 +1,8 @@
-"""Failure normalisation: spread losses over the stages, where that pays (ReCycle, SOSP'24).
+"""Failure normalisation: spread losses over the stages if that pays (ReCycle, SOSP'24).
 
-Only how many workers each stage has left decides the period, nearly.  A healthy worker of a stage with slack
-takes over a lost seat of the busiest stage: it copies that stage's state from a live peer, and its own
-seat counts as lost from then on.  A move is planned only while the predicted gain of the steps to come
-is more than the copy costs.
+The number of workers left in each stage nearly alone decides the period. A healthy worker of a stage with slack takes a
+lost seat of the busiest stage: it copies that stage's state from a live peer, and its own seat counts as lost from then
+on. A move is planned only if it is predicted to gain more, over the coming steps, than its copy costs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner.make import prepare, solve
 
-CANDIDATES = 4  # stages to take a worker from that are looked at per move
+CANDIDATES = 4  # source stages that are tried per move
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,7 @@ class WorkerMove:
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """The moves of a normalisation and what they are worth.  Periods and the copies' time in microseconds; ``view``
-    after the moves.
-    """
+    """The moves of a normalisation and their worth; periods and copies in microseconds. ``view``: after the moves."""
 
     view: ClusterView
     moves: tuple[WorkerMove, ...]
@@ -46,7 +43,7 @@ class Normalisation:
 
     @property
     def payback_steps(self) -> float:
-        """The number of steps until the copies have paid for themselves; 0 without moves."""
+        """After how many steps the copies have paid for themselves; 0 without moves."""
         return self.copy_us / (self.before_us - self.after_us) if self.moves else 0.0
 
     def __str__(self) -> str:
@@ -60,10 +57,9 @@ class Normalisation:
 
 
 def normalise(view: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequence[int], steps: int) -> Normalisation:
-    """The moves that pay within ``steps`` steps.  ``copy_us``: time to copy each stage's state to one worker.
-
-    Copies of different stages run side by side, those of one stage as many at a time as it has live workers.  Each move
-    costs up to four plans.  Raises PlanError where ``view`` itself has no plan.
+    """Return the moves that pay within ``steps`` steps. ``copy_us``: time to copy each stage's state to one worker.
+    Copies of different stages run side by side, those of one stage as many at a time as it has live workers. Each move
+    costs up to four plans. PlanError if ``view`` itself has no plan.
     """
     before = _period(view, costs, policy)
     best = Normalisation(view, (), before, before, 0)
@@ -78,7 +74,7 @@ def normalise(view: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequ
 def _next(
     now: Normalisation, start: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequence[int]
 ) -> Normalisation | None:
-    """The best single move more, or None where there is none to try."""
+    """Return the best single further move, or None if there is none to try."""
     topology, view = now.view.topology, now.view
     share = {stage: _load(view, costs, stage) for stage in range(topology.stages)}
     hurt = max(
@@ -95,7 +91,9 @@ def _next(
         move = _move(view, stage, hurt)
         after = ClusterView(topology, view.live - {move.worker} | {move.seat})
         moves = (*now.moves, move)
-        if len({one.worker for one in moves} | {one.seat for one in moves}) == 2 * len(moves):  # nobody moves twice
+        if len({one.worker for one in moves} | {one.seat for one in moves}) == 2 * len(
+            moves
+        ):  # no worker or seat moves twice
             options.append(
                 Normalisation(
                     after, moves, now.before_us, _period(after, costs, policy), _copies(start, moves, copy_us)
@@ -109,7 +107,7 @@ def _load(view: ClusterView, costs: CostModel, stage: int) -> float:
 
 
 def _move(view: ClusterView, source: int, target: int) -> WorkerMove:
-    """The move from the replica that lost most to the one that lost least: whole replicas stay whole."""
+    """Return the move from the replica that lost most to the one that lost least: whole replicas stay whole."""
     losses = Counter(seat.replica for seat in view.lost)
     worker = max(view.live_replicas(source), key=lambda replica: (losses[replica], replica))
     empty = [seat.replica for seat in view.lost if seat.stage == target]

@@ -1,16 +1,15 @@
 """Oobleck (SOSP'23, arXiv 2309.08125): pipelines of different depths, made from templates for every number of nodes.
 
 Rules from its paper and its public repository (SymbioticLab/Oobleck, pipeline_template.cpp and its instantiator):
-
-* a template for every number of nodes n0 .. n_max; its time is Σ T_s + (2S + k* + 1) T_k* + Σ_{s>=k*} T_s
-  for S stages, k* the slowest one (its code's formula, with T_s one micro-batch's forward and backward);
+* a template for every number of nodes n0 .. n_max; its time is Σ T_s + (2S + k* + 1) T_k* + Σ_{s>=k*} T_s for S stages,
+  k* the slowest one (its code's formula, with T_s one micro-batch's forward and backward);
 * all multisets of templates with Σ x_i n_i = N and at least f + 1 pipelines are tried;
-* the batch is distributed so that the variance of (T_i / S_i) nb_i is least; the plan's time is max T_i nb_i
-  plus the all-reduce, and the multiset of least time is taken;
+* the batch is distributed so that the variance of (T_i / S_i) nb_i is least; the plan's time is max T_i nb_i plus the
+  all-reduce, and the multiset of least time is taken;
 * a change rebuilds the process group and loses the running step.
 
-Its ranking by T_i nb_i knows no fill and drain; what a chosen plan really takes is evaluated here by 1F1B's
-time of each pipeline.  ``best=True`` ranks by that too, which flatters Oobleck.
+Its ranking by T_i nb_i knows no fill and drain. What a chosen plan really takes is evaluated here by each pipeline's
+1F1B time. ``best=True`` ranks by that too, which flatters Oobleck.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersCha
 
 @dataclass(frozen=True)
 class Template:
-    """A pipeline template.  ``cut``: layers per stage; ``stages``: each stage's microseconds for one micro-batch,
+    """A pipeline template. ``cut``: layers per stage. ``stages``: each stage's microseconds for one micro-batch,
     forward and backward.
     """
 
@@ -39,7 +38,7 @@ class Template:
 
     @property
     def slowest(self) -> int:
-        """The slowest stage, k*; of equal stages the last, as its code takes it."""
+        """The slowest stage, k*; of equal stages the last, as in its code."""
         return max(range(self.nodes), key=lambda stage: (self.stages[stage], stage))
 
     @property
@@ -49,8 +48,8 @@ class Template:
         return sum(self.stages) + (2 * self.nodes + slowest + 1) * self.stages[slowest] + sum(self.stages[slowest:])
 
     def step_us(self, micro_batches: int, hop_us: float = 0.0) -> float:
-        """The microseconds of 1F1B with ``micro_batches``: fill and drain, and the slowest stage for the others; 0 for
-        none.
+        """Return the microseconds of 1F1B with ``micro_batches``: fill and drain, and the slowest stage for the rest; 0
+        for none.
         """
         if not micro_batches:
             return 0.0
@@ -58,8 +57,8 @@ class Template:
 
 
 def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
-    """The template of ``nodes`` nodes, one stage each, cut for the least template time, prefix by prefix (each keeps
-    its best cut, as its own search does).  Costs nodes squared times layers squared.
+    """Return the template of ``nodes`` nodes, one stage each, cut for the least template time, prefix by prefix (each
+    keeps its best cut, as in its own search). O(nodes^2 * layers^2).
     """
     best: dict[int, Template] = {0: Template((), ())}
     for stage in range(nodes):
@@ -76,8 +75,8 @@ def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
 
 
 def multisets(nodes: int, sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``nodes`` as a sum of at least ``least`` numbers out of ``sizes``, each in rising order.  Their
-    number grows quickly with ``nodes`` and with the number of sizes.
+    """Yield all ways to write ``nodes`` as a sum of at least ``least`` numbers of ``sizes``, each in rising order.
+    Their number grows quickly.
     """
 
     def sums(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -93,10 +92,9 @@ def multisets(nodes: int, sizes: Sequence[int], least: int = 1) -> Iterator[tupl
 
 
 def distribute(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """The micro-batches of each pipeline, ``batch`` in all, so that the variance of weight times number is least.
-
-    Equalises the products, then adds what rounding left where it adds least.  Pipelines of one template may differ by
-    one; its code gives them the same number.
+    """Return the micro-batches of each pipeline, ``batch`` in all, with the least variance of weight times number.
+    Equalise the products, then add what rounding left where it adds least. Pipelines of one template may differ by one;
+    its code gives them the same number.
     """
     harmonic = sum(1 / weight for weight in weights)
     given = [int(batch / harmonic / weight) for weight in weights]
@@ -116,8 +114,8 @@ class Instantiation:
 
 
 def least_nodes(job: PeerJob) -> int:
-    """The depth n0 of the shallowest pipeline whose stages fit the accelerator under 1F1B.  Raises ValueError where
-    none does.
+    """Return the depth n0 of the shallowest pipeline whose stages fit the accelerator under 1F1B. ValueError if none
+    does.
     """
     for nodes in range(1, len(job.parts) + 1):
         cut, begin, fits = template(job.parts, nodes).cut, 0, True
@@ -136,7 +134,7 @@ def least_nodes(job: PeerJob) -> int:
 def instantiate(
     job: PeerJob, nodes: int, templates: Mapping[int, Template], faults: int, best: bool
 ) -> Instantiation | None:
-    """The pipelines that Oobleck runs on ``nodes`` nodes, or None where no multiset is possible."""
+    """Return the pipelines that Oobleck runs on ``nodes`` nodes, or None if no multiset is possible."""
     batch = job.topology.replicas * job.topology.micro_batches
     closing = max(one + two for one, two in zip(job.costs.reduce, job.costs.step))
     found, least = None, float("inf")
@@ -152,10 +150,9 @@ def instantiate(
 
 @dataclass(frozen=True)
 class Oobleck:
-    """The policy of Oobleck.  ``speeds``: samples per second by number of nodes, measured or made by :meth:`of_job`;
-    missing ones are infeasible.
-
-    ``batch``: samples a step; ``pause_s`` per change, to which the running step's loss comes.
+    """The policy of Oobleck. ``speeds``: samples per second by number of nodes, measured or made by :meth:`of_job`;
+    missing ones are infeasible. ``batch``: samples a step. ``pause_s``: per change, in addition to the running step's
+    loss.
     """
 
     speeds: Mapping[int, float]
@@ -177,12 +174,12 @@ class Oobleck:
         name: str = "Oobleck",
         least: int = 0,
     ) -> Oobleck:
-        """The policy for ``job``: plans for every number of nodes from ``fewest`` to the job's own; templates from n0
-        up to N - f n0 nodes.
+        """Return the policy for ``job``: plans for every number of nodes from ``fewest`` to the job's own, and
+        templates from n0 up to N - f n0 nodes.
 
-        n0 is ``least``, by default the job's own depth: where memory allows shallower pipelines they would be another,
-        faster job, for every policy (seen in a first run: plain data parallelism for 350M).  ``least_nodes(job)`` is
-        what memory needs.
+        n0 is ``least``, by default the job's own depth. If memory allows shallower pipelines, these would be another,
+        faster job for every policy (seen in a first run: plain data parallelism for 350M). ``least_nodes(job)`` is what
+        memory needs.
         """
         smallest = max(least or job.topology.stages, least_nodes(job))
         largest = min(job.workers - faults * smallest, len(job.parts))
@@ -192,17 +189,15 @@ class Oobleck:
         return cls(speeds, job.batch, pause_s, job.workers, name)
 
     def start(self) -> int:
-        """The state of the whole cluster."""
+        """Return the state of the whole cluster."""
         return self.nodes
 
     def speed(self, state: int) -> float:
-        """The samples per second with ``state`` nodes; 0 where that is infeasible."""
+        """Return the samples per second with ``state`` nodes; 0 if that is infeasible."""
         return self.speeds.get(state, 0.0)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
-        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
-        end.
-        """
+        """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
         speed = self.speed(state)
         lost_s = trained_s % (self.batch / speed) if speed else 0.0
         return count_after(state, change), PeerTransition(self.pause_s, lost_s, "rebuild groups, broadcast layers")

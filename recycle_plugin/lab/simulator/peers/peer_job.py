@@ -16,10 +16,8 @@ STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 
 @dataclass(frozen=True)
 class PeerJob:
-    """A job that all policies train.  ``topology``: of the fault-free job, with its micro-batches per replica; samples
-    are sequences.
-
-    ``memory_limit``: bytes of one accelerator; GCP's a2-highgpu machines have the A100 of 40 GB.
+    """A job that all policies train. ``topology``: of the fault-free job, with its micro-batches per replica; samples
+    are sequences. ``memory_limit``: bytes of one accelerator; GCP's a2-highgpu machines have the A100 of 40 GB.
     """
 
     name: str
@@ -42,12 +40,12 @@ class PeerJob:
 
     @cached_property
     def parts(self) -> tuple[LayerProfile, ...]:
-        """All layers in their order, embedding and head included."""
+        """All layers in order, embedding and head included."""
         return (self.profile.first, *[self.profile.layer] * self.profile.layers, self.profile.last)
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model, per accelerator of a tensor-parallel group."""
+        """The parameters of the whole model, per accelerator of a tensor-parallel group."""
         return sum(part.parameters for part in self.parts) // self.profile.gpus_per_worker
 
     @cached_property
@@ -61,7 +59,7 @@ class PeerJob:
         return max(self.state_bytes)
 
     def memory_bytes(self, stage: int, micro_batches: int) -> int:
-        """The bytes of the state and ``micro_batches`` micro-batches' activations on a worker of ``stage``."""
+        """Return the bytes of the state and ``micro_batches`` micro-batches' activations on a worker of ``stage``."""
         return self.state_bytes[stage] + micro_batches * self.costs.activation_bytes[stage]
 
     @property
@@ -80,7 +78,7 @@ class PeerJob:
         return 1e6 * self.batch / self.fault_free_us
 
     def pipelines(self, count: int) -> float:
-        """The samples per second of 1F1B with the whole batch on ``count`` pipelines; 0 for none."""
+        """Return the samples per second of 1F1B with the whole batch on ``count`` pipelines; 0 for none."""
         if count < 1:
             return 0.0
         whole = self.topology

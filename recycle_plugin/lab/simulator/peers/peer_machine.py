@@ -1,6 +1,5 @@
-"""The costs of changes on a cluster under other systems, and under our runtime.
-
-Written down before any comparison was run, and not changed to meet a published point.
+"""The costs of changes on a cluster, under other systems and under our runtime. They were written down before any
+comparison was run, and not changed to meet a published point.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S
 
 @dataclass(frozen=True)
 class Transitions:
-    """The costs of changes.  ``machine``: under our runtime, with its source.  The other figures are those of other
-    systems, and assumed.
+    """The costs of changes. ``machine``: under our runtime, with its source. The others are other systems', and
+    assumed.
     """
 
     machine: MachineCosts = CLUSTER
-    restart_s: float = 60.0  # assumed: end and start of all processes, framework imports included
+    restart_s: float = 60.0  # assumed: end and start of all processes, with framework imports
     reset_s: float = 15.0  # assumed: an elastic framework's re-initialisation inside live processes
     storage_rate: float = STORAGE_BYTES_PER_S  # assumed, of each worker, to persistent storage
     host_rate: float = 12e9  # assumed, bytes per second from accelerator to host memory

@@ -1,8 +1,8 @@
-"""The interface of every fault-tolerant system to a trace: speeds between changes, and what a change costs.
+"""How a fault-tolerant system meets a trace: speeds between changes, and what a change costs.
 
-A :class:`PeerPolicy` says how fast it trains in a state and what a change of the cluster does to that state.
-:func:`replay` adds the samples up.  Which worker a loss hits is one number in [0, 1) per loss, drawn once for all
-policies: each picks that part of its own list of live workers, so all have the same luck.
+A :class:`PeerPolicy` has a speed in each state, and a next state for each change of the cluster. :func:`replay` adds
+the samples up. Which worker a loss hits is one number in [0, 1) per loss, drawn once for all policies. Each takes that
+part of its own list of live workers, so all have the same luck.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ UNVALIDATED = "unvalidated"
 
 @dataclass(frozen=True, slots=True)
 class WorkersChange:
-    """A change at ``at_s`` seconds: workers are lost, one for each draw in ``lost`` (each in [0, 1)), or ``joined``
-    ones come back.
+    """A change at ``at_s`` seconds: a worker is lost for each draw in ``lost`` (in [0, 1)), or ``joined`` ones come
+    back.
     """
 
     at_s: float
@@ -37,9 +37,8 @@ class PeerTransition:
 
 
 class PeerPolicy(Protocol):
-    """A fault-tolerant system as :func:`replay` needs it.  ``source``: where the model's rules come from.
-
-    ``validated``: against which published figures, or "" for none.
+    """A fault-tolerant system as :func:`replay` needs it. ``source``: of the model's rules. ``validated``: against
+    which published figures, or "".
     """
 
     name: str
@@ -47,19 +46,19 @@ class PeerPolicy(Protocol):
     validated: str
 
     def start(self) -> Any:
-        """The state of the whole cluster."""
+        """Return the state of the whole cluster."""
 
     def speed(self, state: Any) -> float:
-        """The samples per second in ``state``; 0 where it cannot train."""
+        """Return the samples per second in ``state``; 0 if it can't train."""
 
     def change(self, state: Any, change: WorkersChange, trained_s: float) -> tuple[Any, PeerTransition]:
-        """The next state, and the way there.  ``trained_s``: seconds trained since the last transition's end."""
+        """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSegment:
-    """The time from one change to the next, in seconds.  ``samples`` that stay trained; ``opening``: the transition
-    into it.
+    """The time from one change to the next, in seconds. ``samples``: those that stay trained. ``opening``: the
+    transition into it.
     """
 
     start_s: float
@@ -106,15 +105,13 @@ class Run:
 
 
 def label(policy: PeerPolicy) -> str:
-    """The name of a policy as it appears in output: whoever has no check against published figures is called so."""
+    """Return a policy's name for output, with "unvalidated" if it has no check against published figures."""
     return policy.name if policy.validated else f"{policy.name} ({UNVALIDATED})"
 
 
 def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, end_s: float) -> Run:
-    """Runs ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``.
-
-    A change that comes while the last one is still being dealt with starts its own pause; what is left of the old one
-    is dropped.
+    """Run ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``. A change during a pause starts its own
+    pause; the rest of the old one is dropped.
     """
     state, ready_s, start_s, opening = policy.start(), 0.0, 0.0, "start"
     segments = []
@@ -135,7 +132,7 @@ def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, e
 
 
 def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[WorkersChange]:
-    """The changes of a trace of (hour, workers); ``seed`` says whom the losses hit."""
+    """Return the changes of a trace of (hour, workers); ``seed`` decides whom losses hit."""
     draw, found, before = random.Random(seed), [], None
     for hour, workers in points:
         if before is not None and workers != before:
@@ -146,11 +143,11 @@ def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[Worke
 
 
 def regular_losses(every_s: float, losses: int, seed: int = 0) -> list[WorkersChange]:
-    """The changes where one worker is lost every ``every_s`` seconds, ``losses`` times, and none comes back."""
+    """Return changes that lose one worker every ``every_s`` seconds, ``losses`` times; none comes back."""
     draw = random.Random(seed)
     return [WorkersChange(every_s * number, (draw.random(),)) for number in range(1, losses + 1)]
 
 
 def count_after(workers: int, change: WorkersChange) -> int:
-    """The number of workers after ``change``, for policies to which nothing else matters."""
+    """Return the number of workers after ``change``, for policies that need nothing else."""
     return workers - len(change.lost) + change.joined

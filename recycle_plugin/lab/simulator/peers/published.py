@@ -1,5 +1,4 @@
-"""Published and recomputed figures of other systems, as data.  Never input to a cost model; papers.md has the tags.
-
+"""Published and recomputed figures of other systems, as data. Never input to a cost model; papers.md has the tags.
 ``published_recycle.json`` is digitised from the ReCycle authors' public slides and poster, +-0.02 samples/s.
 """
 
@@ -149,20 +148,18 @@ SWIFT_GAIN = 1.16  # of total training time over CheckFreq and Elastic Horovod, 
 
 
 def fraction(system: str, model: str, gpus: int) -> float | None:
-    """The published throughput of ``system`` on ``gpus`` GPUs as a fraction of the fault-free one, or None where there
-    is none.
-    """
+    """Return the published throughput of ``system`` on ``gpus`` GPUs as a fraction of the fault-free one, or None."""
     row = FRACTIONS.get((system, model))
     return row[GPUS.index(gpus)] if row and gpus in GPUS else None
 
 
 def oobleck_measured(model: str) -> dict[int, float]:
-    """The samples per second that Oobleck's authors have measured, by number of nodes."""
+    """Return the samples per second that Oobleck's authors measured, by number of nodes."""
     return {30 - place: speed for place, speed in enumerate(OOBLECK_MEASURED[model])}
 
 
 def curve(system: str, model: str) -> tuple[tuple[float, float], ...]:
-    """The published curve of ``system`` over the trace: (hour, samples per second); empty where there is none."""
+    """Return the published curve of ``system`` over the trace as (hour, samples per second); empty if there is none."""
     return tuple(
         (hour, speed)
         for hour, speed in _digitised()[{"350M": "gpt3_350m"}.get(model, model)].get(

@@ -1,10 +1,10 @@
-"""ReCycle, ours: the very planner that the runtime runs, under a trace.
+"""ReCycle, ours: the planner that the runtime runs, under a trace.
 
-A loss reroutes; where it pays before the next change is expected, workers move to a stage that lost more
-(normalise.py).  What a loss costs is what the runtime does today: detection, regrouping, what the lost
-workers had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are
-not in the runtime yet; here they take the seat of the stage that lacks most and enter at a commit line, at the price
-of one regrouping and of no step, their state copied before that in the background: an assumption.
+A loss reroutes. If it pays before the next change is expected, workers move to a stage that lost more (normalise.py). A
+loss costs what the runtime does today: detection, regrouping, what the lost workers had done of the running step
+(lab/simulator/history.py), and the copies of the moves. Returning workers take a seat of the stage that lacks most, and
+enter at a commit line for the price of one regroup and no step, with their state copied in the background: an
+assumption.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange
 from recycle_plugin.planner import PlanError, PlanStore
 
-MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill
+MEMORY_SHARE = 0.9  # share of the accelerator that state and activations may fill
 
 
 def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
-    """The policy of ReCycle for ``job``: split backward, staggered optimizer, rerouting, and room for ``factor`` x PP
-    micro-batches; None: for what the device holds.
-
-    Raises ValueError where the accelerator doesn't hold that many.
+    """Return the policy of ReCycle for ``job``: split backward, staggered optimizer, rerouting, and room for ``factor``
+    x PP micro-batches; None: as many as the device holds. ValueError if it doesn't hold that many.
     """
     most = [
         int((MEMORY_SHARE * job.memory_limit - state) // each)
@@ -44,8 +42,8 @@ def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
 
 @dataclass(frozen=True)
 class Recycle:
-    """The policy of ReCycle, by our planner.  ``horizon_s``: the time until the next change that a move has to pay for
-    itself in.
+    """The policy of ReCycle, by our planner. ``horizon_s``: the seconds until the next change, in which a move has to
+    pay.
     """
 
     job: PeerJob
@@ -62,19 +60,19 @@ class Recycle:
         object.__setattr__(self, "store", PlanStore(self.job.costs, self.techniques))
 
     def start(self) -> ClusterView:
-        """The view in which every seat is live."""
+        """Return the view in which every seat is live."""
         return self.job.topology.full()
 
     def period_us(self, view: ClusterView) -> int:
-        """The microseconds of a step of the plan for ``view``.  Raises PlanError where there is none."""
+        """Return the microseconds of a step of the plan for ``view``. PlanError if there is none."""
         return self.store.plan(view).period_us
 
     def speed(self, state: ClusterView) -> float:
-        """The samples per second in ``state``; 0 where a stage has no live worker."""
+        """Return the samples per second in ``state``; 0 if a stage is empty."""
         return 0.0 if state.empty_stages() else 1e6 * self.job.batch / self.period_us(state)
 
     def change(self, state: ClusterView, change: WorkersChange, trained_s: float) -> tuple[ClusterView, PeerTransition]:
-        """The next view, and what the change costs.  ``trained_s``: seconds trained since the last transition's end."""
+        """Return the next view, and the change's cost. ``trained_s``: seconds since the last transition's end."""
         view = state
         for draw in change.lost:
             live = sorted(view.live)
@@ -86,7 +84,7 @@ class Recycle:
             empty = ", ".join(map(str, view.empty_stages()))
             return view, PeerTransition(self.costs.restart_s, trained_s, f"stage {empty} lost: no live worker holds it")
         view, copy_s, text = self._normalised(view)
-        gone = lost | (state.live - view.live)  # what a worker that moves had done stays behind
+        gone = lost | (state.live - view.live)  # a moving worker's work is lost too
         lost_s = (
             trained_s % (self.period_us(state) / 1e6) * state.lost_share(gone)
             if lost and not state.empty_stages()
@@ -105,7 +103,7 @@ class Recycle:
 
 
 def joined(view: ClusterView) -> ClusterView:
-    """The view with a worker more, where the stage lacks most; the same view where none is missing."""
+    """Return the view with one worker more, of the stage that lacks most; the same view if none is missing."""
     lost = view.lost
     if not lost:
         return view
@@ -117,8 +115,8 @@ def joined(view: ClusterView) -> ClusterView:
 
 
 def spread(job: PeerJob, losses: int, policy: Techniques) -> ClusterView:
-    """The best pattern of ``losses`` losses that normalisation could reach: one by one where it costs least.  Costs one
-    plan for each loss and stage.
+    """Return the best pattern of ``losses`` losses that normalisation could reach: one by one, each where it costs
+    least. One plan for each loss and stage.
     """
     view = job.topology.full()
     store = PlanStore(job.costs, policy)

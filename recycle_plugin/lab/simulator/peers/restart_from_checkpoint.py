@@ -1,6 +1,5 @@
-"""Restart from a checkpoint: every change ends the job; it starts again from the last save on whole pipelines.
-
-Workers that come back are taken in after a save made for them, so that no work is lost.
+"""Restart from a checkpoint: every change ends the job, which starts again from the last save on whole pipelines.
+Returning workers are taken in after a save made for them, so that no work is lost.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersCha
 
 @dataclass(frozen=True)
 class RestartFromCheckpoint:
-    """The policy of restarting from a checkpoint, whose state is the number of live workers.  Saves stop training while
-    they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is kept.
+    """The policy of restarting from a checkpoint; its state is the number of live workers. Saves stop training while
+    they are written, every sqrt(2 save mean_between) seconds (Young). The global batch is kept.
     """
 
     job: PeerJob
@@ -26,18 +25,16 @@ class RestartFromCheckpoint:
     validated: str = ""
 
     def start(self) -> int:
-        """The state of the whole cluster."""
+        """Return the state of the whole cluster."""
         return self.job.workers
 
     def speed(self, state: int) -> float:
-        """The samples per second with ``state`` workers, saves included."""
+        """Return the samples per second with ``state`` workers, saves included."""
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * self.every_s / (self.every_s + self.save_s)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
-        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
-        end.
-        """
+        """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
         lost_s = trained_s % (self.every_s + self.save_s) if change.lost else 0.0
         return count_after(state, change), self._restart(change, lost_s)
 
@@ -53,7 +50,7 @@ class RestartFromCheckpoint:
 
     @cached_property
     def save_s(self) -> float:
-        """The seconds that one worker's state takes to storage, or back."""
+        """How long one worker's state takes to storage, or back, in seconds."""
         return self.job.largest_state / self.costs.storage_rate
 
     def _whole(self, pipelines: int) -> float:
