@@ -113,9 +113,7 @@ def unfit(error: Exception) -> str:
 
 
 class CheckedFile:
-    """A file for ``torch.save`` to write to, which keeps the CRC of the data and the system's error in ``refused``.
-    ``torch.save`` replaces a full disk's error with one of its own.
-    """
+    """A file for ``torch.save``, with the data's CRC, and in ``refused`` the system's error that torch replaces."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

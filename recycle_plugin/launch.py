@@ -115,9 +115,7 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
 
 
 def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, str]:
-    """Return the environment with CUDA's start-up variables if the command line's config file asks for NCCL. Variables
-    that the user has set stay.
-    """
+    """Return the environment with CUDA's start-up variables if the config asks for NCCL; the user's own stay."""
     try:
         text = _config(command)
         if '"device_link"' not in text:
@@ -136,9 +134,7 @@ def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, s
 
 @dataclass(frozen=True)
 class OneHost:
-    """Arguments of a launcher for one host; ``port`` None: a free one. ``one_device``: all workers compute on the first
-    accelerator.
-    """
+    """Arguments of a launcher for one host; ``port`` None: a free one; ``one_device``: all workers share it."""
 
     workers: int
     command: list[str]
@@ -238,9 +234,7 @@ def launch_here(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Join:
-    """Arguments for taking a lost worker's seat in the job whose master is at ``host`` and ``port``. ``waits``: as a
-    spare, if no seat is free.
-    """
+    """Arguments for a lost worker's seat in the job with this master; ``waits``: as a spare, if no seat is free."""
 
     host: str
     port: int
@@ -249,9 +243,7 @@ class Join:
 
     @classmethod
     def asked_for(cls, arguments: list[str]) -> Join | None:
-        """Parse the options, and the script with its arguments; None without --join. Raises BadCommand. The launcher's
-        own --local_rank may come before them.
-        """
+        """Parse options and script, also behind a launcher's --local_rank; None without --join. Raises BadCommand."""
         ranks = [argument for argument in arguments if _is_rank(argument)]
         rest = [argument for argument in arguments if argument not in ranks]
         if not rest or rest[0].partition("=")[0] not in (JOIN, NO_WAIT):

@@ -45,9 +45,7 @@ class _Known(Generic[Sender]):
 
 
 class DatagramDoor(Generic[Sender]):
-    """Accepts datagrams under known keys, each of which belongs to a sender. The last two keys of each place count,
-    since datagrams under the previous key may still be under way.
-    """
+    """The entrance for datagrams under known keys: of each place the last two, as old datagrams may be late."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[bytes, ...]] = {}  # {place: names of its keys, the latest first}

@@ -130,9 +130,7 @@ class Caller:
 
 
 class Answerer:
-    """The called end, with the ``nonce`` that followed MAGIC: it sends ``answer``, and receives a proof of PROOF bytes.
-    ``binding``: of its TLS, empty without.
-    """
+    """The called end: sends ``answer`` to the caller's ``nonce``, gets PROOF bytes; ``binding``: as the Caller's."""
 
     def __init__(self, secret: Secret, port: Port, nonce: bytes, binding: bytes = b"") -> None:
         self._nonces = _Nonces(secret, port, binding, nonce, secrets.token_bytes(NONCE))
@@ -276,8 +274,7 @@ async def _through_tls(
     if secret.tls is None:
         return connection, b""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
-        # The caller sends twice in a row. Nagle's algorithm would delay the second until an acknowledgement, often 40
-        # ms.
+        # The caller sends twice in a row: Nagle's algorithm would hold the second back, often for 40 ms.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end, words.had = secret.tls.end(calls), b""
     while True:

@@ -103,7 +103,7 @@ class Shaken(NamedTuple):
 
 class TlsEnd:
     """One end of TLS without its connection: received bytes are fed to it, and its results are to be sent. Any thread
-    may call it: a lock guards OpenSSL's object, which allows one thread at a time.
+    may call it: a lock guards OpenSSL's object, which takes one thread at a time.
     """
 
     def __init__(self, context: ssl.SSLContext, calls: bool) -> None:

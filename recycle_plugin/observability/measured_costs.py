@@ -1,6 +1,4 @@
-"""Costs of instructions measured in a traced run: for the setting ``costs`` of later runs of the same model, and for
-``recycle doctor``.
-"""
+"""Costs of instructions measured in a traced run, for later runs' setting ``costs`` and for ``recycle doctor``."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ prometheus_client.disable_created_metrics()  # they would add a series with the 
 
 
 class Metrics:
-    """The metrics of a job, from its ``worker`` and ``start`` events on; ``registry`` is scraped. ``clock``: seconds
-    since the epoch, as events have them.
-    """
+    """A job's metrics, from its ``worker`` and ``start`` events on; ``clock``: seconds since the epoch, as there."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()

@@ -353,9 +353,7 @@ class RunHistory:
 
     @property
     def coordinator(self) -> dict[str, Any]:
-        """The coordinator's ``host`` and ``pid``, the process to ``stop`` it by, and the ``place`` where these pids are
-        valid. Empty in logs without it.
-        """
+        """The coordinator's ``host``, ``pid``, process to ``stop``, and these pids' ``place``; {} in older logs."""
         last = next((event for event in reversed(self.of("coordinator"))), self.of("start")[0])
         return last.get("coordinator", {})
 

@@ -93,9 +93,7 @@ def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
 
 
 def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -> float:
-    """Return the share of the seats' time, from the first start to the last end, without computation. ``until``: when a
-    dead seat's time ends, in the spans' microseconds.
-    """
+    """Return the share of the seats' time without computation; ``until``: in µs, the end of a dead seat's time."""
     spans = list(spans)
     begin, end = min(span.start_us for span in spans), max(span.end_us for span in spans)
     seats = {span.seat for span in spans}

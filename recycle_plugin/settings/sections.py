@@ -40,9 +40,7 @@ class CheckpointSettings(BaseModel):
 
 
 class LogSettings(BaseModel):
-    """Logging of the data between stages, on each sender's disk. A stage without a live worker can then be replayed
-    from the last automatic checkpoint.
-    """
+    """Logging of data between stages, so that a stage without a live worker can be replayed from a checkpoint."""
 
     model_config = STRICT
 

@@ -58,9 +58,7 @@ def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us
 def one_loss(
     folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Kill ``lost`` in a job; return seconds of ``steps`` steps before and after, and the plans' digests. Raises
-    RunFailed.
-    """
+    """Kill ``lost`` in a job; return seconds of ``steps`` steps before and after, and digests. Raises RunFailed."""
     with TrainingRun(
         folder, workers, [*overrides, "recycle.enabled=true", "recycle.rejoin=never", "steps=100000"]
     ) as run:

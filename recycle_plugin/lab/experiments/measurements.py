@@ -87,9 +87,7 @@ class LeaveCost:
 
 
 def leave_costs(leaves: Sequence[tuple[Seat, float]], events: Sequence[Mapping]) -> list[LeaveCost]:
-    """Return the costs of the planned leaves of one run, in their order. Raises TooShort. ``leaves``: seats, and when
-    they were asked for in seconds since the epoch, far enough apart.
-    """
+    """Return the costs of a run's ``leaves`` (seat, s since the epoch), which are far enough apart. Raises TooShort."""
     commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
     resumed = [resume["committed"] for resume in events if resume["event"] == "resume"]
     if len(resumed) <= len(leaves):

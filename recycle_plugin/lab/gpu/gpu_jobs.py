@@ -71,9 +71,7 @@ def smoke(place: StagePlace) -> list[Row]:
 
 
 def precision(place: StagePlace, *more: str) -> list[Row]:
-    """Run a DeepSpeed job in bf16 and fp16, compare it with the CPU's fp32, and kill a worker from outside. ``more``:
-    overrides of the jobs on the device.
-    """
+    """Run DeepSpeed in bf16 and fp16 beside the CPU's fp32, and with a kill; ``more``: overrides on the device."""
     there, *whole = side_by_side(
         partial(started_gpt, place.folder / HOST.type, HOST.type),
         *(partial(started_gpt, place.folder / name, place.device, half, *more) for name, half in HALVES.items()),
