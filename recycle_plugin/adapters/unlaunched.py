@@ -85,9 +85,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a named module's spec with a loader that also wraps it. Not at once: callers may only look for the
-        module.
-        """
+        """Return a spec whose loader also wraps the module. Not at once: callers may only look for the module."""
         if name not in self._wrappers:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # possibly other hooks of this class

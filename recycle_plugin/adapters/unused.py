@@ -22,9 +22,7 @@ SEVERAL = 3  # optimizer steps: a script may try its optimizer out before, or tr
 
 
 def watch(session: Session) -> None:
-    """Have the first worker warn once if the script steps optimizers before the plugin's settings are known. Call it
-    before the script runs.
-    """
+    """Warn once, from the first worker, if optimizers step before the plugin is set up. Call before the script."""
     if session.view.is_first:
         AfterImport({"torch.optim.optimizer": partial(_watch, session)}).install()
 

@@ -132,9 +132,7 @@ class FlatState:
 
     @torch.no_grad()
     def state_dict(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """Return the state dict that a torch optimizer of :meth:`masters` would have. Raises RecycleError for state
-        that can't be cut this way.
-        """
+        """Return the state dict of a torch optimizer of :meth:`masters`. Raises RecycleError if state can't be cut."""
         state = {}
         for index, (group, span) in enumerate(zip(self.groups, spans, strict=True)):
             if group and group[-1] in self._optimizer.state:
@@ -206,9 +204,7 @@ class StateFiles:
     # --- writing -----------------------------------------------------------------------------------
 
     def part(self, number: int, parts: int) -> dict[str, Any]:
-        """Return what replica ``number`` of ``parts`` would write in DeepSpeed's own engine. Raises RecycleError for
-        state that can't be cut this way.
-        """
+        """Return what replica ``number`` of ``parts`` writes in stock. Raises RecycleError if state can't be cut."""
         groups = self._flat.groups
         spans = [_span(group, number, parts) for group in groups]
         state = {
@@ -254,9 +250,7 @@ class StateFiles:
     # --- and reading -------------------------------------------------------------------------------
 
     def read(self, folder: Path, load: Callable[[str], dict[str, Any]]) -> None:
-        """Load masters and state from the parts in ``folder``, of any number of replicas. Raises RecycleError if one is
-        missing, or of another model.
-        """
+        """Load the parts in ``folder``, of any number of replicas. Raises RecycleError if incomplete or a misfit."""
         first = folder / self.name(0)
         if not first.is_file():
             raise RecycleError(
@@ -303,7 +297,6 @@ class StateFiles:
             vars(self._scaler).update(vars(parts[0][names.LOSS_SCALER]))
 
     def _numbers(self, parts: list[dict[str, Any]]) -> list[int]:
-        """Return how many numbers ``parts`` have of each group, without padding."""
         masters = zip(*(part[names.SINGLE_PARTITION_OF_FP32_GROUPS] for part in parts))
         found = [sum(flat.numel() for flat in group) for group in masters]
         paddings = parts[-1][names.GROUP_PADDINGS] if self._scaler is None else [0] * len(found)
@@ -336,7 +329,6 @@ def _size(group: Parameters) -> int:
 
 
 def _span(group: Parameters, number: int, parts: int) -> Span:
-    """Return the span of part ``number`` of ``parts``."""
     length = ALIGNMENT * -(-_size(group) // (ALIGNMENT * parts))
     return number * length, (number + 1) * length
 
@@ -353,6 +345,5 @@ def _flat(tensors: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
 
 
 def _apart(parts: list[torch.Tensor], group: Parameters) -> list[torch.Tensor]:
-    """Return each parameter's part of the joined ``parts``, in its shape."""
     flat = torch.cat(parts)
     return [flat[end - parameter.numel() : end].view(parameter.shape) for parameter, end in zip(group, _ends(group))]

@@ -129,9 +129,7 @@ class EngineFiles:
         """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Load this worker's stage from the checkpoint ``folder``, without the others, as a newcomer does. Raises
-        RecycleError if it can't.
-        """
+        """Load this worker's stage from the checkpoint ``folder`` alone, as a newcomer does. Raises RecycleError."""
         self.check_whole(folder)
         with replaced(self.engine, checkpoint_engine=Verified(self.stock)):
             with self.loading(folder):

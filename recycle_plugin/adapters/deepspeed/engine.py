@@ -262,9 +262,7 @@ class RecycleEngine(PipelineEngine):
         return put(mean, self.device, "the mean loss")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Train with another number of micro-batches from the next step on. Every worker asks for the same before the
-        same step; raises RecycleError if not.
-        """
+        """Change the number of micro-batches after this step. Raises RecycleError unless all workers do the same."""
         if train_batch_size == self.train_batch_size():
             return
         self._trainer.agree("set_train_batch_size()", train_batch_size)
@@ -411,9 +409,7 @@ class RecycleEngine(PipelineEngine):
         return 0
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Return the plugin's bf16 optimizer, with masters of all trained parameters, where stock's has a part of them.
-        Gradients are summed over the workers in fp32.
-        """
+        """Return an optimizer with whole masters, where stock's has a part, and sum gradients over workers in fp32."""
         if optimizer is None:
             raise RecycleError(
                 "bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one"
@@ -461,9 +457,7 @@ class RecycleEngine(PipelineEngine):
         return StateFiles(*state, self.scaler if self.fp16_enabled() else None)
 
     def _step_as_stock(self, clip: Clip) -> None:
-        """Apply a step by stock code, which clips by ``clip``, and may ask for learning rates though this worker is
-        behind.
-        """
+        """Apply a step by stock code, which clips by ``clip``; it may ask for learning rates while behind."""
         self._clip = clip
         with replaced(self, _applies=True):
             super()._exec_optimizer_step()
@@ -504,7 +498,6 @@ class RecycleEngine(PipelineEngine):
         )
 
     def _make(self, topology: Topology, device: Device, stage: int) -> MadeStage:
-        """Make ``stage`` of the pipeline once more beside this worker's own."""
         module, keyed = made_again(self.module, stage, device), self._job.settings.rng == "keyed"
         ends = stage == 0, stage == topology.stages - 1
         model = StageModel(module, module.loss_fn, self.micro_batches, *ends, device, partial(reentrant, module), keyed)

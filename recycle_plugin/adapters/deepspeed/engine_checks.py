@@ -22,9 +22,7 @@ from recycle_plugin.settings.wording import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
-    """Raise RecycleError for a job that is not supported. ``config``: the whole DeepSpeed config; the other arguments
-    are those of ``deepspeed.initialize``.
-    """
+    """Raise RecycleError for an unsupported job. ``config``: all of it; the rest as for ``deepspeed.initialize``."""
     if not isinstance(model, PipelineModule):
         raise RecycleError(
             f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}: for a "
@@ -78,9 +76,7 @@ def check_placement(placement: str, model: PipelineModule, given: str) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise RecycleError for ``training_data`` that can't be read by index. IterableDataset inherits a __getitem__ that
-    does not work.
-    """
+    """Raise RecycleError for ``training_data`` without access by index. IterableDataset's __getitem__ does not work."""
     iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     )

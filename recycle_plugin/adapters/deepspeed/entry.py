@@ -129,9 +129,7 @@ class Plugin:
     def _our_engine(
         self, module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """A context in which ``deepspeed.initialize`` builds the plugin's engine. It does so by the name
-        PipelineEngine, which may be a class of the user's.
-        """
+        """A context in which ``deepspeed.initialize`` builds our engine, over PipelineEngine or a user's subclass."""
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine import EngineArguments, engine_class
         from recycle_plugin.adapters.deepspeed.engine_checks import check_config, check_dataset, check_placement
@@ -157,9 +155,7 @@ class Plugin:
     def _replica_engine(
         self, driver: str | None, module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """A context in which ``deepspeed.initialize`` builds the engine of one rank of a replica. ``driver``: the
-        library that calls it, None for the script.
-        """
+        """A context in which ``deepspeed.initialize``, called by ``driver`` or the script, builds a rank's engine."""
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine_checks import backend
         from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaArguments, engine_class

@@ -40,9 +40,7 @@ def opening(session: Session) -> Iterator[None]:
 
 
 class FirstLive:
-    """Stands in for an engine's ``monitor``: writes in the first live worker only. Entries that can't be written are
-    dropped, with a warning.
-    """
+    """Stands in for an engine's ``monitor``: writes in the first live worker only, and drops what can't be written."""
 
     def __init__(self, stock: MonitorMaster, session: Session) -> None:
         self._stock, self._session = stock, session

@@ -22,9 +22,7 @@ from recycle_plugin.runtime.state.stage_state import StatePart
 
 @dataclass(frozen=True)
 class StockBuckets:
-    """Sums gradients over ``group``, the stage's workers, by functions of a DeepSpeed engine. ``averages``: DeepSpeed
-    divides sums by the logical number of replicas.
-    """
+    """Sums gradients over ``group`` by a DeepSpeed engine's functions. ``averages``: divides sums by the replicas."""
 
     averages: bool
     group: MemberGroup

@@ -66,9 +66,7 @@ def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[
 
 
 def mend_for_torchs(parts: Any) -> None:
-    """Let stock's distributed optimizer load into torch's own Adam: it wants step counts before it has loaded any, and
-    then one for each weight.
-    """
+    """Let stock's distributed optimizer load into torch's Adam: it wants step counts before, one for each weight."""
     if not isinstance(parts.optimizer, TORCHS):
         return
     parts._init_optimizer_states_with_dummy_values()
@@ -135,7 +133,6 @@ def as_parts(made: dict[str, Any], optimizer: Any) -> None:
 
 
 def _master(weight: Any, masters: Callable[[nn.Parameter], nn.Parameter]) -> Any:
-    """Return a weight's master as an entry of its own in a sharded state dict."""
     data = masters(weight.data).detach().float()
     kind = {"dtype": data.dtype} if isinstance(weight, ShardedTensor) else {}  # a factory has none
     return replace(weight, key=f"optimizer.state.param.{weight.key}", data=data, **kind)

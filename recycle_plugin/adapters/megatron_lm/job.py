@@ -50,9 +50,7 @@ from recycle_plugin.settings.schema import Settings
 
 
 class Job:
-    """The training of one worker's stage ``model`` by ``optimizer`` and its learning-rate ``scheduler``. ``in_parts``:
-    checkpoints are those of a distributed optimizer.
-    """
+    """The training of one worker's stage. ``in_parts``: checkpoints are those of a distributed optimizer."""
 
     def __init__(
         self,
@@ -187,9 +185,7 @@ class Job:
             self._take_over()
 
     def writer(self, stock: Callable[[], Any], kind: str, flag: str) -> Any:
-        """Return the writer ``stock()`` of this ``kind``, for which ``flag`` asks, on the worker that prints, else
-        None. Megatron makes one on its last rank only.
-        """
+        """Return the writer ``stock()`` on the worker that prints, made here if ``flag`` is set; else None."""
         if not self.prints:
             return None
         if stock() is None and getattr(self._args, flag):

@@ -78,7 +78,6 @@ class ShardedFiles(MegatronFiles):
             raise NotSaved(f"the index of {folder}: {error}") from error
 
     def _parted(self, state: StageState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the stage's sharded state dict, and what all stages have in common."""
         from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
         metadata = _build_sharded_state_dict_metadata(self.args)
@@ -135,7 +134,6 @@ def _indexed(folder: Path) -> tuple[Metadata, list[list[WriteResult]]]:
 
 
 def _said(path: Path) -> list[dict[str, Any]]:
-    """Return the list of contents of a stage's file."""
     with path.open("rb") as file:
         file.seek(-LENGTH.size, io.SEEK_END)
         (length,) = LENGTH.unpack(file.read())

@@ -110,9 +110,7 @@ class DistributedFiles:
             raise NotSaved(folders.refusal(folder / METADATA, error)) from error
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Load the checkpoint ``folder``, saved by any number of processes, possibly by a stock script. Raises
-        RecycleError if it is no checkpoint, or one of another job.
-        """
+        """Load the checkpoint ``folder``, also one of a stock script. Raises RecycleError if it does not fit."""
         if not (folder / METADATA).is_file():
             raise RecycleError(
                 f"load(): {folder / METADATA} is missing; name a folder that save() has written to, of a job whose "
@@ -133,13 +131,10 @@ class DistributedFiles:
         state.put(found["rest"])
 
     def _names(self) -> dict[torch.Tensor, str]:
-        """The names of the weights that the optimizer steps."""
         return {part: name for name, part in self.weights.parts.items()}
 
     def _check_groups(self, saved: list[Any], folder: Path) -> None:
-        """Raise RecycleError if the checkpoint's parameter groups differ. ``saved``: the parameter names of each group,
-        empty if the checkpoint has no optimizer.
-        """
+        """Raise RecycleError if the parameter groups differ. ``saved``: each group's names, [] without optimizer."""
         groups, name_of = self.optimizer.param_groups, self._names()
         if saved and len(saved) != len(groups):
             raise RecycleError(
@@ -294,7 +289,6 @@ def _in_words(folder: Path) -> Iterator[None]:
 
 
 def _check_model(model: Mapping[str, Any], metadata: Metadata, folder: Path) -> None:
-    """Raise RecycleError if the checkpoint is of another model."""
     for name, tensor in model.items():
         saved = metadata.state_dict_metadata.get(f"model.{name}")
         if not isinstance(saved, TensorStorageMetadata):
@@ -312,7 +306,6 @@ def _check_model(model: Mapping[str, Any], metadata: Metadata, folder: Path) -> 
 
 
 def _groups(metadata: Metadata) -> int:
-    """Return how many parameter groups the checkpoint's optimizer has."""
     keys = (
         key.removeprefix(GROUPS).partition(".")[0] for key in metadata.state_dict_metadata if key.startswith(GROUPS)
     )

@@ -71,7 +71,6 @@ class Replicas(PlainJob):
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on ``module`` or a part of it."""
     tensor = sys.modules.get("torch.distributed.tensor")  # imported if something is sharded; it takes 0.5 s
     return tensor is not None and any(isinstance(each, tensor.DTensor) for each in module.parameters())
 

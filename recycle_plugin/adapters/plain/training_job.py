@@ -239,7 +239,6 @@ def _files(
     shards: Shards | None,
     dcp: bool,
 ) -> CheckpointFormat:
-    """Return the checkpoint format of this worker's part."""
     kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
     if shards is None and not dcp:
         return PlainFiles(place.seat, place.topology.stages, module, kinds, place.shards, place.shard)

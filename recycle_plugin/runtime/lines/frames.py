@@ -32,9 +32,7 @@ class Framing:
         return made + seal.of(made)
 
     def receive(self, connection: Connection, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
-        """Return the next message, of this ``kind`` and at most ``limit`` bytes. Raises Nonsense for anything else,
-        EOFError if the other end closes first, OSError.
-        """
+        """Return the next message, of this ``kind``. Raises Nonsense for another one, EOFError at the end, OSError."""
         head = exactly(connection, HEAD.size)
         rest = exactly(connection, self._size(head, limit) + SEAL)
         message = self._message(bytes(head + rest[:-SEAL]), bytes(rest[-SEAL:]), seal)
@@ -43,9 +41,7 @@ class Framing:
         return message
 
     def taken(self, received: bytearray, seal: Seal, limit: int = LIMIT) -> object | None:
-        """Return the message at the beginning of ``received``, and remove it there; None until it is whole. Raises
-        Nonsense if it does not fit the next ``seal``.
-        """
+        """Remove and return ``received``'s first message; None until it is whole. Raises Nonsense for a wrong seal."""
         if len(received) < HEAD.size:
             return None
         end = HEAD.size + self._size(received, limit)

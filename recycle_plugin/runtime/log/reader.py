@@ -160,9 +160,7 @@ class LogReader:
         raise fault
 
     def step_records(self, step: int) -> list[KeptStep]:
-        """Return the record of ``step`` from each stream that has a readable one that counts, the last of several.
-        Unreadable ones are added to the faults.
-        """
+        """Return each stream's last readable record of ``step`` that counts; unreadable ones become faults."""
         found = []
         for places in self._steps.get(step, {}).values() if self._counting(step) else ():
             for place in self._counted(step, places)[-1:]:

@@ -54,9 +54,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a payload. ``dtype`` is torch's name without ``torch.``. Raises ValueError for an unknown type or an
-    invalid shape.
-    """
+    """A tensor of a payload; ``dtype``: torch's name without ``torch.``. Raises ValueError for wrong values."""
 
     name: str
     dtype: str

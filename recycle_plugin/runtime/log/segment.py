@@ -89,9 +89,7 @@ def files(folder: Path) -> dict[WorkerId, dict[int, Path]]:
 
 
 def payload(parts: Sequence[Part], tensors: Sequence[Buffer]) -> tuple[memoryview, ...]:
-    """Return the bytes of the tensors that ``parts`` describe, without copying. Raises ValueError if they don't fit,
-    TypeError for non-contiguous memory.
-    """
+    """Return the tensors' bytes, not copied. Raises ValueError if ``parts`` differ, TypeError if not contiguous."""
     found = tuple(_flat(tensor) for tensor in tensors)
     if [part.nbytes for part in parts] != [each.nbytes for each in found]:
         raise ValueError(f"{[each.nbytes for each in found]} bytes are no payload of {parts}")
@@ -313,9 +311,7 @@ class _SegmentFile:
         return entries, []
 
     def record(self, offset: int, end: int, wanted: bool = True) -> _Read:
-        """Return the record at ``offset``, which must end by ``end``. ``wanted``: read its tensors; else only check
-        their CRC. Raises Damaged.
-        """
+        """Return the record at ``offset``, ending by ``end``; without ``wanted`` only check it. Raises Damaged."""
         front = self._take(offset, FRONT, end)
         size, length = self._sizes(front, offset, end)
         body = self._take(offset + FRONT, length, end)
@@ -338,7 +334,6 @@ class _SegmentFile:
         return _Read(record, tensors, FRONT + length + size)
 
     def _sizes(self, front: bytes, offset: int, end: int) -> tuple[int, int]:
-        """Return the bytes of a record's payload and of its body."""
         (size,) = PAYLOAD.unpack_from(front, CRC.size)
         length = LANGUAGE.size(front[-HEAD.size :])
         if isinstance(length, Unreadable):

@@ -70,8 +70,6 @@ Report = Callable[[Stopped | Resumed], None]
 
 @dataclass
 class _Sync:
-    """Asks for everything before it to be on the disk."""
-
     done: threading.Event = field(default_factory=threading.Event)
     synced: bool = False
 
@@ -83,14 +81,11 @@ class _Checkpointed:
 
 @dataclass
 class _UpToHere:
-    """Calls ``happen`` once everything before it is written."""
-
     happen: Callable[[], None]
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class _Close:
-    """The last item of the ring."""
+class _Close: ...
 
 
 class _Waiting(NamedTuple):
@@ -374,8 +369,6 @@ class LogWriter:
 
 
 class _Open:
-    """A segment that is being written."""
-
     def __init__(self, disk: Disk, path: Path, head: Head) -> None:
         self.path, self.entries = path, list[IndexEntry]()
         start, self._seed = begun(head)
@@ -425,9 +418,7 @@ class _Ended(NamedTuple):
 
 
 class _Segments:
-    """The files of a stream, and those that former processes of the rank have left. Only for the writer's thread; each
-    method raises OSError.
-    """
+    """The files of a stream, and of the rank's former processes. Writer's thread only; each method raises OSError."""
 
     def __init__(self, folder: Path, stream: Stream, limit: int, disk: Disk) -> None:
         self._folder, self._stream, self._limit, self._disk = folder, stream, limit, disk
@@ -440,9 +431,7 @@ class _Segments:
         self.doubted: list[int] = []  # steps of which written records may be lost
 
     def append(self, batch: Sequence[_Waiting], voids: Iterable[Void]) -> int:
-        """Write the first records of ``batch``, in a new segment if they don't fit this one; it begins with ``voids``.
-        Returns how many were written.
-        """
+        """Write the first records of ``batch``, if need be in a new segment after ``voids``. Returns how many."""
         if self._open is not None and not self._fitting(batch):
             self.rotate()
         repeated: list[_Waiting] = []
@@ -456,7 +445,6 @@ class _Segments:
         return len(now)
 
     def _fitting(self, batch: Sequence[_Waiting]) -> int:
-        """Return how many records of ``batch`` fit the present segment."""
         assert self._open is not None, "one is"
         room, count = self._limit - self._open.size, SEGMENT_RECORDS - len(self._open.entries)
         sizes = accumulate(each.weight for each in batch[:count])

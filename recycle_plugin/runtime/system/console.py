@@ -12,7 +12,5 @@ def say(line: str) -> None:
 
 
 def print_whole(line: str, file: TextIO | None = None) -> None:
-    """Print ``line`` in one write, by default on stdout. An unbuffered print writes the line's end separately, and
-    another process's line may get in between.
-    """
+    """Print ``line`` in one write: unbuffered print writes the line's end apart, and others' text gets between."""
     print(f"{line}\n", end="", file=file, flush=True)

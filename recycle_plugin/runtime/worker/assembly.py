@@ -98,9 +98,7 @@ def _worker(
 
 
 def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays: Replays) -> StageReplay | None:
-    """Let the worker help to replay other stages, and replay its own as a companion. Returns a newcomer's replay of its
-    stage, None for any other worker.
-    """
+    """Let the worker help to replay, also as a companion. Returns a newcomer's replay of its stage, else None."""
     worker.helper = replays.helper()
     companion = replays.machine(TorchCompanion)
     parts.replays_along = lambda: companion.at_work
@@ -110,7 +108,6 @@ def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays:
 
 
 def _lockstep(parts: Parts) -> Lockstep | None:
-    """Return the lockstep with the other workers of the seat, None if there are none."""
     framework = parts.framework
     if framework.shards == 1:
         return None

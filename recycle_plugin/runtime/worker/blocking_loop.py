@@ -84,9 +84,7 @@ class BlockingLoop:
         return drain(self._loop.train(step))
 
     def steps(self) -> Iterator[Any]:
-        """Train step after step for a script that pushes its micro-batches; yields what is needed of the script
-        (core.worker.pushed.steps).
-        """
+        """Train step after step for a script that pushes micro-batches (core.worker.pushed.steps)."""
         return pushed.steps(self._loop)
 
     @property

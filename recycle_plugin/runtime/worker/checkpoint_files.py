@@ -65,9 +65,7 @@ class WrittenShare:
         self.check()
 
     def _write(self, path: Path, into: Callable[[Any], object], reach: Reach) -> None:
-        """Write a file, unless one failed before. The error is kept for later: others may wait for this worker in a
-        collective of the framework's.
-        """
+        """Write a file, unless one failed before; keep the error, since others may wait for this worker."""
         if self._refused is not None:
             return
         try:

@@ -67,7 +67,6 @@ class JobCheckpoints:
         return Checkpoint(self._session, self._reach, gather, format.complete, folder, tag, *more)
 
     def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> WrittenShare:
-        """Return this worker's files of the checkpoint ``path``, of the present state."""
         session = self._session
         own = session.view.member
         assert own is not None, "who saves is a member"

@@ -31,9 +31,7 @@ KEPT = "the state of a stage that is replayed along"
 
 @dataclass(frozen=True)
 class KeptState:
-    """What a companion keeps of its stage: the state's ``tensors``, in host memory, its ``small`` parts, and the values
-    that the ``scripts`` have set.
-    """
+    """A stage's former state: ``tensors``, in host memory, ``small`` parts, and the values set by ``scripts``."""
 
     tensors: Mapping[str, torch.Tensor]
     small: Mapping[str, Any]
@@ -102,7 +100,6 @@ class TorchCompanion(ReplayMachine):
 
     @torch.no_grad()
     def _apart(self, kept: KeptState) -> float:
-        """Return the norm of the difference between the weights and those ``kept``."""
         present = self.state.tensors()
         names = [name for name in kept.tensors if name.startswith("masters/")]
         names = names or [name for name in kept.tensors if name.startswith("weights/")]

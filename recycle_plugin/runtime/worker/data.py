@@ -1,7 +1,4 @@
-"""Training data: a dataset addressed by (step, replica, micro-batch), or a script's iterator.
-
-With the address a peer can load what a lost worker would have loaded.
-"""
+"""Training data: a script's iterator, or a dataset addressed so that peers can load a lost worker's micro-batches."""
 
 from __future__ import annotations
 
@@ -78,9 +75,7 @@ class ScriptsIterator:
         return None if draw is None else packed(batch, draw)
 
     def skip_to(self, place: Place, read: int) -> None:
-        """Move the iterator to ``place``: set it to a known state if there is one, and read on from there. Raises
-        RecycleError if it ends before.
-        """
+        """Move the iterator to ``place``, if possible from a known state. Raises RecycleError if it ends before."""
         for number in range(self._states.nearest(place, read) + 1, place.read + 1):
             try:
                 self._read(f"at batch {number} of the {place.read} that its replica has had before")

@@ -43,9 +43,7 @@ class Entry:
     # --- what is over ------------------------------------------------------------------------------
 
     def past_loss(self) -> float | None:
-        """Return the loss of the script's next step if that is over. Return None if the step is to be trained here,
-        with what the script has set for it.
-        """
+        """Return the script's next loss if that step is over; None to train it here, with the script's settings."""
         step = self._script.position + 1
         self._scripted.begin(step)
         loss = self._script.loss()
@@ -73,18 +71,14 @@ class Entry:
         self._let_in()
 
     def meets(self, place: str) -> bool:
-        """Whether the others may wait for this newcomer at the barrier ``place``, since nobody else had its stage. If
-        so, it is a member now.
-        """
+        """Whether the others may wait at ``place`` for this newcomer, whose stage nobody had; then it is a member."""
         if self._loop is None or not self._loop.meets(place):
             return False
         self._let_in()
         return True
 
     def _follow(self, step: int) -> bool:
-        """Wait until it is known whether the others have ``step`` behind them: return True. Return False if they have
-        not: this worker is a member now, with its stage's state.
-        """
+        """Wait until ``step`` is over for the others: True. False if this worker is to train it: it is a member now."""
         loop = self._begun()
         self._parts.feed.begin()
         if loop.follow(step):

@@ -60,9 +60,7 @@ class HowToMake:
 
 
 class Helping:
-    """The machine of a worker that helps others (core.worker.helper.HelpingMachine), beside its own ``world``. Logs are
-    in ``folder``.
-    """
+    """The machine of a worker that helps others (core.worker.helper), beside its ``world``; logs in ``folder``."""
 
     def __init__(self, session: Session, world: TorchMachine, how: HowToMake, folder: Path) -> None:
         self.control_view, self._session = session.view, session

@@ -40,9 +40,7 @@ def write(
     place: IteratorPlace,
     state: bytes | None = None,
 ) -> None:
-    """Add the files of the end at ``seat`` to a checkpoint's folder, by ``add(path, into)``: its ``place``, and the
-    iterator's ``state`` if there is one.
-    """
+    """Add an end's files to a checkpoint's folder by ``add(path, into)``: ``place``, and the iterator's ``state``."""
     text = json.dumps(asdict(place)).encode()
     add(folder / f"{PREFIX}{seat}.json", lambda file: file.write(text))
     if state is not None:
@@ -50,9 +48,7 @@ def write(
 
 
 def state(folder: Path, replica: int) -> bytes | None:
-    """Return the iterator state of ``replica``, of either end, in a checkpoint; None if there is none. Raises
-    RecycleError for an unreadable file.
-    """
+    """Return the iterator state of ``replica`` in a checkpoint, if any. Raises RecycleError for an unreadable file."""
     file = next(iter(sorted(folder.glob(f"{PREFIX}{replica}.*{STATE}"))), None)
     try:
         return None if file is None else file.read_bytes()
@@ -61,9 +57,7 @@ def state(folder: Path, replica: int) -> bytes | None:
 
 
 def read(folder: Path) -> dict[int, IteratorPlace]:
-    """Return the places in a checkpoint by replica, without replicas both of whose ends were lost. Raises RecycleError
-    for an unreadable file.
-    """
+    """Return the places in a checkpoint by replica, as far as known. Raises RecycleError for an unreadable file."""
     found: dict[int, IteratorPlace] = {}
     for file in sorted(folder.glob(f"{PREFIX}*.json")):
         try:
@@ -76,9 +70,7 @@ def read(folder: Path) -> dict[int, IteratorPlace]:
 
 @dataclass(frozen=True)
 class ResumedIterators:
-    """Where iterators begin in a job that goes on: how many batches each replica has had, and a sentence on what
-    changes by that, "" if nothing does.
-    """
+    """Where iterators begin: batches that each replica has had, and in a sentence what that changes, or ""."""
 
     read: tuple[int, ...]
     change: str = ""

@@ -78,9 +78,7 @@ class IteratorStates:
         return text
 
     def set(self, read: int, state: bytes) -> None:
-        """Have the script's first iterator start after ``read`` batches with ``state``, when it is brought to a place
-        at or after these.
-        """
+        """Have the first iterator start after ``read`` batches with ``state``, once it is moved that far."""
         self._begun = Place(1, read), state
 
     def nearest(self, place: Place, read: int) -> int:
@@ -116,5 +114,4 @@ class IteratorStates:
 
 
 def _why(error: Exception) -> str:
-    """Return the type of an error, and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]

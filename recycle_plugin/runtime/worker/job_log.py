@@ -36,9 +36,7 @@ WRITTEN_S = 2.0  # seconds to wait for a datum in a log that has lost something
 
 
 class WorkerLog:
-    """The log of this worker's process, in ``folder`` (core.worker.step_log.DiskLog). ``budget``: bytes that may wait
-    for the disk.
-    """
+    """This process's log in ``folder`` (core.worker.step_log.DiskLog). ``budget``: bytes that may wait for the disk."""
 
     def __init__(self, session: Session, folder: Path, stream: Stream, budget: int, device: Device) -> None:
         self._session, self._device = session, device
@@ -195,9 +193,7 @@ class JobLogs:
         return CommittedStep(step, norm, self._reader.counts_from(step), kept.valid_from)
 
     def get(self, datum: Datum) -> Tensors | None:
-        """Return a datum's value in host memory, as it was sent or drawn. None until somebody has written it, or if no
-        copy is readable.
-        """
+        """Return a datum's value in host memory, as sent or drawn. None if it is not written yet, or unreadable."""
         kept = self._kept(datum) or (self._kept(datum) if self._again() else None)
         if kept is None:
             return None
@@ -236,7 +232,6 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -49,7 +49,6 @@ def ready(parts: Parts, step: int) -> Ready:
 
 
 def _job(parts: Parts) -> JobSpec:
-    """Return the job of the worker that has ``parts``."""
     settings, framework, topology, log = parts.settings, parts.framework, parts.topology, parts.log
     _, costs, policy = planning(parts)
     # the folders that the job writes to beside the run folder, by setting

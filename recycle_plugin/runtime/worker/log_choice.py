@@ -123,5 +123,4 @@ class LogChoice:
 
 
 def _inclusive(found: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Return groups of stages as [first, last]."""
     return [[first, end - 1] for first, end in found]

@@ -99,9 +99,7 @@ class TorchMachine:
         interruptible: bool = True,
         at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Block until ``ready()`` is not None and return it; never yields. Raises as Waiting.until does, after at least
-        ``at_least_s`` seconds.
-        """
+        """Block until ``ready()`` is not None; return it. Raises as Waiting.until, but not before ``at_least_s``."""
         return self._session.waiting.until(what, ready, interruptible, max(at_least_s, self._session.waiting.timeout_s))
         yield  # makes it a generator, as the loop wants
 

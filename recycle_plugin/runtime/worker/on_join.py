@@ -24,9 +24,7 @@ class OnJoin:
         return any(give is not None for _, give in self._given)
 
     def add(self, callback: Callback, state: Give | None) -> None:
-        """Add a pair of functions: ``state()`` returns what ``callback(step, state)`` gets. Raises RecycleError if one
-        can't be called.
-        """
+        """Add ``callback(step, state)``, which gets what ``state()`` returns. Raises RecycleError if not callable."""
         if not callable(callback) or not (state is None or callable(state)):
             wrong = callback if not callable(callback) else state
             raise RecycleError(

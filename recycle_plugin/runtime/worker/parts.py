@@ -1,6 +1,4 @@
-"""The parts with which a worker computes, stores, moves and applies its stage's steps, made once in the order of their
-dependencies.
-"""
+"""The parts with which a worker trains its stage, made once, in the order of their dependencies."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ Hosts = list[list[Seat]]
 
 
 class PlanPrefetcher:
-    """Makes one worker's plans, in advance if it can. ``whole``: replicas are lost whole. ``prepared``: set when all
-    plans for the last view are stored.
-    """
+    """Makes a worker's plans, ahead if it can. ``whole``: replicas are lost whole. ``prepared``: all are stored."""
 
     def __init__(self, costs: CostModel, policy: Policy, whole: bool = False) -> None:
         self.costs, self._policy = costs, policy

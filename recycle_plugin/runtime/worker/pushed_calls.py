@@ -15,9 +15,7 @@ from recycle_plugin.runtime.worker.trainer import Trainer
 
 
 class PushedCalls:
-    """The calls that a script makes for each micro-batch of ``stage`` that it pushes to ``trainer``. Each returns when
-    every finished step is committed.
-    """
+    """A script's calls for each micro-batch that it pushes. Each returns with all finished steps committed."""
 
     def __init__(self, trainer: Trainer, stage: PushedStage) -> None:
         self._trainer, self._stage = trainer, stage

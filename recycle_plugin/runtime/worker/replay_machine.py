@@ -194,9 +194,7 @@ class ReplayMachine(LoggedWork):
         return self._parts.stepping.reduce_alone(instruction.step)
 
     def tied_of(self, logged: Any) -> Any:
-        """Return what TIE leaves here, from another stage's log of it: tensors in the order of the weights' names, the
-        same in all stages.
-        """
+        """Return what TIE leaves here, from another stage's log: tensors in the order of the weights' names."""
         try:
             return self._parts.stepping.tied_of(logged)
         except ValueError as error:

@@ -58,7 +58,6 @@ class Replays:
         return Helper(helping, parts.topology, blocks, settings.split_backward)
 
     def _why_alone(self) -> str:
-        """Return why nobody can help to replay this worker's stage, in words; "" if others can."""
         if self._parts.settings.rng == "stream":
             return 'recycle.rng is "stream": random numbers are those of whoever draws'
         return "" if self._parts.framework.make is not None else "the script runs the model itself"

@@ -57,6 +57,5 @@ class ScriptChanges:
 
     @contextmanager
     def _summing(self, step: int) -> Iterator[None]:
-        """A context for what belongs to the sum of ``step``."""
         with self._session.thread.at_work(Instruction(Op.REDUCE, 0, None, step)):
             yield

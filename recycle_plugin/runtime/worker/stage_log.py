@@ -31,7 +31,6 @@ UNBOUNDED = 1 << 62
 
 
 def _begin_in(folder: Path) -> None:
-    """Make the folder of a log. Raises SettingsError if that fails."""
     try:
         folders.make(folder)
     except NotSaved as error:

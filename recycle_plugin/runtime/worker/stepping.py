@@ -108,9 +108,7 @@ class Stepping:
         self._rescale(step, skips)
 
     def prepare(self, step: int, committed: int) -> None:
-        """Prepare for ``step`` while its gradients are computed, once the step before is ``committed``. Does nothing if
-        ``step`` is already applied.
-        """
+        """Prepare for ``step`` while its gradients are computed, once the step before is ``committed``."""
         if committed >= step - 1 == self._optimizer.steps:
             self.prepared = step
             self._undo.prepare()
@@ -169,9 +167,7 @@ class Stepping:
 
 
 def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> Undo:
-    """Return the undo record of ``state``'s optimizer, which is made before each of its steps. ``keeper``: has a step's
-    gradients until it is committed.
-    """
+    """Return ``state``'s undo record, made before each step. ``keeper``: has gradients until the commit."""
     record: Undo = KINDS[kind](state, keeper)
     around_steps(state.optimizer.optimizer, record.before_step)
     return record

@@ -207,9 +207,7 @@ class Trainer:
                 self._entry.past_loss()
 
     def steps(self) -> Iterator[Any]:
-        """Train step after step for a script that pushes all micro-batches. A generator of what it needs of the script
-        (core/worker/pushed.py).
-        """
+        """Train step after step for a script that pushes micro-batches; yields what it needs (core.worker.pushed)."""
         return self._running.steps()
 
     @contextmanager
@@ -329,7 +327,6 @@ class Trainer:
         session.hooks.between_steps = self.between_steps
 
     def _log_choice(self) -> LogChoice | None:
-        """Return the choice of what is logged, None if nothing is."""
         if self._parts.log is None:
             return None
         size = self._framework.micro_batch_size
@@ -342,7 +339,6 @@ class Trainer:
             startup.begin_training(trained(self._framework.model.module))
 
     def _ask(self) -> None:
-        """Ask to take part, once."""
         if self._asked:
             return
         self._asked, session = True, self._session
@@ -363,9 +359,7 @@ class Trainer:
             self._running.catch_up()
 
     def _changed(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that a step changes, and buffers, which the rest of a step reads. A newcomer's buffers are
-        its script's own.
-        """
+        """Yield tensors that a step changes, and buffers that the rest of a step reads, a newcomer's excepted."""
         yield from self.state.tensors().values()
         if self._entry is None:
             yield from self._framework.model.module.buffers()
@@ -395,9 +389,7 @@ class Trainer:
             )
 
     def resize(self, micro_batches: int) -> None:
-        """Train with so many micro-batches a replica from the next step on. The framework uses that number already, and
-        all workers have agreed on it.
-        """
+        """Train with so many micro-batches a replica after this step, as the framework does and all have agreed."""
         self._framework.cursor.change(self.step + 1, micro_batches)
         self._parts.resize(micro_batches)
         made = self._assembled
@@ -515,7 +507,5 @@ class Trainer:
         return nullcontext() if self._session.hooks.startup is None else self._session.hooks.startup.apart()
 
     def on_join(self, callback: Callback, state: Give | None) -> None:
-        """Have ``callback(step, state)`` called in a newcomer before its first step, with what ``state()`` returns at a
-        live worker of its stage.
-        """
+        """Have ``callback(step, state)`` called before a newcomer's first step, with a live peer's ``state()``."""
         self._parts.on_join.add(callback, state)

@@ -91,9 +91,7 @@ class ReplicaFiles:
 
 @dataclass(frozen=True)
 class WeightsFile(ReplicaFiles):
-    """One file of all weights, as stock's ``save_16bit_model`` writes it. The ranks of the first live replica gather
-    them, and the lowest rank writes.
-    """
+    """One file of all weights, as in ``save_16bit_model``, gathered and written in the first live replica."""
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over the file ``path`` if this rank writes it."""

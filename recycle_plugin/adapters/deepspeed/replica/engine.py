@@ -221,9 +221,7 @@ class ReplicaEngine(DeepSpeedEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save all weights in one file as DeepSpeed does, written by the lowest live rank and in place on return.
-        Raises NotSaved, on all ranks, if it can't be written.
-        """
+        """Save all weights in one file, in place on return. Raises NotSaved, on all ranks, if it can't be written."""
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)  # stock says why not
         files = WeightsFile(

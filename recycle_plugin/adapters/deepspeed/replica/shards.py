@@ -386,9 +386,7 @@ def _changed(shown: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor
 
 
 def _judged(optimizer: Any) -> torch.Tensor:
-    """Return the norm by which stock has judged a step, without the loss scale, in its dtype, on the host. It is
-    infinite if stock has skipped the step.
-    """
+    """Return stock's norm of a step, without the loss scale, on the host; infinite if stock has skipped the step."""
     if optimizer.overflow:
         return torch.tensor(float("inf"))
     norm = optimizer._global_grad_norm
