@@ -1,6 +1,5 @@
-"""Planning, from who is alive to who does what when: reroute, schedule, bound, verify, lower.
-
-Every worker plans for itself and compares digests, so planning depends on nothing but its arguments.
+"""Planning, from who is alive to who does what when: reroute, schedule, bound, verify, lower. Every worker plans for
+itself and compares digests, so planning depends on nothing but its arguments.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from recycle_plugin.planner.timing import project
 def assemble(
     view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, bound_us: int
 ) -> Plan:
-    """The plan that the solution's order projects to, each program closed by what its stage does at a step's end."""
+    """Return the plan of the solution's order; each program ends with what its stage does at a step's end."""
     closing, closing_at = _closing(view, problem, policy, solution)
     seats, row, ends = _rows(view, problem, solution.order, (closing >= 0).sum(axis=1))
     codes, times = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
@@ -53,7 +53,7 @@ def assemble(
 
 
 def timeline(plan: Plan, costs: CostModel) -> list[Span]:
-    """The spans that the plan expects of one step in its steady state, in microseconds from its first start."""
+    """Return the spans that the plan expects of one step in its steady state, in microseconds from its first start."""
     return [
         Span(seat, instruction, start, start + costs.of(instruction.op, seat.stage, seat))
         for seat, program in plan.programs.items()
@@ -66,7 +66,7 @@ def _code(op: Op) -> int:
 
 
 def _rows(view: ClusterView, problem: Problem, order: Array, closing: Array) -> tuple[tuple[Seat, ...], Array, Array]:
-    """The seats in order, the row of each worker (-1: nobody there), and where each row ends."""
+    """Return the seats in order, the row of each worker (-1: none), and where each row ends."""
     seats = tuple(sorted(view.live))
     rank_of = {replica: rank for rank, replica in enumerate(problem.replicas)}
     workers = np.array([seat.stage * problem.ranks + rank_of[seat.replica] for seat in seats], np.int64)
@@ -80,7 +80,7 @@ def _rows(view: ClusterView, problem: Problem, order: Array, closing: Array) -> 
 
 
 def _closing(view: ClusterView, problem: Problem, policy: Policy, solution: Solution) -> tuple[Array, Array]:
-    """The [stage, place] codes of what ends a stage's programs, -1 for what it does without, and when each starts."""
+    """Return the [stage, place] codes of the ops that end a stage's programs, -1 for none, and when each starts."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
     tie_at, step_at = met(problem.tie, lasts + problem.reduce), problem.through(lasts) - problem.step
     tied = np.array([bool(view.topology.tie(stage)) for stage in range(problem.stages)])

@@ -5,15 +5,13 @@ start of a micro-batch's F at p to the arrival of its gradient:
 
 * load: N (F + I + W);
 * head: before its first I a worker can run nothing but F, and at most min(A, N) of them;
-* tail: when the last I of stage p ends, at most D of its W are still to come (D pending ones fit), and
-  the last gradient has to travel up to stage q <= p, whose first F started that much earlier;
-* memory: every micro-batch occupies its place for RT + I + W.  The places can't all be taken at the
-  start nor given back at the end: the F that take them, and the W or B that give them back, follow
-  each other on one worker.
-
-* ties: a stage of several that share weights steps when the last of them has reduced.  From the first F of stage p the
-  last W of a stage q below is at least the fill and q's own window away; of a stage q above, p's last I, the gradient's
-  way up, and q's backward.
+* tail: when the last I of stage p ends, at most D of its W are still to come (D pending ones fit). The last gradient
+  also has to travel up to stage q <= p, whose first F started that much earlier;
+* memory: every micro-batch occupies its place for RT + I + W. The places can't all be taken at the start nor given back
+  at the end: the F that take them, and the W or B that give them back, follow each other on one worker;
+* ties: a stage that shares weights steps when the last of them has reduced. After the first F of stage p, the last W of
+  a stage q below comes at least the fill and q's own window later; of a stage q above, p's last I, the gradient's way
+  up, and q's backward;
 * stages that step together: from one barrier of all to the next, each steps, then waits for its first activation, then
   has its window.
 
@@ -30,9 +28,7 @@ from recycle_plugin.planner.flat import Array, Problem
 
 
 class StageCosts(NamedTuple):
-    """The costs per stage, int64 in microseconds: F, the least time to a gradient, the W after it, and both backwards
-    together.
-    """
+    """The costs per stage, int64 in microseconds: F, the least time to a gradient, the W after it, both backwards."""
 
     forward: Array
     gradient: Array
@@ -65,8 +61,8 @@ def _reached(problem: Problem) -> _Reached:
 
 
 def bound(problem: Problem) -> int:
-    """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all of them
-    before they step.  Costs time in proportion to the stages squared, and to the workers.
+    """Return the least period in microseconds: stages couple at their own reduce-and-step, at their tie's, or all
+    before they step. Costs time in proportion to the stages squared, and to the workers.
     """
     reached = _reached(problem)
     if problem.synchronous:
@@ -75,9 +71,7 @@ def bound(problem: Problem) -> int:
 
 
 def _tied(problem: Problem, reached: _Reached) -> int:
-    """The least time from the first F of a stage to its step, over all stages for whose sum it waits because they share
-    weights.
-    """
+    """Return the least time from the first F of a stage to its step, over all stages that it waits for in a tie."""
     (forward, gradient, _, backward), hop, found = reached.quick, problem.communication[0], 0
     for waits in range(problem.stages):
         for other in np.flatnonzero(problem.tie == problem.tie[waits]).tolist():
@@ -92,7 +86,7 @@ def _tied(problem: Problem, reached: _Reached) -> int:
 
 
 def _together(problem: Problem, reached: _Reached) -> int:
-    """The least time from one barrier of all stages to the next."""
+    """Return the least time from one barrier of all stages to the next."""
     lasts, first = np.zeros(problem.stages, np.int64), 0
     for stage, window in enumerate(reached.windows):
         first = max(first, int(problem.step[stage]))
@@ -102,15 +96,13 @@ def _together(problem: Problem, reached: _Reached) -> int:
 
 
 def round_trips(problem: Problem, quick: StageCosts) -> Array:
-    """The least microseconds per stage from a micro-batch's F's start to its gradient's arrival; int64, one entry per
-    stage.
-    """
+    """Return the least microseconds per stage from a micro-batch's F's start to its gradient's arrival; int64."""
     below = np.cumsum((quick.forward + quick.gradient)[::-1])[::-1] - quick.gradient
     return below + 2 * problem.communication[0] * np.arange(problem.stages - 1, -1, -1)
 
 
 def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
-    """The least time to the end of the last I, and to the end of all, over the stage's workers."""
+    """Return the least time to the end of the last I, and to the end of all, over the stage's workers."""
     before = window = 0
     cap, activation, pending = (int(part[stage]) for part in problem.memory)
     here = slice(stage * problem.ranks, (stage + 1) * problem.ranks)
@@ -135,12 +127,12 @@ def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
 
 
 def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[int, int, int]:
-    """The least time to the gradient, the W that may come later, and both together."""
+    """Return the least time to the gradient, the W that may come later, and both together."""
     return (split, weight, split + weight) if problem.split else (joint, 0, joint)
 
 
 def _quickest(problem: Problem) -> StageCosts:
-    """The costs on the fastest worker of each stage that has anything to do."""
+    """Return the costs on the fastest worker of each stage that has anything to do."""
     working = (
         np.where(problem.loads > 0, problem.spend, np.int64(1) << 40)
         .reshape(4, problem.stages, problem.ranks)

@@ -1,10 +1,10 @@
 """Local search on an order, compiled: move an operation of the critical path past its neighbours on its worker.
 
 The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; insertion moves after Dell'Amico and Trubian
-1993): only a change on a critical path can shorten a schedule.  Here the path is that of the stage whose window is the
-widest.  Unlike the greedy rules it may leave a worker idle on purpose, which pays where costs are unequal.  Changes
-that lengthen a little are accepted too, less and less (threshold accepting), from a generator with a seed: the same
-arguments give the same order anywhere.
+1993): only a change on a critical path can shorten a schedule. Here the path is that of the stage with the widest
+window. Unlike the greedy rules it may leave a worker idle on purpose, which pays if costs are unequal. Changes that
+lengthen a little are accepted too, less and less (threshold accepting), from a seeded generator: the same arguments
+give the same order anywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from recycle_plugin.planner.compiled import compiled, inner
 from recycle_plugin.planner.moves import FAR, Scratch, move, opened, restore, unmove
 
-TRACED_AFTER = 8  # moves: then another critical path is drawn
-SORTED_AFTER = 64  # accepted moves: then the order is sorted by starts again, so that it forbids few moves
+TRACED_AFTER = 8  # moves, after which another critical path is drawn
+SORTED_AFTER = 64  # accepted moves, after which the order is sorted by starts again, so that it forbids few moves
 
 
 @inner
 def draw(random, below):
-    """A random number from 0 to ``below`` - 1 (Knuth's MMIX generator), of which ``random`` is the state: uint64, one
+    """Return a random number from 0 to ``below`` - 1 (Knuth's MMIX generator). ``random``: its state, uint64, 1
     entry.
     """
     random[0] = random[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
@@ -29,8 +29,8 @@ def draw(random, below):
 
 @inner
 def measure(net, state, least, firsts, lasts):
-    """The widest window in microseconds, and by how much all workers together end later than ``least`` allows.  Leaves
-    each stage's first start in ``firsts`` and its last end in ``lasts``.
+    """Return the widest window in microseconds, and by how much all workers together end later than ``least`` allows.
+    Fill ``firsts`` and ``lasts`` with each stage's first start and last end.
     """
     firsts[:] = FAR
     lasts[:] = 0
@@ -54,8 +54,8 @@ def measure(net, state, least, firsts, lasts):
 
 @inner
 def critical(net, state, firsts, lasts, random, path):
-    """Writes the operations on the critical path of the widest stage that start when their worker's previous one ends
-    into ``path``; returns how many.
+    """Fill ``path`` with the widest stage's critical operations that follow their worker's without a gap; return their
+    number.
     """
     worst, ties, operations = 0, 0, state.place.size
     for stage in range(firsts.size):
@@ -92,9 +92,7 @@ def critical(net, state, firsts, lasts, random, path):
 
 @inner
 def limit_later(net, state, operation):
-    """The last place at which ``operation`` still stands before all that need it, and before what may not overtake
-    it.
-    """
+    """Return the last place at which ``operation`` stands before all that need it and what may not overtake it."""
     last = state.order.size - 1
     for nth in range(2):
         if net.follows[nth, operation] >= 0:
@@ -106,8 +104,8 @@ def limit_later(net, state, operation):
 
 @inner
 def choose(net, state, path, count, random):
-    """A random move of one of a critical pair: (operation, the one on its worker whose place it takes); the first is -1
-    where that breaks a dependency.
+    """Return a random move of one of a critical pair: (operation, the one on its worker whose place it takes); the
+    operation is -1 if the move breaks a dependency.
     """
     later, operations = path[draw(random, count)], state.place.size
     earlier = state.before[later]
@@ -131,7 +129,7 @@ def choose(net, state, path, count, random):
 
 @compiled
 def tidy(state):
-    """Sorts the order by starts, so that it forbids few moves."""
+    """Sort the order by starts, so that it forbids few moves."""
     state.order[:] = state.order[np.argsort(state.starts[state.order], kind="mergesort")]
     for at in range(state.order.size):
         state.place[state.order[at]] = at
@@ -139,10 +137,10 @@ def tidy(state):
 
 @compiled
 def climb(net, order, who, least, rounds, heat, seed):
-    """Makes ``rounds`` moves from ``order``, run by the workers ``who``; leaves the best one in ``order``, and returns
+    """Make ``rounds`` moves from ``order``, run by the workers ``who``. Leave the best order in ``order`` and return
     what it measures.
 
-    ``heat``: how much longer than the present one an order may be to be accepted at first, in microseconds.
+    ``heat``: by how many microseconds an order may be longer than the current one to be accepted at first.
     """
     workers, stages, size, random = net.stage_of.size, net.closing.size, order.size, np.array([seed * 2 + 1], np.uint64)
     state, path = opened(net, order.copy(), who), np.empty(size, np.int64)

@@ -1,16 +1,16 @@
 """What is left of a step after a failure: the backward closure of what is missing, over arrays.
 
 To finish a step every live worker needs its stage's reduced gradient, and that needs every micro-batch's weight
-gradient.  What of these survived, on whichever live worker, stays as it is.  What has to run is found through the
-dependencies that ``core.vocabulary.dataflow`` states: a weight gradient needs what its input gradient left, that needs
-the stash and the gradient from one stage down, and so on, until something is met that a live worker holds.  Backwards
-depend on the stages behind theirs and forwards on those before, so one pass up and one down over the stages find all.
+gradient. Whatever of these survived on a live worker stays. What has to run follows from the dependencies in
+``core.vocabulary.dataflow``: a weight gradient needs what its input gradient left, that needs the stash and the
+gradient from one stage down, and so on, until a live worker holds the datum. Backwards depend on the stages behind
+theirs and forwards on those before, so one pass up and one down over the stages find all.
 
-In exact mode weight gradients are in the sums of blocks (core/vocabulary/blocks.py).  A block that a live worker has
-begun goes on there, in order; one whose worker has died is made again, all of it, by one worker.
+In exact mode weight gradients are in the sums of blocks (core/vocabulary/blocks.py). A block that a live worker has
+begun goes on there, in order; a block whose worker has died is made again, all of it, by one worker.
 
-All arrays are by stage and *column*, the number of a micro-batch among all of a step; a worker is named by the number
-of its replica, which is -1 for nobody.
+All arrays are by stage and *column*, the number of a micro-batch among all of a step. A worker is named by its replica;
+-1 is nobody.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from recycle_plugin.core.vocabulary.topology import Topology
 Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-MADE_OF_BLOCK = ("wgrad", "inner", "stash")  # what of it is only with its worker, most of it first
+MADE_OF_BLOCK = ("wgrad", "inner", "stash")  # what only its worker has of a block, most of it first
 AWAY = {"act": -1, "grad": 1}  # where a boundary tensor is made, seen from the stage that uses it
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What has to run of a step.  ``home``: who works on each micro-batch, int64.  Masks: ``forward``, ``whole`` (a
-    backward for its weights' sake), ``boundary`` (one that makes a gradient for the stage before only) and ``weight``
-    (a weight gradient by itself, whose input gradient survived, or all where backwards are ``split``).
+    """What has to run of a step. ``home``: who works on each micro-batch, int64. Masks: ``forward``; ``whole``, a
+    backward for its weights' sake; ``boundary``, a backward that only makes a gradient for the stage before;
+    ``weight``, a weight gradient by itself, whose input gradient survived, or all if backwards are ``split``.
 
     ``sent``: by kind, the boundary tensors that their users lack; ``kept``: by kind, who has each of these from before,
-    int64, and -1 where it is made again.  ``holds``: by "stash" and "inner", how many of these each worker has, by
-    stage and replica.
+    int64, -1 if it is made again. ``holds``: by "stash" and "inner", how many each worker has, by stage and replica.
     """
 
     split: bool
@@ -59,22 +58,22 @@ class Rest:
 
     @property
     def backward(self) -> Mask:
-        """Whatever makes a gradient for the stage before."""
+        """The backwards that make a gradient for the stage before."""
         return self.whole | self.boundary
 
     @property
     def forward_only(self) -> Mask:
-        """The forwards that make an activation for the stage behind only."""
+        """The forwards that only make an activation for the stage behind."""
         return self.forward & ~self.backward
 
     def runs(self, op: Op) -> Mask:
-        """Where F, I, W or B runs."""
+        """Return where F, I, W or B runs."""
         fused = self.whole & (not self.split)
         return {Op.F: self.forward, Op.I: self.backward & ~fused, Op.W: self.weight, Op.B: fused}[op]
 
 
 class Holdings:
-    """What live workers hold of ``step``, as arrays.  Costs time in proportion to that."""
+    """What live workers hold of ``step``, as arrays. Costs time in proportion to that."""
 
     def __init__(self, plan: Plan, step: int, held: Held) -> None:
         shape = plan.view.topology
@@ -88,10 +87,7 @@ class Holdings:
         self.home: Array = np.where(self.begun < 0, route, self.begun)
 
     def _begun(self) -> Array:
-        """Who has most of each micro-batch's block, where somebody has begun it.
-
-        A stash may be left of what was run for its boundary tensor only.
-        """
+        """Return who has most of each begun micro-batch's block. A boundary-only forward may have left a stash."""
         best = np.full(self._size, len(MADE_OF_BLOCK) * self._replicas)
         for order, kind in enumerate(MADE_OF_BLOCK):
             at, who, stage, column = self._rows[kind]
@@ -101,7 +97,7 @@ class Holdings:
         return np.where(best < len(MADE_OF_BLOCK) * self._replicas, best % self._replicas, -1)
 
     def at_home(self, kind: str) -> Mask:
-        """Whether the worker that uses it has it, by the user's stage."""
+        """Return whether the worker that uses each datum has it, by the user's stage."""
         found = np.zeros(self._size, bool)
         at, who, stage, column = self._rows[kind]
         mine = (stage == at + AWAY.get(kind, 0)) & (self.home[at, column] == who)
@@ -109,7 +105,7 @@ class Holdings:
         return found
 
     def made(self, kind: str) -> Array:
-        """The first worker that has it of those of the stage that makes it."""
+        """Return the first worker of the making stage that has each datum."""
         found = np.full(self._size, self._replicas)
         at, who, stage, column = self._rows[kind]
         own = at == stage
@@ -117,19 +113,19 @@ class Holdings:
         return np.where(found == self._replicas, -1, found)
 
     def count(self, kind: str) -> Array:
-        """How many of them each worker has, by stage and replica."""
+        """Return how many data each worker has, by stage and replica."""
         at, who, _, _ = self._rows[kind]
         found = np.zeros((self._size[0], self._replicas), np.int64)
         np.add.at(found, (at, who), 1)
         return found
 
     def sums(self, stage: int, column: int) -> list[Seat]:
-        """The seats in whose sums the weight gradient of a micro-batch is."""
+        """Return the seats whose sums contain the weight gradient of a micro-batch."""
         at, who, of, columns = self._rows["wgrad"]
         return [Seat(int(one), stage) for one in sorted(who[(at == stage) & (of == stage) & (columns == column)])]
 
     def counted(self) -> Array:
-        """In how many sums each weight gradient is."""
+        """Return in how many sums each weight gradient is."""
         at, _, stage, column = self._rows["wgrad"]
         found, own = np.zeros(self._size, np.int64), at == stage
         np.add.at(found, (stage[own], column[own]), 1)
@@ -137,24 +133,22 @@ class Holdings:
 
 
 class Rows:
-    """Data of one kind, as it is read: where each piece of it is from, and its micro-batches as text."""
+    """Data of one kind, as it is read: where each piece is from, and its micro-batches as text."""
 
     def __init__(self) -> None:
-        self._of: list[tuple[int, int, int]] = []  # of each piece: stage and replica of who has it, its own stage
+        self._of: list[tuple[int, int, int]] = []  # of each piece: its holder's stage and replica, its own stage
         self._counts: list[int] = []
         self._names: list[str] = []
 
     def add(self, seat: Seat, stage: int, names: str) -> None:
-        """Takes in that the worker at ``seat`` has data of the micro-batches ``names`` (core/vocabulary/packed_data.py)
-        of ``stage``.
-        """
+        """Record that the worker at ``seat`` has data of ``stage`` for the micro-batches ``names`` (packed_data.py)."""
         self._of.append((seat.stage, seat.replica, stage))
         self._counts.append(names.count(" ") + 1)
         self._names.append(names)
 
     def arrays(self, shape: Topology) -> tuple[Array, Array, Array, Array]:
-        """Of each datum: stage and replica of who has it, its own stage, its column.  What can't be of such a job, as a
-        confused worker may say, is left out.
+        """Return for each datum: stage and replica of its holder, its own stage, its column. What can't be in such a
+        job, as a confused worker may report, is left out.
         """
         numbers = np.fromstring(" ".join(self._names).replace(".", " "), np.int64, sep=" ").reshape(-1, 2)
         at, who, stage = np.repeat(np.array(self._of, np.int64).reshape(-1, 3), self._counts, axis=0).T
@@ -166,7 +160,7 @@ class Rows:
 
 
 def _rows(held: Held, step: int, shape: Topology) -> dict[str, tuple[Array, Array, Array, Array]]:
-    """By kind, the data of ``step``, as :meth:`Rows.arrays` gives them."""
+    """Return by kind the data of ``step``, as :meth:`Rows.arrays` does."""
     rows = {kind: Rows() for kind in (*MADE_OF_BLOCK, *TRAVELS)}
     for seat, have in held.items():
         for (kind, stage, of), names in packed_data(have).names.items():
@@ -176,11 +170,11 @@ def _rows(held: Held, step: int, shape: Topology) -> dict[str, tuple[Array, Arra
 
 
 def closure(plan: Plan, step: int, held: Held, whose: Collection[int], stages: Collection[int]) -> Rest:
-    """The least work that gives each of ``stages`` the weight gradients of all micro-batches of the replicas ``whose``,
-    given what live workers hold of ``step``.
+    """Return the least work that gives each of ``stages`` the weight gradients of all micro-batches of the replicas
+    ``whose``, given what live workers hold of ``step``.
 
-    What has to start from its forward runs where ``plan`` routes it.  Costs time in proportion to the data held, and to
-    the micro-batches of all stages.  Raises :class:`Torn` where the survivors' data contradicts itself.
+    What starts from its forward runs where ``plan`` routes it. Costs time in proportion to the data held, and to the
+    micro-batches of all stages. Raises :class:`Torn` if the survivors' data contradicts itself.
     """
     holdings, shape = Holdings(plan, step, held), plan.view.topology
     home, counted = holdings.home, holdings.counted()
@@ -208,7 +202,7 @@ def closure(plan: Plan, step: int, held: Held, whose: Collection[int], stages: C
 
 
 def _check(holdings: Holdings, step: int, per: int, wanted: Mask, counted: Array) -> None:
-    """Raises :class:`Torn` where a weight gradient is in two sums, or in one that lacks what its block adds before."""
+    """Raise :class:`Torn` if a weight gradient is in two sums, or in one that lacks what its block adds before."""
     twice = wanted & (counted > 1)
     gaps = wanted & (counted == 0)
     gaps_before = np.cumsum(gaps, axis=1) - gaps

@@ -1,12 +1,9 @@
-"""Compilation of the planner's loops: by numba, on the first call on a machine; cached on disk.
+"""Compilation of the planner's loops by numba: on the first call on a machine, cached on disk; ``planner.warm`` does it
+ahead of a failure.
 
-``planner.warm`` does it ahead of a failure.
-
-What was compiled from other sources is not used: numba looks at a function's own file only, and not at what it calls
-or what constants it has from elsewhere.  Neither is a damaged file: the function is compiled again.
-
-Where nothing can be cached, since the disk is full or all that numba may write to is read-only, each process compiles
-for itself.
+Code compiled from other sources is not used: numba looks at a function's own file only, not at what it calls or which
+constants it takes from elsewhere. A damaged file is not used either: the function is compiled again. If nothing can be
+cached, since the disk is full or read-only for numba, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from recycle_plugin.core import vocabulary
 
 @lru_cache
 def sources() -> str:
-    """A hash of all files that compiled loops have code or constants of: the planner's and the vocabulary's."""
+    """Return a hash of all files that compiled loops have code or constants of: the planner's and the vocabulary's."""
     folders = Path(__file__).parent, Path(vocabulary.__file__).parent
     return hashlib.sha256(
         b"".join(path.read_bytes() for folder in folders for path in sorted(folder.glob("*.py")))
@@ -34,7 +31,7 @@ def sources() -> str:
 def _cached(function: Callable, **options: Any) -> Any:
     try:
         made = njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # numba's word for having no place to write to
+    except RuntimeError:  # numba has no place to write to
         return njit(nogil=True, **options)(function)
     made._cache._cache_file._version += f" {sources()}"
     made._cache.load_overload = _or_none(made._cache)
@@ -66,13 +63,13 @@ def _where_possible(save: Callable) -> Callable:
 
 
 def compiled(function: Callable) -> Any:
-    """The function compiled by numba on its first call, and cached on disk where that is possible."""
+    """Return the function compiled by numba on its first call, and cached on disk if possible."""
     return _cached(function)
 
 
 def inner(function: Callable) -> Any:
-    """The function compiled for being called from compiled loops: it counts no references to the arrays in its
-    arguments, which for tuples of arrays takes more time than the work itself (greedy: 2.5 times as long).  Hence it
-    can't make or return arrays.
+    """Return the function compiled to be called from compiled loops. It counts no references to its array arguments,
+    which for tuples of arrays takes longer than the work itself (greedy: 2.5 times as long). Hence it can't make or
+    return arrays.
     """
     return _cached(function, _nrt=False)

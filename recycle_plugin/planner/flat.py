@@ -1,9 +1,9 @@
-"""The planning problem as flat integer arrays: what the scheduler's inner loops run on.
+"""The planning problem as flat integer arrays, for the scheduler's inner loops.
 
-A *record* is one (stage, replica, micro-batch): ``(stage * ranks + rank) * micro_batches + index``,
-where ``rank`` numbers the replicas in canonical order.  An *operation* is ``kind * records + record``
-with kinds F, I, W and B (both backwards at once).  A *worker* is ``stage * ranks + rank``.  All times
-are integer microseconds, all memory is in the units of ``planner.memory``.
+A *record* is one (stage, replica, micro-batch): ``(stage * ranks + rank) * micro_batches + index``, where ``rank``
+numbers the replicas in canonical order. An *operation* is ``kind * records + record`` with kinds F, I, W and B (both
+backwards at once). A *worker* is ``stage * ranks + rank``. All times are integer microseconds; memory is in the units
+of ``planner.memory``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = (Op.F, Op.I, Op.W, Op.B)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The problem of scheduling one step.  Arrays are int64; times are in microseconds."""
+    """The problem of scheduling one step. Arrays are int64; times are in microseconds."""
 
     stages: int
     micro_batches: int
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def closing(self) -> Array:
-        """The time per stage from its last end to the end of its window, where it waits for no other."""
+        """The time per stage from its last end to the end of its window, if it waits for no other stage."""
         return self.reduce + self.after
 
     @property
@@ -65,14 +65,12 @@ class Problem:
         return self.tied + self.step
 
     def through(self, lasts: Array) -> Array:
-        """The end of each stage's window, given when each stage's last instruction ends."""
+        """Return the end of each stage's window, given when each stage's last instruction ends."""
         summed = self.summed(lasts)
         return (summed.max() if self.synchronous else summed) + self.step
 
     def summed(self, lasts: Array) -> Array:
-        """The time per stage when it has all that it steps with, where it waits for no norm; ``lasts``: when each
-        stage's last instruction ends.
-        """
+        """Return when each stage has all that it steps with, if it waits for no norm. ``lasts``: its last end."""
         return met(self.tie, lasts + self.reduce) + self.tied
 
     @property
@@ -94,17 +92,15 @@ class Problem:
 
 
 def met(tie: Array, reduced: Array) -> Array:
-    """The time per stage when all stages of its tie have reduced, given when each has; ``tie`` as in
-    :class:`Problem`.
-    """
+    """Return when all stages of each stage's tie have reduced, given when each has."""
     latest = np.zeros(len(tie), np.int64)
     np.maximum.at(latest, tie, reduced)
     return latest[tie]
 
 
 def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routing) -> Problem:
-    """The problem of scheduling one step with a given routing.  Raises PlanError where the costs are for another number
-    of stages, or the memory holds no micro-batch.
+    """Return the problem of scheduling one step with a given routing. Raises PlanError if the costs are for another
+    number of stages, or the memory holds no micro-batch.
     """
     topology = view.topology
     stages, ranks, per = topology.stages, topology.replicas, topology.micro_batches
@@ -143,7 +139,7 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
 
 
 def routing_of(problem: Problem) -> Routing:
-    """The routing in ``problem``: what it was made from, or what a search has made of that."""
+    """Return the routing in ``problem``: what it was made from, or what a search has made of that."""
     return Routing(
         problem.replicas, (problem.worker % problem.ranks).reshape(problem.stages, problem.ranks, problem.micro_batches)
     )
@@ -155,12 +151,12 @@ def _transfers(costs: CostModel) -> tuple[int, int]:
 
 
 def per_stage(costs: CostModel) -> Array:
-    """The time per kind of operation and stage."""
+    """Return the time per kind of operation and stage."""
     return np.array([[costs.of(kind, stage) for stage in range(costs.stages)] for kind in KINDS], np.int64)
 
 
 def spend(costs: CostModel, cost: Array, rank_of: Mapping[int, int], stages: int, ranks: int) -> Array:
-    """The time per kind of operation and worker.  ``cost``: per kind and stage; ``rank_of``: by replica."""
+    """Return the time per kind of operation and worker. ``cost``: per kind and stage; ``rank_of``: by replica."""
     found = np.repeat(cost, ranks, axis=1)
     for seat, _ in costs.slowness:
         if seat.replica in rank_of and seat.stage < stages:
@@ -170,7 +166,7 @@ def spend(costs: CostModel, cost: Array, rank_of: Mapping[int, int], stages: int
 
 
 def lags(costs: CostModel, rank: Array) -> tuple[Array, Array]:
-    """The time per record that its activation and its gradient spend on the way; nothing at the pipeline's ends."""
+    """Return the time per record that its activation and its gradient travel; 0 at the pipeline's ends."""
     _, across = _transfers(costs)
     hops = np.where(rank[1:] == rank[:-1], costs.communication, across).astype(np.int64)
     ends = np.zeros((1, rank.shape[1]), np.int64)

@@ -1,7 +1,5 @@
-"""Programs of an evaluation (core/worker/evaluation.py): the forwards of a batch over whoever is left.
-
-The order of all forwards is by micro-batch, and each program is the part of it that its seat runs, so it can't
-deadlock.
+"""Programs of an evaluation (core/worker/evaluation.py): the forwards of a batch over the live seats. All forwards are
+ordered by micro-batch, and each program is its seat's part of that order, so it can't deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from recycle_plugin.planner.lower import BoundaryRoute, lower
 
 
 def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruction]:
-    """The program of ``seat`` in an evaluation of ``count`` micro-batches from each replica that can be read."""
+    """Yield the program of ``seat`` in an evaluation of ``count`` micro-batches from each readable replica."""
     batch = (MicroBatch(replica, index) for index in range(count) for replica in sorted(readers(plan.view)))
     mine = (Instruction(Op.F, seat.chunk, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
 

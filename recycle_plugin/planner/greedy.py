@@ -1,7 +1,5 @@
-"""Event-driven greedy list scheduling, compiled.  See ``planner.list_scheduling`` for the rules that drive it.
-
-Compiled by numba on the first call on a machine and cached on disk; ``planner.warm`` does it before a failure can pay
-for it.  Everything is int64, so that there is one compiled version of each function.
+"""Event-driven greedy list scheduling, compiled by numba (planner/compiled.py). ``planner.list_scheduling`` has the
+rules that drive it. Everything is int64, so that there is one compiled version of each function.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ Array = NDArray[np.int64]
 BURST, PAUSE, AHEAD, LEAD, WAIT_W, WAIT_F = range(6)
 """Fields of a rule's array; ``list_scheduling.SchedulingRule`` explains them."""
 F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)
-"""Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.
-
-The first four are kinds of operation.
-"""
+"""Events: the end of an operation (the four kinds), the arrival of what F or I needs, a worker's beginning."""
 FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, COMING, IDLE, HELD, LEAD_NOW, REMAINING, GATE = range(10)
 """Rows of ``tally``, per worker: sizes of its queues (of W: all ever queued, and taken), whether it is idle, memory
 held, F less I begun, F to come, and whether F waits for several free places: 0 open, 1 its last burst has begun, 2
@@ -51,7 +46,7 @@ class SchedulingProblem(NamedTuple):
 
 @inner
 def push(heap, base, size, key):
-    """Adds ``key`` to the binary heap of ``size`` entries that stands at ``base``."""
+    """Add ``key`` to the binary heap of ``size`` entries that stands at ``base``."""
     place = size
     while place > 0:
         above = (place - 1) >> 1
@@ -64,7 +59,7 @@ def push(heap, base, size, key):
 
 @inner
 def pop(heap, base, size):
-    """Takes the least key out of the heap of ``size`` entries that stands at ``base``."""
+    """Take the least key out of the heap of ``size`` entries that stands at ``base``."""
     top, last = heap[base], heap[base + size - 1]
     size -= 1
     place = 0
@@ -84,7 +79,7 @@ def pop(heap, base, size):
 
 @inner
 def blocked(job, tally, here, need, cap):
-    """Whether ``here`` waits for several free places before its next F (``need``: what one F takes)."""
+    """Return whether ``here`` waits for several free places before its next F (``need``: what one F takes)."""
     burst, pause = job.rule[BURST], job.rule[PAUSE]
     held, remaining = tally[HELD, here], tally[REMAINING, here]
     if burst and tally[GATE, here] != 1 and remaining <= burst:
@@ -103,8 +98,8 @@ def blocked(job, tally, here, need, cap):
 
 @inner
 def finished(job, tally, queue, base, kind, record, now):
-    """Settles memory, worker and pending weight gradient at the end of an operation; returns (event, record, time) of
-    the arrival that it causes, record -1: none.
+    """Settle memory, worker and pending weight gradient at the end of an operation. Return (event, record, time) of the
+    arrival that it causes, record -1 for none.
     """
     here, width = job.worker[record], job.worker.size // job.stages
     stage = record // width
@@ -129,7 +124,7 @@ def finished(job, tally, queue, base, kind, record, now):
 
 @inner
 def arrive(job, tally, queue, base, event, record, now):
-    """Puts an F, or an I or B, whose inputs are there into its worker's queue."""
+    """Put an F, or an I or B, whose inputs are there into its worker's queue."""
     here = job.worker[record]
     if event == GRADIENT:
         key, kind = job.backward_key[record], BACKWARDS
@@ -141,7 +136,7 @@ def arrive(job, tally, queue, base, event, record, now):
 
 @inner
 def choose(job, tally, here):
-    """The kind of operation that an idle worker begins, or -1: what it has ready, its memory and the rule decide."""
+    """Return what an idle worker begins, or -1: what it has ready, its memory and the rule decide."""
     rule, stage = job.rule, here // job.ranks
     ready_f, ready_i, ready_w = (
         tally[FORWARDS, here],
@@ -170,7 +165,7 @@ def choose(job, tally, here):
 
 @inner
 def patient(job, tally, queue, base, here, kind, now):
-    """Whether an idle worker rather waits for a gradient than begin an F or a W."""
+    """Return whether an idle worker rather waits for a gradient than begins an F or a W."""
     first, soon = base[COMING, here], now + job.spend[kind, here] * job.rule[WAIT_F if kind == F else WAIT_W] // 100
     while tally[COMING, here] and queue[first] <= now:
         pop(queue, first, tally[COMING, here])
@@ -180,7 +175,7 @@ def patient(job, tally, queue, base, here, kind, now):
 
 @inner
 def begin(job, tally, queue, base, here, kind):
-    """Takes the next record of ``kind`` out of its worker's queue."""
+    """Take the next record of ``kind`` out of its worker's queue."""
     stage = here // job.ranks
     tally[IDLE, here] = 0
     if kind == W:
@@ -202,7 +197,7 @@ def begin(job, tally, queue, base, here, kind):
 
 @inner
 def announce(job, tally, queue, base, record, end):
-    """Tells the worker one stage up when the gradient of a ``record`` whose I or B ends at ``end`` will be there."""
+    """Tell the worker one stage up when the gradient of a ``record`` whose I or B ends at ``end`` arrives."""
     above = job.worker[record - job.worker.size // job.stages]
     arrival = end + job.backward_lag[record - job.worker.size // job.stages]
     push(queue, base[COMING, above], tally[COMING, above], arrival)
@@ -211,9 +206,7 @@ def announce(job, tally, queue, base, record, end):
 
 @compiled
 def greedy(job, order):
-    """Writes all operations into ``order`` by their starts; returns how many there are.  Costs time in proportion to
-    the operations, times the logarithm of that.
-    """
+    """Fill ``order`` with all operations by their starts; return their number. Costs n log n for n operations."""
     records, workers, rule = job.worker.size, job.loads.size, job.rule
     width = records // job.stages
     tally, queue, base = (

@@ -1,9 +1,9 @@
 """List scheduling: one global order of a step's operations, greedy, under a fixed portfolio of rules.
 
-Programs are projections of this one order, so they can't deadlock.  A free worker takes I before F (if its memory
-allows) before W: I unblocks others, W is filler.  The key of F is the micro-batch index, because taking them in order
-of arrival is 25-70% worse.  Variations of that rule are tried until the period meets the lower bound.  No clock decides
-how many, so that all workers find the same plan.
+Programs are projections of this one order, so they can't deadlock. A free worker takes I before F (if its memory
+allows) before W: I unblocks others, W is filler. The key of F is the micro-batch index, because taking them in order of
+arrival is 25-70% worse. Variations of that rule are tried until the period meets the lower bound. No clock decides how
+many, so that all workers find the same plan.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from recycle_plugin.planner.timing import evaluate, extent
 
 
 class SchedulingRule(NamedTuple):
-    """A rule by which a worker chooses what it begins next.  The first six are what the compiled loop reads.
+    """A rule by which a worker chooses what it begins next. The first six fields are what the compiled loop reads.
 
-    ``burst``: hold the last so many F until memory fits all of them.  ``pause``: once memory is full, wait until so
-    many places are free.  ``ahead``: how far the F of a worker may run ahead of its I, beyond 1F1B's depth, plus one
-    (0: no limit).  ``lead``: F goes before I while fewer than 1F1B's depth plus so many, less one, are ahead (0:
-    never); that is the steady state of the zero-bubble paper's ZB-H1 (Qi et al., ICLR'24), which needs no more memory
-    than 1F1B.  ``wait_weight``, ``wait_forward``: stay
-    idle rather than begin a W or an F when a gradient is known to arrive within so many percent of its time.
-    ``forward``: ties between an own and a rerouted micro-batch of one index: 0 own first, 1 rerouted first; 2: order of
-    arrival.  ``backward``: 0 index, 1 arrival.  ``settled``: begin as the step before has left the stages, instead of
-    all at once.
+    ``burst``: hold the last so many F until memory fits all of them. ``pause``: once memory is full, wait until so many
+    places are free. ``ahead``: how far the F of a worker may run ahead of its I, beyond 1F1B's depth, plus one (0: no
+    limit). ``lead``: F goes before I while fewer than 1F1B's depth plus so many, less one, are ahead (0: never). That
+    is the steady state of the zero-bubble paper's ZB-H1 (Qi et al., ICLR'24), which needs no more memory than 1F1B.
+    ``wait_weight``, ``wait_forward``: stay idle rather than begin a W or an F when a gradient is known to arrive within
+    so many percent of its time. ``forward``: ties between an own and a rerouted micro-batch of one index: 0 own first,
+    1 rerouted first; 2: order of arrival. ``backward``: 0 index, 1 arrival. ``settled``: begin as the step before has
+    left the stages, instead of all at once.
     """
 
     burst: int = 0
@@ -45,8 +44,8 @@ class SchedulingRule(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """An order of operations and when they start, in microseconds from the first one; int64 arrays with one entry per
-    operation.  ``period`` and ``span`` are in microseconds too.
+    """An order of operations and their starts, in microseconds from the first one; int64, one entry per operation.
+    ``period`` and ``span`` are in microseconds too.
     """
 
     order: Array
@@ -61,8 +60,8 @@ NEVER = 1 << 60
 
 
 def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
-    """The rules to try, in an order found by greedy cover over 220 jobs of 2 to 8 stages, half of them with unequal
-    costs: each adds most to those before it.
+    """Return the rules to try, in an order found by greedy cover over 220 jobs of 2 to 8 stages, half of them with
+    unequal costs: each adds most to those before it.
     """
     half = stages // 2
     return (
@@ -84,10 +83,10 @@ def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
 
 
 def best_order(problem: Problem, least: int) -> Solution:
-    """The best order that the portfolio finds; stops at ``least``, the lower bound.
+    """Return the best order that the portfolio finds; stop at ``least``, the lower bound.
 
-    Where tensors take time on the way, each rule is also tried as if they didn't: a worker that is greedy while a
-    tensor is on its way begins what it has, and the tensor then waits longer than the worker would have.
+    If tensors take time to travel, each rule is also tried as if they didn't: a greedy worker begins other work while a
+    tensor travels, and the tensor then waits longer than the worker would have.
     """
     views = (problem, _at_once(problem)) if problem.forward_lag.any() else (problem,)
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
@@ -101,7 +100,7 @@ def best_order(problem: Problem, least: int) -> Solution:
 
 
 def _at_once(problem: Problem) -> Problem:
-    """The same problem without time on the way."""
+    """Return the same problem without travel times."""
     return replace(
         problem, forward_lag=np.zeros_like(problem.forward_lag), backward_lag=np.zeros_like(problem.backward_lag)
     )
@@ -110,14 +109,14 @@ def _at_once(problem: Problem) -> Problem:
 def better(
     problem: Problem, rule: SchedulingRule, least: int, best: Solution | None, seen: Problem | None = None
 ) -> Solution:
-    """The solution ``best``, or what ``rule`` finds if that is shorter.  ``seen``: the problem as the rule sees it."""
+    """Return ``best``, or what ``rule`` finds if that is shorter. ``seen``: the problem as the rule sees it."""
     wake = beginnings(problem, best) if rule.settled and best else np.zeros(problem.stages, np.int64)
     order = greedy_order(seen or problem, rule, *keys(problem, rule), wake)
     return timed(problem, order, least, best)
 
 
 def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backward: Array, wake: Array) -> Array:
-    """All operations in the order of the starts that ``rule`` gives them.  ``forward``, ``backward``: keys per record;
+    """Return all operations by the starts that ``rule`` gives them. ``forward``, ``backward``: keys per record;
     ``wake``: when each stage's workers begin.
     """
     order = np.empty(3 * problem.records, np.int64)
@@ -142,7 +141,7 @@ def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backwar
 
 
 def timed(problem: Problem, order: Array, least: int, best: Solution | None = None) -> Solution:
-    """The solution ``best``, or ``order`` with its shortest period if that is shorter."""
+    """Return ``best``, or ``order`` with its shortest period if that is shorter."""
     starts = np.empty(order.size, np.int64)
     below = NEVER if best is None else best.period
     period = evaluate(
@@ -170,18 +169,18 @@ def timed(problem: Problem, order: Array, least: int, best: Solution | None = No
 
 
 def windows_of(problem: Problem, order: Array, starts: Array) -> tuple[Array, Array]:
-    """The first start and the last end of each stage, in the clock of ``starts``."""
+    """Return the first start and the last end of each stage, in the clock of ``starts``."""
     return extent(order, starts, problem.stages, problem.ranks, problem.worker, problem.spend)
 
 
 def beginnings(problem: Problem, solution: Solution) -> Array:
-    """The time when the step before leaves each stage free, in the clock of ``solution``."""
+    """Return when the step before leaves each stage free, in the clock of ``solution``."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
     return np.maximum(problem.through(lasts) - solution.period, 0)
 
 
 def keys(problem: Problem, rule: SchedulingRule) -> tuple[Array, Array]:
-    """The keys of F and of I per record, int64; -1: the time of arrival."""
+    """Return the keys of F and of I per record, int64; -1: the time of arrival."""
     record = np.arange(problem.records)
     index = record % problem.micro_batches
     rerouted = problem.worker != record // problem.micro_batches

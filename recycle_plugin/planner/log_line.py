@@ -1,5 +1,5 @@
-"""The line of a pipeline's stages by which it is decided what to log (planner/log_selection.py): as a job's costs and
-profile have it, or as its workers have measured it.
+"""The line of a pipeline's stages for the choice of what to log (planner/log_selection.py): by a job's costs and
+profile, or as its workers have measured it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from recycle_plugin.core.vocabulary.log_figures import StageFigures
 from recycle_plugin.core.vocabulary.profile import Profile
 from recycle_plugin.planner.log_selection import Line
 
-STORAGE_BYTES_PER_S = 1e9  # assumed: that at which a worker reads checkpoints and logs
-ENOUGH = 3  # steps that were measured by everybody
+STORAGE_BYTES_PER_S = 1e9  # assumed, for checkpoints and logs that a worker reads
+ENOUGH = 3  # steps that every worker must have measured
 
 
 def expected(
     costs: CostModel, profile: Profile | None, split: bool, batch: int, hosts: Sequence[str], every: int
 ) -> Line:
-    """The line by its ``costs``, where a step has ``batch`` micro-batches, and backwards are ``split``; without bytes
-    where no ``profile`` knows them.
-    """
+    """Return the line by ``costs``, for steps of ``batch`` micro-batches; without a ``profile`` it has no bytes."""
     stages = len(costs.forward)
     sizes = [0] * stages if profile is None else profile.state_bytes(stages)
     return Line(
@@ -37,7 +35,7 @@ def expected(
 
 
 def work_s(costs: CostModel, split: bool, batch: int) -> tuple[float, ...]:
-    """The seconds of a step of each stage in a replay by one worker, which makes ``batch`` micro-batches of it."""
+    """Return the seconds of a step of each stage in a replay by one worker, which makes its ``batch`` micro-batches."""
     ops = (Op.F, Op.I, Op.W) if split else (Op.F, Op.B)
     return tuple(
         (batch * sum(costs.of(op, stage) for op in ops) + costs.of(Op.STEP, stage)) / 1e6
@@ -46,12 +44,12 @@ def work_s(costs: CostModel, split: bool, batch: int) -> tuple[float, ...]:
 
 
 def crossing_bytes(profile: Profile | None, batch: int) -> int:
-    """What crosses a boundary in a step of ``batch`` micro-batches, both ways; 0 where no profile knows."""
+    """Return the bytes that cross a boundary in a step of ``batch`` micro-batches, both ways; 0 without a profile."""
     return 0 if profile is None else 2 * batch * profile.boundary_bytes
 
 
 def measured(figures: Collection[StageFigures], hosts: Sequence[str], every: int) -> Line | None:
-    """The line as the live workers have measured it, in any order; None where that were too few steps.
+    """Return the line as the live workers have measured it, in any order; None for too few steps.
 
     A stage's work, and what crosses a boundary, is the sum of its workers' shares, whoever they are.
     """

@@ -1,15 +1,15 @@
 """Which boundaries of a pipeline to log: selective logging (SWIFT, Zhong et al., PPoPP'23).
 
-A log of every boundary lets each stage be replayed by itself, and may be more than the disk holds.  Where the boundary
-between two stages is not logged, they are one *group*: a failure of either makes both replay, and what crosses the
-boundary between them is made and sent again.  The model of a recovery, which SWIFT's is, with the log's reading added:
+A log of every boundary lets each stage be replayed by itself, and may be more than the disk holds. Stages without a
+logged boundary between them are one *group*: a failure of either makes both replay, and what crosses between them is
+made and sent again. The model of a recovery is SWIFT's, with the log's reading added:
 
 * a group's time for a step is the recompute time of its stages, what crosses its inner boundaries over the network's
-  bandwidth, and what its logged boundaries have of the step over the bandwidth at which the log is read;
-* a failure comes, on average, in the middle between two checkpoints: a recovery takes the loading of a checkpoint, and
-  the group's time for half of the steps between them;
-* the expected time of a recovery is the sum over the stages of the probability that it is the one that fails, times
-  the time of its group's recovery;
+  bandwidth, and what its logged boundaries have of the step over the bandwidth of reading the log;
+* a failure comes, on average, in the middle between two checkpoints: a recovery loads a checkpoint, and takes the
+  group's time for half of the steps between them;
+* the expected time of a recovery is the sum over the stages of the probability that the stage fails, times its group's
+  recovery time;
 * the log of a boundary takes what crosses it in a step, both ways, times the steps between two checkpoints.
 
 Logging more is not always better: a log that is read slowly may cost more than a neighbour's replay.
@@ -26,17 +26,16 @@ from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
 
-GAIN = 0.1  # of the expected time: what another choice has to win, where the one in force is within the budget
+GAIN = 0.1  # of the expected time, which another choice has to win if the current one is within the budget
 
 
 @dataclass(frozen=True)
 class Line:
     """A pipeline whose stages stand in a line; boundary i is between stages i and i + 1.
 
-    ``recompute_s``: a step of each stage in a replay; ``boundary_bytes``: what crosses each boundary in a step, both
-    ways; ``failure``: the probability of each stage to be the one that fails; ``hosts``: where each stage is.
-
-    ``load_s``: the loading of a checkpoint; ``every``: steps from one checkpoint to the next.
+    ``recompute_s``: seconds of a step of each stage in a replay; ``boundary_bytes``: what crosses each boundary in a
+    step, both ways; ``failure``: each stage's probability to be the one that fails; ``hosts``: of each stage;
+    ``load_s``: seconds to load a checkpoint; ``every``: steps from one checkpoint to the next.
     """
 
     recompute_s: tuple[float, ...]
@@ -53,16 +52,16 @@ class Line:
         return len(self.recompute_s)
 
     def log_bytes(self, logged: Sequence[int]) -> int:
-        """What the log of these boundaries takes when it is largest, just before a checkpoint."""
+        """Return what the log of these boundaries takes when it is largest, just before a checkpoint."""
         return self.every * sum(self.boundary_bytes[each] for each in logged)
 
     def recovery_s(self, first: int, end: int) -> float:
-        """The time of a recovery of the group of stages ``first`` to ``end - 1``.  Costs the same for any group."""
+        """Return the seconds of a recovery of the group of stages ``first`` to ``end - 1``, in constant time."""
         return self.load_s + self.every / 2 * self.step_s(first, end)
 
     def step_s(self, first: int, end: int) -> float:
-        """The time of a step of that group in a replay."""
-        crossing = (0, *self.boundary_bytes, 0)  # of the line's ends nothing
+        """Return the seconds of a step of that group in a replay."""
+        crossing = (0, *self.boundary_bytes, 0)  # nothing crosses the line's ends
         sent, read = self._sent, crossing[first] + crossing[end]
         return (
             self._computed[end]
@@ -72,11 +71,11 @@ class Line:
         )
 
     def share_s(self, first: int, end: int) -> float:
-        """The part of the expected time that this group has."""
+        """Return the part of the expected time that is this group's."""
         return (self._failing[end] - self._failing[first]) * self.recovery_s(first, end)
 
     def expected_s(self, logged: Sequence[int]) -> float:
-        """The expected time of a recovery where these boundaries are logged, given in order."""
+        """Return the expected seconds of a recovery if these boundaries are logged, given in order."""
         return sum(self.share_s(first, end) for first, end in groups(logged, self.stages))
 
     @cached_property
@@ -95,8 +94,8 @@ class Line:
 @dataclass(frozen=True)
 class Selection:
     """The boundaries that are ``logged``, in order, what their log takes with a checkpoint ``every`` so many steps, and
-    the time of a recovery: expected, and that of the slowest group.  ``budget``: the bytes that it may take, None for
-    no limit; ``fits``: it does not take more.
+    the time of a recovery: expected, and of the slowest group. ``budget``: the bytes that the log may take, None for no
+    limit; ``fits``: it takes no more.
     """
 
     logged: tuple[int, ...]
@@ -130,22 +129,22 @@ def in_bytes(count: int) -> str:
 
 
 def choose(line: Line, boundaries: str | Sequence[int], budget: int | None = None) -> Selection:
-    """The boundaries to log within ``budget`` bytes: ``auto`` the best ones, ``all``, ``hosts`` those between hosts, or
-    the ones of a list, whatever they take.  Raises ValueError for others.
+    """Return the boundaries to log within ``budget`` bytes: ``auto`` the best ones, ``all``, ``hosts`` those between
+    hosts, or a list's, whatever they take. Raises ValueError for others.
     """
     return selection(line, best(line, budget) if boundaries == AUTO else at_start(boundaries, line.hosts), budget)
 
 
 def choose_anew(line: Line, logged: Sequence[int], budget: int | None) -> Selection:
-    """The choice in force, which logs ``logged``, or the best one where that is much better, or alone within the
-    budget: what is measured varies, and a choice is not to change with each checkpoint.
+    """Return the current choice, which logs ``logged``; or the best one, if that is much better, or only that is within
+    the budget. Measurements vary, and the choice should not change with each checkpoint.
     """
     now, other = selection(line, logged, budget), choose(line, AUTO, budget)
     return now if now.fits and other.expected_s > (1 - GAIN) * now.expected_s else other
 
 
 def selection(line: Line, logged: Sequence[int], budget: int | None) -> Selection:
-    """What logging these boundaries, given in order, means."""
+    """Return what logging these boundaries, given in order, means."""
     together = groups(logged, line.stages)
     worst = max(line.recovery_s(*group) for group in together)
     size, expected = line.log_bytes(logged), line.expected_s(logged)
@@ -161,13 +160,13 @@ class _Prefix(NamedTuple):
 
 
 def best(line: Line, budget: int | None = None) -> tuple[int, ...]:
-    """The boundaries with the least expected time of a recovery whose log is within ``budget`` bytes; of equal ones
+    """Return the boundaries with the least expected recovery time whose log is within ``budget`` bytes; of equal ones
     those that take least.
 
     A dynamic program over the last group: of the ways to log what is before it, only those matter to which no other is
-    as small and as quick.  Costs time in proportion to S² · F for S stages where there are F of those ways: at most S
-    where all boundaries are alike, at most as many as there are different sums of their bytes within the budget
-    otherwise (it is a knapsack problem), which is 2^S where these are all different.
+    as small and as quick. Costs S² · F for S stages and F such ways: at most S if all boundaries are alike, else at
+    most as many as there are different sums of their bytes within the budget (a knapsack problem), which is 2^S if all
+    are different.
     """
     room = inf if budget is None else budget // line.every if line.every else inf
     ways: list[list[_Prefix]] = [[_Prefix(0, 0.0, ())]]
@@ -186,7 +185,7 @@ def best(line: Line, budget: int | None = None) -> tuple[int, ...]:
 
 
 def _least(ways: Iterator[_Prefix]) -> list[_Prefix]:
-    """Those to which no other is as small and as quick; from the smallest and slowest to the largest and quickest."""
+    """Return the ways to which no other is as small and as quick, from smallest and slowest to largest and quickest."""
     found: list[_Prefix] = []
     for way in sorted(ways):
         if not found or way.expected_s < found[-1].expected_s:

@@ -1,7 +1,6 @@
-"""Lowering, from what is computed to what a worker executes: data loading and transport put around the computation, as
-the dataflow says.
+"""Lowering, from computation to what a worker executes: LOAD and transport put around it, by the dataflow.
 
-The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery.py), and of an
+The only lowering: of a plan's step, of what is left of a step after a failure (planner/recovery.py), and of an
 evaluation (planner/forwards.py).
 """
 
@@ -17,7 +16,7 @@ from recycle_plugin.core.vocabulary.plan import Plan
 
 
 class BoundaryRoute(NamedTuple):
-    """The way of a boundary tensor: who has it, and whom its maker sends it; None: nobody needs it."""
+    """The way of a boundary tensor: who has it, and to whom its maker sends it; None: to nobody."""
 
     source: Seat
     target: Seat | None
@@ -26,10 +25,10 @@ class BoundaryRoute(NamedTuple):
 def lower(
     compute: Iterable[Instruction], stages: int, where: Callable[[Datum], BoundaryRoute]
 ) -> Iterator[Instruction]:
-    """The program of one seat that computes ``compute`` (F, I, W and B), with RECV and LOAD right before their consumer
-    and SEND right after the producer.
+    """Yield the program of one seat that computes ``compute`` (F, I, W and B), with RECV and LOAD right before their
+    consumer and SEND right after the producer.
 
-    The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once.  ``where``: the
+    The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once. ``where``: the
     way of an activation or a gradient that crosses stages.
     """
     for one in compute:
@@ -47,28 +46,26 @@ def lower(
 
 
 def receive(datum: Datum, stage: int, source: Seat) -> Instruction:
-    """The instruction that takes a boundary tensor for ``stage`` from ``source``."""
+    """Return the instruction that receives a boundary tensor for ``stage`` from ``source``."""
     return Instruction(
         Op.RECV_ACT if datum.kind == "act" else Op.RECV_GRAD, stage, datum.micro_batch, datum.step, source
     )
 
 
 def send(datum: Datum, target: Seat) -> Instruction:
-    """The instruction that gives a boundary tensor of one's own to ``target``."""
+    """Return the instruction that sends one's own boundary tensor to ``target``."""
     return Instruction(
         Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target
     )
 
 
 def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-    """The program that ``seat`` executes in ``step`` by ``plan``.  Raises KeyError for a seat that the plan does not
-    have.
-    """
+    """Return the program that ``seat`` executes in ``step`` by ``plan``. Raises KeyError for an unknown seat."""
     return tuple(one.at(step) for one in _template(plan, seat))
 
 
 def _template(plan: Plan, seat: Seat) -> tuple[Instruction, ...]:
-    """The program in step 0, made once for a plan and a seat."""
+    """Return the program in step 0, made once for a plan and a seat."""
     kept = plan.templates.get(seat)
     if kept is not None:
         return kept

@@ -17,11 +17,11 @@ from recycle_plugin.planner.verify import verify
 
 
 def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
-    """The verified schedule of one step for the live seats of ``view``.
+    """Return the verified schedule of one step for the live seats of ``view``.
 
-    Without a failure and without a split backward that is DeepSpeed's own 1F1B, where the activation cap allows it.
-    Raises PlanError where there is no plan: a stage without a live worker, a loss with rerouting off, costs for another
-    number of stages, memory for less than one micro-batch.
+    Without a failure and without a split backward it is DeepSpeed's own 1F1B, if the activation cap allows that. Raises
+    PlanError if there is no plan: a stage without a live worker, a loss with rerouting off, costs for another number of
+    stages, memory for less than one micro-batch.
     """
     if policy.shrinks and view.lost:
         return shrunk(view, costs, policy, plan)
@@ -30,17 +30,15 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
 
 
 def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> Problem:
-    """The problem to be scheduled for the live seats of ``view``, already routed.  Raises PlanError as :func:`plan`
-    does.
-    """
+    """Return the routed scheduling problem for the live seats of ``view``. Raises PlanError as :func:`plan` does."""
     return flatten(view, costs, policy, route(view, policy, costs))
 
 
 def finish(
     view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, least: int
 ) -> Plan:
-    """The verified plan of a solution.  Raises VerificationError where it breaks a rule, which is a mistake of the
-    planner.
+    """Return the verified plan of a solution. Raises VerificationError if it breaks a rule, by the planner's
+    mistake.
     """
     planned = assemble(view, costs, policy, problem, solution, least)
     verify(planned, costs)
@@ -48,7 +46,7 @@ def finish(
 
 
 def solve(problem: Problem) -> tuple[Solution, int]:
-    """The schedule that every worker finds, and the lower bound in microseconds."""
+    """Return the schedule that every worker finds, and the lower bound in microseconds."""
     least = bound(problem)
     if not problem.split and fits(problem):
         return timed(problem, one_f_one_b(problem), least), least

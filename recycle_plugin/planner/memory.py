@@ -1,10 +1,10 @@
 """The memory model: how much a worker may hold, and what a micro-batch holds.
 
-A micro-batch holds its activations from the start of its F to the end of its I or B; after an I it holds, until the end
-of its W, what the weight gradient needs.  In micro-batches both count 1 (no part is let go before W).  In bytes they
-are ``CostModel.activation_bytes`` and ``pending_bytes``: the second may be smaller (what only I needs is let go) or
-larger (activation checkpointing: what I has recomputed stays until W).  The working memory of a running instruction is
-not part of either.
+A micro-batch holds its activations from the start of its F to the end of its I or B. After an I it holds what the
+weight gradient needs, until the end of its W. In micro-batches both count 1 (no part is dropped before W). In bytes
+they are ``CostModel.activation_bytes`` and ``pending_bytes``. The second may be smaller (what only I needs is dropped)
+or larger (activation checkpointing: what I has recomputed stays until W). Neither includes the working memory of a
+running instruction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StageMemory(NamedTuple):
 
 
 def memory(costs: CostModel, policy: Policy) -> StageMemory:
-    """The memory of each stage, in bytes if the policy says so, else in micro-batches.  Raises PlanError where a worker
-    can't hold one micro-batch, or the costs have no bytes.
+    """Return the memory of each stage, in bytes if the policy says so, else in micro-batches. Raises PlanError if a
+    worker can't hold one micro-batch, or the costs have no bytes.
     """
     stages = costs.stages
     if policy.memory_bytes is None:
@@ -61,10 +61,10 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
 
 
 def auto(device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The ``Policy.memory_bytes`` that a memory profile allows, per stage.
+    """Return the ``Policy.memory_bytes`` that a memory profile allows, per stage.
 
     ``state_bytes``: what is held beside activations while gradients are computed (core/vocabulary/worker_bytes.py);
-    ``working_bytes``: the most that one running instruction needs on top.  Raises PlanError where nothing is left.
+    ``working_bytes``: the most that one running instruction needs on top. Raises PlanError if nothing is left.
     """
     left = tuple(
         int(device_bytes * (1 - RESERVE)) - state - working

@@ -1,9 +1,9 @@
-"""Moves of the local search, compiled: what each changes, and how it is taken back.  ``planner.climb`` decides which
+"""Moves of the local search, compiled: what each changes, and how it is taken back. ``planner.climb`` decides which
 moves.
 
-A state is a sequence of all operations, in which each stands after what it needs, and the list of each worker's
-operations, which is part of it.  Only the operations whose start a move changes are timed again, in the sequence's
-turn, and only until it is sure that the move makes some window too wide.
+A state is a sequence of all operations, each after what it needs, and the list of each worker's operations, which is
+part of it. Only operations whose start a move changes are timed again, in the sequence's order, and only until the move
+surely makes some window too wide.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SearchState(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The working arrays of a move, int64.  ``heap``: places in the order of operations to be timed; ``queued``:
-    whether it is there; ``changed``, ``old``: starts to be restored.
+    """The working arrays of a move, int64. ``heap``: places in the order of operations to be timed; ``queued``: whether
+    each is there; ``changed``, ``old``: starts to be restored.
     """
 
     heap: Array
@@ -67,7 +67,7 @@ class Scratch(NamedTuple):
 
 @compiled
 def opened(net, order, who):
-    """The search's state at ``order``, with its starts."""
+    """Return the search's state at ``order``, with its starts."""
     operations, workers = who.size, net.stage_of.size
     place, starts = np.full(operations, -1, np.int64), np.zeros(operations + workers, np.int64)
     before = np.arange(operations + workers)
@@ -100,7 +100,7 @@ def opened(net, order, who):
 
 @inner
 def enlist(state, operation, previous):
-    """Puts ``operation`` behind ``previous`` into the list of its worker."""
+    """Put ``operation`` behind ``previous`` into the list of its worker."""
     following = state.after[previous]
     state.before[operation], state.after[operation] = previous, following
     state.after[previous] = state.before[following] = operation
@@ -108,7 +108,7 @@ def enlist(state, operation, previous):
 
 @inner
 def delist(state, operation):
-    """Takes ``operation`` out of its worker's list; returns the one that follows."""
+    """Take ``operation`` out of its worker's list; return the one that follows."""
     previous, following = state.before[operation], state.after[operation]
     state.after[previous], state.before[following] = following, previous
     return following
@@ -116,9 +116,7 @@ def delist(state, operation):
 
 @inner
 def fits(net, state, operation, stop):
-    """Counts memory and time from ``operation`` up to ``stop``, which is not counted, on one worker; returns whether
-    the memory is enough.
-    """
+    """Count memory and time on one worker from ``operation`` to before ``stop``; return whether memory is enough."""
     enough = True
     while operation != stop:
         previous = state.before[operation]
@@ -131,7 +129,7 @@ def fits(net, state, operation, stop):
 
 @inner
 def enqueue(state, scratch, size, operation):
-    """Has ``operation`` timed again; returns how many are to be."""
+    """Have ``operation`` timed again; return how many are queued."""
     if operation < 0 or operation >= state.place.size or scratch.queued[operation]:
         return size
     scratch.queued[operation] = 1
@@ -141,15 +139,15 @@ def enqueue(state, scratch, size, operation):
 
 @inner
 def dismiss(state, scratch, size):
-    """Takes all that is queued out of the queue, without timing it."""
+    """Empty the queue without timing anything."""
     for at in range(size):
         scratch.queued[state.order[scratch.heap[at]]] = 0
 
 
 @inner
 def settle(net, state, scratch, size, firsts, limit):
-    """Starts everything that is queued, and what that delays or lets begin earlier, as soon as possible; returns how
-    many starts changed, negative if some window is then sure to be wider than ``limit``: not all are timed then.
+    """Start everything queued, and what that moves, as soon as possible. Return how many starts changed; negative if
+    some window is surely wider than ``limit``, and then not all are timed.
     """
     changes, operations = 0, state.place.size
     while size:
@@ -180,14 +178,14 @@ def settle(net, state, scratch, size, firsts, limit):
 
 @inner
 def restore(state, scratch, changes):
-    """Puts back the starts that the last move changed."""
+    """Put back the starts that the last move changed."""
     for at in range(changes):
         state.starts[scratch.changed[at]] = scratch.old[at]
 
 
 @inner
 def shift(state, operation, to):
-    """Moves ``operation`` to place ``to`` of the order."""
+    """Move ``operation`` to place ``to`` of the order."""
     order, place = state.order, state.place
     at = place[operation]
     step = 1 if to > at else -1
@@ -201,9 +199,7 @@ def shift(state, operation, to):
 
 @inner
 def move(net, state, scratch, operation, target, firsts, limit):
-    """Moves ``operation`` to where ``target`` stands; returns what :func:`settle` does, or -FAR where memory is
-    short.
-    """
+    """Move ``operation`` to where ``target`` stands; return what :func:`settle` does, or -FAR if memory is short."""
     ahead = state.place[target] < state.place[operation]
     shift(state, operation, state.place[target])
     following = delist(state, operation)
@@ -218,7 +214,7 @@ def move(net, state, scratch, operation, target, firsts, limit):
 
 @inner
 def unmove(net, state, operation, previous, place):
-    """Takes ``operation`` back to behind ``previous``, where it stood at ``place`` of the order."""
+    """Move ``operation`` back behind ``previous``, where it stood at ``place`` of the order."""
     following = delist(state, operation)
     ahead = place < state.place[operation]
     shift(state, operation, place)

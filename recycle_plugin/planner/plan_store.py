@@ -1,8 +1,8 @@
 """A store of plans made before they are needed, for the likeliest next failures.
 
 Replicas that lost the same stages are interchangeable, so a solution is kept per *pattern* (who is lost or slow, by
-rank) and not per membership: of a fault-free job of DP x PP workers the loss of any one has only PP patterns.  A stored
-plan is the one that ``planner.plan`` would make, to the digest: a worker with a store and a worker without agree.
+rank) and not per membership: in a fault-free job of DP x PP workers the loss of any one has only PP patterns. A stored
+plan has the digest that ``planner.plan`` would give it, so a worker with a store and one without agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pattern = tuple[Topology, tuple[tuple[int, int], ...], tuple[tuple[int, int, int
 
 
 def pattern(view: ClusterView, costs: CostModel) -> Pattern:
-    """The pattern of a view: its topology, who is lost (rank, stage) and who is slow (rank, stage, percent), by
+    """Return a view's pattern: topology, the lost (rank, stage) and the slow (rank, stage, percent), by
     canonical rank.
     """
     rank = {replica: number for number, replica in enumerate(canonical_replicas(view, costs))}
@@ -38,10 +38,10 @@ def pattern(view: ClusterView, costs: CostModel) -> Pattern:
 
 
 def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
-    """The views that single failures lead to, one per pattern, the likeliest first: any worker, then any host.
+    """Yield the views that single failures lead to, one per pattern, the likeliest first: any worker, then any host.
 
-    A pattern is as likely as many workers lead to it.  ``hosts``: seats that die together.  Costs the live workers
-    times the stages.
+    A pattern is as likely as many workers lead to it. ``hosts``: seats that die together. Costs the live workers times
+    the stages.
     """
     slow = dict(costs.slowness)
     kinds: dict[tuple, list[Seat]] = {}
@@ -62,9 +62,7 @@ def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[
 
 
 class PlanStore:
-    """A store of solutions by pattern, the least recently used dropped beyond ``size``.  Give one store to one
-    thread.
-    """
+    """A store of solutions by pattern, for one thread; beyond ``size`` the least recently used is dropped."""
 
     def __init__(self, costs: CostModel, policy: Policy, size: int = 256, whole: bool = False) -> None:
         """``whole``: replicas are lost whole."""
@@ -78,7 +76,7 @@ class PlanStore:
         return len(self._solutions)
 
     def plan(self, view: ClusterView) -> Plan:
-        """The verified plan of ``view``, as ``planner.plan`` makes it; its solution is kept.  Raises PlanError."""
+        """Return the verified plan of ``view``, as ``planner.plan`` makes it; keep its solution. Raises PlanError."""
         if self.policy.shrinks and view.lost:
             return shrunk(view, self.costs, self.policy, self._plan)
         return self._plan(view, self.costs, self.policy)
@@ -95,8 +93,8 @@ class PlanStore:
         return finish(view, costs, policy, problem, solution, least)
 
     def prepare(self, view: ClusterView, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
-        """Plans for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller
-        decides how much time it gives; yields what is now in store.  A failure that leaves no plan is passed over.
+        """Plan for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller
+        decides how much time this takes. Yield what is now in store. A failure that leaves no plan is skipped.
         """
         for after in next_failures(view, self.costs, hosts):
             if self._whole:

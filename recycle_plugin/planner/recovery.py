@@ -31,13 +31,13 @@ def recover(
     batches: StepBatches | None = None,
     also_back: frozenset[Seat] = frozenset(),
 ) -> Recovery:
-    """The least work that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
+    """Return the least work that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
 
-    ``batches``: whose micro-batches the step has, where that is not all; ``also_back``: who has to take the step back
-    whatever else is found.  Costs time in proportion to the data held and the micro-batches of all stages.  Raises
-    :class:`core.vocabulary.recovery_plan.Torn` where the survivors' data contradicts itself.
+    ``batches``: whose micro-batches the step has, if not all; ``also_back``: seats that take the step back in any case.
+    Costs time in proportion to the data held and the micro-batches of all stages. Raises
+    :class:`core.vocabulary.recovery_plan.Torn` if the survivors' data contradicts itself.
     """
-    members = plan.view.live | held.keys()  # who is joining holds something, and is given no work
+    members = plan.view.live | held.keys()  # a joining worker holds something, and is given no work
     holders, lacking = _sums(plan, step, held, members)
     whose = range(plan.view.topology.replicas) if batches is None else batches.of(step)
     rest = closure(plan, step, held, whose, [stage for stage in lacking if stage not in holders])
@@ -52,7 +52,7 @@ def recover(
 
 
 def _sums(plan: Plan, step: int, held: Held, members: Collection[Seat]) -> tuple[dict[int, Seat], list[int]]:
-    """By stage, who has the reduced gradient, where others lack it; and the stages in which somebody does."""
+    """Return by stage who has the reduced gradient, if others lack it; and the stages in which a member lacks it."""
     holders: dict[int, Seat] = {}
     lacking: set[int] = set()
     for seat in sorted(members):
@@ -64,11 +64,11 @@ def _sums(plan: Plan, step: int, held: Held, members: Collection[Seat]) -> tuple
 
 
 class Closing(Mapping[Seat, tuple[Instruction, ...]]):
-    """What each seat does behind its micro-batches: REDUCE where a stage lacks its result, TIE where one of a tie lacks
-    its own, then VALIDATE, by all or by nobody, and STEP, by who is ``behind``.
+    """What each seat does behind its micro-batches: REDUCE if its stage lacks the result, TIE if a stage of its tie
+    lacks it, then VALIDATE, by all or by nobody, and STEP, if it is ``behind``.
 
-    Where somebody has stepped the norm was told to all, and VALIDATE finds it there (core/messages/contributions.py):
-    nobody waits for one again.  Each worker asks for its own seat only.
+    If a worker has stepped, all were told the norm, and VALIDATE finds it (core/messages/contributions.py): nobody
+    waits for one again. Each worker asks for its own seat only.
     """
 
     def __init__(self, plan: Plan, step: int, held: Held, lacking: Collection[int], behind: Collection[Seat]) -> None:
@@ -99,7 +99,7 @@ class Closing(Mapping[Seat, tuple[Instruction, ...]]):
 
 @dataclass(frozen=True)
 class Recovery:
-    """The work that is left of ``step``, as core.vocabulary.recovery_plan.RecoveryPlan.  ``closing``: by seat REDUCE,
+    """The work that is left of ``step``, as core.vocabulary.recovery_plan.RecoveryPlan. ``closing``: by seat REDUCE,
     TIE, VALIDATE and STEP, in this order.
     """
 
@@ -112,14 +112,14 @@ class Recovery:
     undo: frozenset[Seat]
 
     def program(self, seat: Seat) -> tuple[Instruction, ...]:
-        """The program of ``seat``: first what it keeps for others, then what it computes, with LOAD and transport
-        around that (planner/lower.py), then the closing.
+        """Return the program of ``seat``: first it sends what it keeps for others, then it computes, with LOAD and
+        transport (planner/lower.py), then comes the closing.
         """
         computed = lower(self.computed(seat), self.plan.stages, partial(self._way, seat))
         return (*self._kept(seat), *computed, *self.closing.get(seat, ()))
 
     def computed(self, seat: Seat) -> tuple[Instruction, ...]:
-        """The F, I, W and B of ``seat``, in their order."""
+        """Return the F, I, W and B of ``seat``, in order."""
         width, order = self.rest.home.shape[1], self._order
         kinds, records = np.divmod(order, self.rest.home.size)
         mine = self._worker[records] == seat.stage * self._replicas + seat.replica
@@ -129,9 +129,7 @@ class Recovery:
         )
 
     def boundary_only(self, seat: Seat) -> frozenset[Instruction]:
-        """Those F and I of ``seat`` that make a boundary tensor only, because the micro-batch's weight gradient has
-        been counted already.
-        """
+        """Return the F and I of ``seat`` that make a boundary tensor only: their weight gradient already counts."""
         mine = self.rest.home[seat.stage] == seat.replica
         masks = {Op.F: self.rest.forward_only, Op.I: self.rest.boundary}
         return frozenset(
@@ -141,13 +139,13 @@ class Recovery:
         )
 
     def forwards(self, stage: int) -> dict[MicroBatch, Seat]:
-        """Who runs the micro-batches forward that run on ``stage``."""
+        """Return the seat of each micro-batch that runs forward on ``stage``."""
         columns = np.flatnonzero(self.rest.forward[stage])
         who = self.rest.home[stage][columns].tolist()
         return {self._named(column): Seat(replica, stage) for column, replica in zip(columns.tolist(), who)}
 
     def _kept(self, seat: Seat) -> Iterator[Instruction]:
-        """What ``seat`` has from before, and sends before anything else."""
+        """Yield what ``seat`` has from before, and sends before anything else."""
         for kind, user in (("act", seat.stage + 1), ("grad", seat.stage - 1)):
             mine = self.rest.sent[kind][seat.stage] & (self.rest.kept[kind][seat.stage] == seat.replica)
             for column in np.flatnonzero(mine).tolist():
@@ -155,9 +153,7 @@ class Recovery:
                 yield send(Datum(kind, seat.chunk, self._named(column), self.step), target)
 
     def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
-        """The way of a boundary tensor: ``seat`` has from before what is not sent here, and what others send needs no
-        sending by it.
-        """
+        """Return the way of a boundary tensor, as far as ``seat`` has to receive or send it."""
         stage, column = datum.stage, self._column(datum.made_of)
         if not self.rest.sent[datum.kind][stage, column]:
             return BoundaryRoute(self.plan.route[stage, datum.made_of], None)

@@ -1,8 +1,8 @@
 """The order in which what is left of a step runs (planner/closure.py): event-driven list scheduling, compiled.
 
-As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once per
-failure for a part of one step, so it takes the plain rule: I before F where memory allows before W, micro-batches by
-index.  Every worker finds the same order from the same inventories.  Weight gradients of a block
+As for a whole step there is one global order, projected on the workers, so that it can't deadlock. It is made once per
+failure for a part of one step, so it takes the plain rule: I before F if memory allows, before W; micro-batches by
+index. Every worker finds the same order from the same inventories. Weight gradients of a block
 (core/vocabulary/blocks.py) wait for each other.
 
 It keeps to the memory cap, which the plan's own order would not: what survivors hold comes on top of what starts anew.
@@ -26,15 +26,15 @@ FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, BUSY = range(5)
 
 
 class RestProblem(NamedTuple):
-    """What is left of a step; arrays are int64, times in microseconds.  A record is a stage and a column, a worker a
+    """What is left of a step; arrays are int64, times in microseconds. A record is a stage and a column, a worker a
     stage and a replica; kinds of operation as in ``planner.greedy``.
     """
 
     width: int  # records per stage
     replicas: int  # workers per stage
     worker: Array  # [record]
-    missing: Array  # [kind, record] how much that it needs is still to be made; -1: it does not run
-    since: Array  # [kind, record] when that is there which is on its way at the beginning
+    missing: Array  # [kind, record] how many of its inputs are still to be made; -1: it does not run
+    since: Array  # [kind, record] when an input arrives that travels at the beginning
     forward_lag: Array  # [record] between the end of F one stage up and the earliest start here
     backward_lag: Array  # [record] between the end of I or B one stage down and the earliest start here
     in_turn: Array  # [record] 1: the weight gradient of the next record is added behind this one's
@@ -49,9 +49,7 @@ class RestProblem(NamedTuple):
 
 @inner
 def less(rest, kind, record, now, events, agenda):
-    """One thing less is missing for operation ``kind`` of ``record``, which is there at ``now``; returns the number of
-    events.
-    """
+    """Record that ``kind`` of ``record`` lacks one input less, there at ``now``; return the number of events."""
     if rest.missing[kind, record] <= 0:
         return agenda
     rest.missing[kind, record] -= 1
@@ -64,7 +62,7 @@ def less(rest, kind, record, now, events, agenda):
 
 @inner
 def settle(rest, kind, record, now, events, agenda):
-    """Gives memory back at the end of an operation, and says what it has made; returns the number of events."""
+    """Give memory back at the end of an operation, and record what it has made; return the number of events."""
     here, stage = rest.worker[record], record // rest.width
     if kind == I:
         rest.room[here] += rest.activation[stage] - (0 if rest.for_boundary[I, record] else rest.pending[stage])
@@ -92,7 +90,7 @@ def settle(rest, kind, record, now, events, agenda):
 
 @inner
 def choose(rest, tally, here, stage):
-    """The kind of queue from which an idle worker takes what it begins next, or -1."""
+    """Return the queue from which an idle worker takes what it begins next, or -1."""
     weights = tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here]
     grows = rest.pending[stage] - rest.activation[stage]
     if tally[BACKWARDS, here] and (rest.room[here] >= grows or not weights):
@@ -104,7 +102,7 @@ def choose(rest, tally, here, stage):
 
 @inner
 def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
-    """Begins the next operation of a queue; returns its code."""
+    """Begin the next operation of a queue; return its code."""
     records, stage = rest.worker.size, here // rest.replicas
     tally[BUSY, here] = 1
     if waiting == WEIGHTS:
@@ -122,9 +120,7 @@ def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
 
 @inner
 def force(rest, tally):
-    """Who goes past the memory cap, since nobody can go on within it: what survived of the old routes and what is new
-    don't fit.
-    """
+    """Return the worker that exceeds the memory cap when old routes' data and new work don't fit within it."""
     for stage in range(rest.worker.size // rest.width - 1, -1, -1):
         for here in range(stage * rest.replicas, (stage + 1) * rest.replicas):
             if tally[FORWARDS, here]:
@@ -134,9 +130,8 @@ def force(rest, tally):
 
 @compiled
 def order_rest(rest, order):
-    """Writes all operations into ``order`` by their starts, each as kind * records + record; returns how many there
-    are.  Changes ``rest.missing`` and ``rest.room``.  Costs time in proportion to the operations, times the logarithm
-    of that.
+    """Fill ``order`` with all operations by their starts, each as kind * records + record; return their number. Changes
+    ``rest.missing`` and ``rest.room``. Costs n log n for n operations.
     """
     records, workers = rest.worker.size, rest.loads.size
     codes = 2 * INPUT_THERE * records  # an event is time * codes + its number * records + record

@@ -1,14 +1,14 @@
 """Rerouting, who runs which micro-batch: ReCycle's adaptive pipelining (SOSP'24, section 4.1).
 
-A micro-batch stays at the seat of its own replica while that seat is live.  Otherwise a live worker of the same stage
-runs it: it holds the same parameters.  Rerouted micro-batches are dealt out one by one in the order of their index, so
+A micro-batch stays at the seat of its own replica while that seat is live. Otherwise a live worker of the same stage
+runs it, which holds the same parameters. Rerouted micro-batches are dealt one by one in the order of their index, so
 that every peer gets them spread over its step (all of them to one peer: 42 slots instead of 36 in the paper's running
 example).
 
-Where workers differ in speed, a stage's micro-batches are shared so that its slowest worker ends earliest: a straggler
-keeps fewer than its replica brings, and gives the others away as a lost worker does, every so-manieth of them.
+If workers differ in speed, a stage's micro-batches are shared so that its slowest worker ends earliest. A straggler
+keeps fewer than its replica brings, and gives the others away as a lost worker does, at even distances.
 
-Where the policy keeps micro-batches together (core/vocabulary/blocks.py), all of this is done with whole blocks.
+If the policy keeps micro-batches together (core/vocabulary/blocks.py), all of this is done with whole blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recycle_plugin.planner.plan_error import PlanError
 
 
 class Routing(NamedTuple):
-    """The rank of the worker that runs each micro-batch.  ``replicas``: in canonical order, which numbers the ranks.
+    """The rank of the worker that runs each micro-batch. ``replicas``: in canonical order, which numbers the ranks.
     ``rank[stage, rank, index]``: who runs it, int64.
     """
 
@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     rank: NDArray[np.int64]
 
     def named(self, view: ClusterView) -> Route:
-        """The same routing by replica numbers."""
+        """Return the same routing by replica numbers."""
         names = np.array(self.replicas, np.int32)
         by_replica = np.empty(self.rank.shape, np.int32)
         by_replica[:, names] = names[self.rank]
@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 
 
 def canonical_replicas(view: ClusterView, costs: CostModel | None = None) -> tuple[int, ...]:
-    """The replicas, ordered by which of their seats are lost, then by which are slow.
+    """Return the replicas, ordered by which of their seats are lost, then by which are slow.
 
     Planning in this order makes a plan independent of how replicas are numbered: replicas that lost the same stages are
     interchangeable.
@@ -59,8 +59,8 @@ def canonical_replicas(view: ClusterView, costs: CostModel | None = None) -> tup
 
 
 def route(view: ClusterView, policy: Policy, costs: CostModel | None = None) -> Routing:
-    """The routing of a step's micro-batches over the live seats of ``view``.  Raises PlanError where a stage has no
-    live worker, or where one is lost and ``policy.reroute`` is off.
+    """Return the routing of a step's micro-batches over the live seats of ``view``. Raises PlanError if a stage has no
+    live worker, or if one is lost and ``policy.reroute`` is off.
     """
     _check(view, policy)
     topology = view.topology
@@ -80,17 +80,14 @@ def route(view: ClusterView, policy: Policy, costs: CostModel | None = None) -> 
 
 
 def _deal(rank: NDArray[np.int64], workers: list[int]) -> None:
-    """Gives the lost workers' blocks to ``workers`` in turn."""
+    """Give the lost workers' blocks to ``workers`` in turn."""
     lost = np.setdiff1d(np.arange(len(rank)), workers)
     number = np.arange(rank.shape[1] * len(lost)).reshape(rank.shape[1], len(lost))
     rank[lost] = np.array(workers)[number % len(workers)].T
 
 
 def shares(total: int, percents: list[int]) -> list[int]:
-    """The number of ``total`` equal blocks that each worker takes so that the last one ends earliest.
-
-    Also no less than its part of an even share where all are alike; ties go to the first.
-    """
+    """Return how many of ``total`` equal blocks each worker takes to end earliest together; ties go to the first."""
     heap = [(percent, place) for place, percent in enumerate(percents)]
     heapify(heap)
     taken = [0] * len(percents)
@@ -102,9 +99,7 @@ def shares(total: int, percents: list[int]) -> list[int]:
 
 
 def _share(rank: NDArray[np.int64], workers: list[int], percents: list[int]) -> None:
-    """Lets each worker keep its own up to its share; what is over is dealt to those below theirs, in the blocks'
-    order.
-    """
+    """Let each worker keep its own up to its share; deal the rest to those below theirs, in the blocks' order."""
     own, total = rank.shape[1], rank.size
     share = dict(zip(workers, shares(total, percents)))
     wanting = {worker: share[worker] - min(own, share[worker]) for worker in workers}

@@ -1,4 +1,4 @@
-"""What is left of a step (planner/closure.py), as what :mod:`planner.recovery_order` puts in order."""
+"""What is left of a step (planner/closure.py), as the problem that :mod:`planner.recovery_order` solves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mask = NDArray[np.bool_]
 
 
 def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
-    """The problem of putting ``rest`` in order.  Raises PlanError where memory holds no micro-batch."""
+    """Return the problem of putting ``rest`` in order. Raises PlanError if memory holds no micro-batch."""
     shape, limits = plan.view.topology, memory(costs, plan.policy)
     stages, width = rest.home.shape
     column = np.arange(width)
@@ -45,7 +45,7 @@ def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
 
 
 def _in_turn(rest: Rest, follows: Mask) -> Mask:
-    """Whose weight gradient is added behind that of the column before it, which is made again too.  ``follows``: per
+    """Return whose weight gradient is added behind that of the column before, which is made again too. ``follows``: per
     column, whether the one before is of the same block.
     """
     runs = rest.runs(Op.W) | rest.runs(Op.B)
@@ -54,7 +54,7 @@ def _in_turn(rest: Rest, follows: Mask) -> Mask:
 
 
 def _missing(rest: Rest, in_turn: Mask) -> Array:
-    """Per kind and record, how much of what it needs is made again; -1 where it does not run."""
+    """Return per kind and record how many of its inputs are made again; -1 if it does not run."""
     first, last = np.zeros((1, rest.home.shape[1]), bool), np.zeros((1, rest.home.shape[1]), bool)
     activation = np.concatenate([first, rest.forward[:-1]])
     gradient = np.concatenate([rest.backward[1:], last])
@@ -64,7 +64,7 @@ def _missing(rest: Rest, in_turn: Mask) -> Array:
 
 
 def _since(rest: Rest, costs: CostModel) -> Array:
-    """Per kind and record, when a boundary tensor is there that somebody has from before, and sends at once."""
+    """Return per kind and record when a boundary tensor arrives that its holder has from before, and sends at once."""
     since = {kind: np.zeros(rest.home.shape, np.int64) for kind in rest.sent}
     across = costs.communication if costs.communication_across is None else costs.communication_across
     for kind, user, maker in (("act", slice(1, None), slice(None, -1)), ("grad", slice(None, -1), slice(1, None))):

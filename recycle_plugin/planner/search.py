@@ -1,6 +1,5 @@
-"""A search for a better order than the portfolio's: local search (``planner.climb``).
-
-It takes each stage's window for itself; where stages share weights (``Problem.tie``), what it finds is timed with that.
+"""A search for a better order than the portfolio's: local search (``planner.climb``). It takes each stage's window for
+itself; if stages share weights (``Problem.tie``), its result is timed with that.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from recycle_plugin.planner.moves import Net
 
 
 def net(problem: Problem, release: Array, closing: Array) -> Net:
-    """The arrays that ``planner.climb`` reads.
+    """Return the arrays that ``planner.climb`` reads.
 
     ``release``: when each stage's workers begin; ``closing``: from a stage's last end to the end of its window,
     microseconds.
@@ -62,9 +61,8 @@ def net(problem: Problem, release: Array, closing: Array) -> Net:
 
 
 def _in_blocks(problem: Problem) -> tuple[Array, Array]:
-    """The fields ``ahead`` and ``behind`` of a net: weight gradients of a block keep their order.
-
-    Nothing else has to be held to that order: greedy's queues keep F, I and B of a block in it, and W follows its I.
+    """Return the fields ``ahead`` and ``behind`` of a net: weight gradients of a block keep their order. Nothing else
+    needs this: greedy's queues keep F, I and B of a block in order, and W follows its I.
     """
     records = problem.records
     later = np.flatnonzero(problem.follows_in_block)
@@ -80,7 +78,7 @@ WORTH_CLIMBING = 40  # moves; a polish of fewer finds nothing
 
 
 def polish(problem: Problem, best: Solution, least: int) -> Solution:
-    """The solution ``best`` after a fixed number of moves, so that every worker finds the same."""
+    """Return ``best`` after a fixed number of moves, so that every worker finds the same."""
     rounds = OPERATIONS_CLIMBED // best.order.size
     if rounds < WORTH_CLIMBING:
         return best
@@ -89,9 +87,7 @@ def polish(problem: Problem, best: Solution, least: int) -> Solution:
 
 
 def climbed(problem: Problem, best: Solution, least: int, rounds: int, heat: int, seed: int = 0) -> Solution:
-    """The solution ``best``, or a shorter order found from it in ``rounds`` moves.  ``heat``, ``seed``: of
-    :func:`planner.climb.climb`.
-    """
+    """Return ``best``, or a shorter order found from it by ``rounds`` moves of :func:`planner.climb.climb`."""
     if problem.synchronous:
         release, closing = problem.step, problem.reduce + problem.tied
     else:

@@ -1,8 +1,8 @@
-"""Plans where batches shrink (core/vocabulary/step_batches.py): those of a job that has only the replicas that are
-whole, under their own names.
+"""Plans for batches that shrink (core/vocabulary/step_batches.py): those of a job that has only the whole replicas,
+under their own names.
 
-The micro-batches of the others have a way too, for a step that had them already when their replica was lost: all of
-one go to one replica, in turn, so that nothing of them crosses replicas.
+The micro-batches of lost replicas have a route too, for a step that had them already when their replica was lost: each
+goes to one whole replica, in turn, so that nothing of it crosses replicas.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Planner = Callable[[ClusterView, CostModel, Policy], Plan]
 
 
 def shrunk(view: ClusterView, costs: CostModel, policy: Policy, plan: Planner) -> Plan:
-    """The plan for ``view``, from which whole replicas are lost, made by ``plan`` for those that are left.  Raises
-    PlanError where none is, or a replica is lost in part.
+    """Return the plan for ``view``, from which whole replicas are lost, made by ``plan`` for those left. Raises
+    PlanError if none is left, or a replica is lost in part.
     """
     replicas = view.whole
     if not replicas:
@@ -64,7 +64,7 @@ def shrunk(view: ClusterView, costs: CostModel, policy: Policy, plan: Planner) -
 
 
 def _seats(rows: Packed, replicas: tuple[int, ...]) -> tuple[Seat, ...]:
-    """The seats of ``rows`` under their names, in the order that they are in already."""
+    """Return the seats of ``rows`` under their names, in the same order."""
     return tuple(Seat(replicas[seat.replica], seat.stage) for seat in rows.seats)
 
 

@@ -1,13 +1,13 @@
 """Timing, compiled: when a global order runs, and the shortest period at which it can repeat.
 
 With staggered stages a step is a *template*: its starts, shifted by the period T, have to satisfy every dependency of
-the next step.  Steps touch only at a stage's own reduce-and-step, so T is valid exactly if for each stage the last end
-plus reduce and step, less the first start, is at most T; a stage that shares weights steps once the last of those that
-share them has reduced.  The least T of an order is found by bisection: at a given T, a stage that is too wide has its
-first start moved later, until nothing moves (T is valid) or it goes on for ever (T is too short).
+the next step. Steps touch only at a stage's own reduce-and-step. So T is valid exactly if for each stage the last end
+plus reduce and step, less the first start, is at most T; a stage that shares weights steps once the last of its tie has
+reduced. The least T of an order is found by bisection: at a given T, a stage that is too wide has its first start moved
+later, until nothing moves (T is valid) or it goes on for ever (T is too short).
 
-Where stages step together, all of them wait for each other once a step, when the last has its gradients, and each
-begins the next one when it has stepped: T is simply the time from one such barrier to the next.
+If stages step together, all wait for each other once a step, when the last has its gradients, and each begins the next
+step when it has stepped: T is the time from one such barrier to the next.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ OPERATIONS_SETTLED = 4_000_000  # in one evaluation: bounds its time
 
 @compiled
 def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends):
-    """Starts every operation as soon as inputs, worker and its stage's ``release`` allow.
+    """Start every operation as soon as inputs, worker and its stage's ``release`` allow. Return the first start and the
+    last end per stage.
 
-    ``ends``: [F, gradient, W] x records, overwritten.  Returns the first start and the last end per stage.
+    ``ends``: [F, gradient, W] x records, overwritten.
     """
     records = worker.size
     width = records // stages
@@ -72,11 +73,11 @@ def settle(
     ends,
     left,
 ):
-    """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
+    """Return the period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
 
-    ``reduce``, ``tie``, ``after``: planner.flat.Problem's.  ``release``: no more than what the stages' first starts
-    have to be; moved on to what they are.  A path visits each stage's barrier once at most, so stages + 1 rounds settle
-    it.  ``left[0]``: rounds that may still be made; where they run out there is none.
+    ``reduce``, ``tie``, ``after``: planner.flat.Problem's. ``release``: lower bounds of the stages' first starts,
+    raised to those starts. A path visits each stage's barrier once at most, so stages + 1 rounds settle it.
+    ``left[0]``: rounds that may still be made; if they run out there is no template.
     """
     reduced = np.empty(stages, np.int64)
     for _ in range(stages + 2):
@@ -101,7 +102,7 @@ def settle(
 
 @compiled
 def flushed(lasts, reduce, tie, after, step):
-    """The period of steps that begin once all stages have stepped; ``lasts``: when each has computed its last."""
+    """Return the period of steps that begin once all stages have stepped; ``lasts``: when each has computed."""
     reduced, period = np.zeros(lasts.size, np.int64), 0
     for stage in range(lasts.size):
         reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
@@ -128,8 +129,8 @@ def evaluate(
     below,
     starts,
 ):
-    """The least period of an order (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than
-    ``below``.
+    """Return the least period of an order (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less
+    than ``below``.
 
     ``synchronous``, ``step``: planner.flat.Problem's.
     """
@@ -148,8 +149,8 @@ def evaluate(
 
 @compiled
 def shortened(how, barriers, least, best, release, starts, ends, left):
-    """The least period of an order whose template of period ``best`` has these ``starts``, which are overwritten, and
-    this ``release``.
+    """Return the least period of an order whose template of period ``best`` has these ``starts``, which are
+    overwritten, and this ``release``.
 
     ``how``: the first arguments of :func:`run`; ``barriers``: ``reduce``, ``tie`` and ``after`` of :func:`settle`.
     """
@@ -172,7 +173,7 @@ def shortened(how, barriers, least, best, release, starts, ends, left):
 
 @compiled
 def extent(order, starts, stages, ranks, worker, spend):
-    """The first start and the last end per stage."""
+    """Return the first start and the last end per stage."""
     records = worker.size
     width = records // stages
     firsts, lasts = np.full(stages, np.int64(1) << 60), np.zeros(stages, np.int64)
@@ -188,11 +189,11 @@ def extent(order, starts, stages, ranks, worker, spend):
 def project(
     order, starts, stages, ranks, worker, row, ends, kinds, closing, closing_at, codes, times, names, micro_batches
 ):
-    """Writes each worker's program into its row of ``codes`` and planned starts into ``times``.
+    """Write each worker's program into its row of ``codes`` and planned starts into ``times``.
 
-    ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``kinds``: codes of F, I, W and B of stage
-    0 (the stage is added).  ``closing``: [stage, place] codes of a program's last instructions, -1 where there is none,
-    and ``closing_at`` their starts.  ``names[rank]``: replica number.  ``codes`` as in ``core.vocabulary.program``.
+    ``row[worker]``: its row, -1 for none; rows end before ``ends``. ``kinds``: codes of F, I, W and B of stage 0 (the
+    stage is added). ``closing``: [stage, place] codes of a program's last instructions, -1 for none, and ``closing_at``
+    their starts. ``names[rank]``: replica number. ``codes`` as in ``core.vocabulary.program``.
     """
     records = worker.size
     width = records // stages

@@ -1,18 +1,16 @@
-"""The verifier, which checks a plan before anybody runs it.
+"""The verifier, which checks a plan before anybody runs it. It shares no code with the scheduler: it reads programs and
+``requires``/``provides``.
 
-Separate code: it reads programs and ``requires``/``provides``, nothing of the scheduler.
+* Every (micro-batch, stage) runs F < I < W, or F < B, exactly once, on the one live worker that the route names.
+* Blocks of micro-batches that stay together have one worker on a stage, and their weight gradients run in order.
+* Activations and pending weight gradients stay under the cap at every prefix of a program.
+* Every program ends with REDUCE, TIE if its stage shares weights, VALIDATE if stages step together, STEP.
+* Data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one
+  of its tie's. That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
+  and with it every stage has the parameters that the next step requires.
 
-* every (micro-batch, stage) runs F < I < W, or F < B, exactly once, on the one live worker that the route names;
-* blocks of micro-batches that stay together have one worker on a stage, and their weight gradients run in order;
-* activations and pending weight gradients stay under the cap at every prefix of a program;
-* every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where stages step together, STEP;
-* data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one
-  of its tie's.  That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its
-  end, and with it every stage has the parameters that the next step requires.
-
-The order of messages in a channel is not checked: our transport names each tensor.  The loops are compiled
-(``planner.verify_loops``); what they know of data is in tables made from ``requires`` and ``provides`` for every op and
-stage.
+The order of messages in a channel is not checked: our transport names each tensor. The loops are compiled
+(``planner.verify_loops``); their tables of data are made from ``requires`` and ``provides`` for every op and stage.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ INPUTS = ("data", "params")
 
 
 class Rows(NamedTuple):
-    """The programs of a plan as int64 arrays: codes, and where each seat's row begins, ends and which seat it is."""
+    """The programs of a plan as int64 arrays: codes, and each seat's row: its beginning, its end, and the seat."""
 
     codes: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -49,9 +47,9 @@ class Rows(NamedTuple):
 
 
 def verify(plan: Plan, costs: CostModel | None = None) -> None:
-    """Raises VerificationError at the first rule that ``plan`` breaks.
+    """Raise VerificationError at the first rule that ``plan`` breaks.
 
-    ``costs`` tell what a micro-batch holds; needed where the policy's memory is in bytes (else ValueError).
+    ``costs`` tell what a micro-batch holds; needed if the policy's memory is in bytes (else ValueError).
     """
     rows = _rows(plan)
     _check_end(plan, rows)
@@ -79,7 +77,7 @@ def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
-    # said here once more, so that the planner's word is checked
+    # repeated here, so that the planner's own closing is checked
     validate = (Op.VALIDATE,) if plan.policy.together else ()
     tails = [
         (Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP)
@@ -168,7 +166,7 @@ def _check_memory(plan: Plan, rows: Rows, costs: CostModel | None) -> None:
 
 
 def _check_progress(plan: Plan, rows: Rows) -> None:
-    """Runs the step without time: each seat goes on as far as its data allow."""
+    """Run the step without time: each seat goes on as far as its data allow."""
     topology = plan.view.topology
     tie = np.array([min(topology.tie(stage), default=stage) for stage in range(topology.stages)])
     tables = _tables(topology.stages, topology.ties)
@@ -190,16 +188,14 @@ def _check_progress(plan: Plan, rows: Rows) -> None:
 
 @lru_cache(maxsize=1)
 def _states() -> dict[tuple[Op, ...], int]:
-    """The beginnings of all allowed orders, numbered; 0 is nothing."""
+    """Return the beginnings of all allowed orders, numbered; 0 is nothing."""
     beginnings = {tuple(order[:length]) for order in ORDERS for length in range(len(order) + 1)}
     return {ran: number for number, ran in enumerate(sorted(beginnings, key=lambda ran: (len(ran), ran)))}
 
 
 @lru_cache(maxsize=1)
 def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The array ``after[state, op]``, the state that running op leads to, -1 where it may not run; and which states are
-    complete.
-    """
+    """Return ``after[state, op]``, the state that running op leads to or -1; and which states are complete."""
     states = _states()
     after = np.array([[states.get((*ran, op), -1) for op in OPS] for ran in states])
     return after, np.array([list(ran) in ORDERS for ran in states])
@@ -207,11 +203,11 @@ def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 @lru_cache(maxsize=8)
 def _tables(stages: int, ties: tuple[tuple[int, ...], ...]) -> tuple[NDArray[np.int64], ...]:
-    """The tables of what each op on each stage needs and gives, from ``requires`` and ``provides``.
+    """Return the tables of what each op on each stage needs and gives, from ``requires`` and ``provides``.
 
-    ``needs``, ``gives``: [op, stage, place] = kind * stages + stage of the datum, -1: no more.  ``wide``: [kind]
-    whether there is one for the whole stage; ``given``: [kind] whether it is there from the start.  ``joint``: the
-    numbers of TIE's op and of REDUCE's, and kind of what the latter needs of each own micro-batch.
+    ``needs``, ``gives``: [op, stage, place] = kind * stages + stage of the datum, -1: no more. ``wide``: [kind] whether
+    there is one for the whole stage; ``given``: [kind] whether it is there from the start. ``joint``: the numbers of
+    TIE's op and of REDUCE's, and the kind of what REDUCE needs of each own micro-batch.
     """
     shared = {stage for tie in ties for stage in tie}
     kinds: dict[tuple[str, int], int] = {}

@@ -1,4 +1,4 @@
-"""The verifier's compiled loops over packed programs.  Each returns where the first offence stands."""
+"""The verifier's compiled loops over packed programs. Each returns where the first offence stands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FINE, TAIL, EARLY, STAGE, ROUTE, ORDER = range(6)
 
 @compiled
 def ending(codes, begins, ends, stages, compute, tails):
-    """Checks the program's last ops, computation before them, and one stage all through; returns (rule, row, place).
+    """Check the program's last ops, computation before them, and one stage all through; return (rule, row, place).
 
     ``tails``: [stage, place] the ops that end a program of the stage, then -1.
     """
@@ -37,8 +37,8 @@ def ending(codes, begins, ends, stages, compute, tails):
 
 @compiled
 def once(codes, begins, ends, replicas, stages, route, after, state):
-    """Checks that each op runs where the route says and after what it has to follow; returns (rule, row, place), and
-    leaves in ``state`` how far each micro-batch is.
+    """Check that each op runs where the route says and after what it has to follow. Return (rule, row, place), and
+    leave in ``state`` how far each micro-batch is.
     """
     for row in range(ends.size):
         for at in range(begins[row], ends[row]):
@@ -57,8 +57,8 @@ def once(codes, begins, ends, replicas, stages, route, after, state):
 
 @compiled
 def in_turn(codes, begins, ends, stages, adds, size, latest):
-    """Checks that the ops that ``adds`` names run in ascending order within blocks of ``size``; returns (row, place) of
-    one that does not, row -1 if all do.  ``latest``: [stage, replica, block] index of the last one, -1 at first.
+    """Check that the ops in ``adds`` run in ascending order within blocks of ``size``. Return (row, place) of one that
+    does not, row -1 if all do. ``latest``: [stage, replica, block] index of the last one, -1 at first.
     """
     for row in range(ends.size):
         for at in range(begins[row], ends[row]):
@@ -73,9 +73,7 @@ def in_turn(codes, begins, ends, stages, adds, size, latest):
 
 @compiled
 def memory(codes, begins, ends, stages, change, cap):
-    """Checks that no prefix of a program holds more than its stage's cap; returns (row, place, held) of one that does,
-    row -1 if none does.
-    """
+    """Check that no prefix of a program holds more than its stage's cap; return (row, place, held), row -1 if so."""
     for row in range(ends.size):
         held = 0
         for at in range(begins[row], ends[row]):
@@ -87,9 +85,7 @@ def memory(codes, begins, ends, stages, change, cap):
 
 @compiled
 def number_of(kind_stage, wide, stages, width, micro_batch):
-    """The place of a datum in an array of kinds by stage by micro-batch; one for a whole stage stands at
-    micro-batch 0.
-    """
+    """Return the place of a datum in an array of kinds by stage by micro-batch; a whole stage's stands at 0."""
     return kind_stage * width + (0 if wide[kind_stage // stages] else micro_batch)
 
 
@@ -97,7 +93,7 @@ def number_of(kind_stage, wide, stages, width, micro_batch):
 def progress(
     codes, place, ends, replicas, seat_stage, route, micro_batches, live, tie, needs, gives, wide, given, joint
 ):
-    """Advances ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever.
+    """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever.
 
     ``live``: [stage] workers; ``tie``: [stage] the first of the stages that it shares weights with, or its own number.
     """

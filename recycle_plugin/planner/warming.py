@@ -1,7 +1,7 @@
-"""Warming up: everything compiled is compiled, or loaded, before a failure can need it.
+"""Warming up: compile, or load, everything compiled before a failure can need it.
 
-Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so that only the first process on a machine
-compiles.  Workers start together: one does the work, the others wait for it and load.
+Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so only the first process on a machine
+compiles. Workers start together: one compiles, the others wait for it and load.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from recycle_plugin.planner.search import climbed
 
 
 def warm() -> None:
-    """Compiles or loads the planner's loops: some tenths of a second from the cache, half a minute on a machine's very
+    """Compile or load the planner's loops: some tenths of a second from the cache, half a minute on a machine's very
     first call.
 
-    Raises nothing but what planning raises: where no lock can be had, everybody compiles.
+    Raises nothing but what planning raises: if no lock can be had, every process compiles.
     """
     try:
         lock = open(_lock_file(), "w")
@@ -36,7 +36,7 @@ def warm() -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            fcntl.flock(lock, fcntl.LOCK_SH)  # somebody compiles; afterwards all load at once
+            fcntl.flock(lock, fcntl.LOCK_SH)  # another process compiles; afterwards all load at once
         _run()
 
 

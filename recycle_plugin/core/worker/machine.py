@@ -107,9 +107,7 @@ class Machine(Protocol):
         """
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
-        """Yield until ``ready()`` is not None, for ``datum`` from ``source``. The coordinator has late data
-        sent again.
-        """
+        """Yield until ``ready()`` is not None, for ``datum`` from ``source``; late data is sent again."""
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         """Yield until ``step`` is committed, before the next one is applied."""

@@ -197,9 +197,7 @@ class StepLog(Observer):
             self._log.checkpointed(step)
 
     def committed(self, view: ControlView, valid_from: int) -> None:
-        """Write records of new commits, drop what a durable checkpoint replaces, and take over the boundaries
-        to log.
-        """
+        """Write records of new commits, drop what a durable checkpoint replaces, and take the boundaries to log."""
         self.commit(view.committed, valid_from)
         self.checkpointed(view.durable)
         self.boundaries = self.boundaries if view.logged is None else view.logged

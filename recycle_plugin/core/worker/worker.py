@@ -161,9 +161,7 @@ class Worker:
         return self.store.held()
 
     def held_draws(self) -> dict[str, str]:
-        """Return the batches of plain iterators that are here, by step, packed, with all that lost workers have
-        sent.
-        """
+        """Return the batches of plain iterators that are here, by step, packed, with what lost workers have sent."""
         if self.store.reads_iterator or self._meets_again():
             self._machine.hear_out()
         self._take_arrivals()
