@@ -248,8 +248,8 @@ def file_beside(folder: Path, stage: int) -> Path:
 
 def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """Read what stock's files of ``stage`` have no place for. ``step`` None: of any step, for the weights alone. Raises
-    RecycleError if the file is of another step: stock may have saved again under the same tag. Also if only other
-    stages have such a file: small parts are the same in all, and the stages would go on with different ones.
+    RecycleError if the file is of another step, as when stock has saved again under the same tag. Raises it too if only
+    other stages have such a file: small parts are the same in all, and stages would go on with different ones.
     """
     file = file_beside(folder, stage)
     if file.is_file():

@@ -1,8 +1,7 @@
 """The DeepSpeed engine that runs plans: ``PipelineEngine`` for scripts, in front of the worker runtime's trainer.
 
 No algorithm lives here. It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to the trainer
-(runtime/worker/trainer.py), and keeps the signatures that scripts call. Only this module uses DeepSpeed's private
-names.
+(runtime/worker/trainer.py), and keeps the signatures that scripts call.
 """
 
 from __future__ import annotations
@@ -222,8 +221,8 @@ class RecycleEngine(PipelineEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """Return the mean loss of an evaluation, on every worker, once all training steps so far are committed. Workers
-        may die meanwhile. Every other result of stock's ``eval_batch`` needs all workers: raises RecycleError if one is
-        missing, or has come back.
+        may die meanwhile. Stock's other results need all workers: raises RecycleError for these if one is missing,
+        while this one is behind, or after a worker has come back in a job that logs.
         """
         whole = return_logits or not compute_loss or reduce_output != "avg"
         if whole and self._trainer.behind:

@@ -22,7 +22,7 @@ from recycle_plugin.settings.wording import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
-    """Raise RecycleError for an unsupported job. ``config``: all of it; the rest as for ``deepspeed.initialize``."""
+    """Raise RecycleError for a job that is not supported. ``config`` is the whole DeepSpeed config."""
     if not isinstance(model, PipelineModule):
         raise RecycleError(
             f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}: for a "

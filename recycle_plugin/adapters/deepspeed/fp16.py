@@ -43,7 +43,7 @@ class HalfOptimizer(MasterOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of losses, for scripts and monitors."""
+        """The factor that losses are multiplied by, for scripts and monitors."""
         return self._scaler.loss_scale
 
     def state_dict(self) -> dict[str, Any]:

@@ -154,8 +154,8 @@ class Job:
 
     @property
     def prints(self) -> bool:
-        """Whether this worker prints for Megatron's last rank. The oldest process of the last stage does, since it has
-        all steps of a log line: the highest rank among several, and no newcomer that is behind.
+        """Whether this worker prints for Megatron's last rank. The oldest process of the last stage does (the highest
+        rank of several), since it has all steps of a log line. A newcomer that is behind does not.
         """
         if self._trainer.behind or not self._module.last:
             return False

@@ -94,9 +94,9 @@ ROWS = (
 
 
 TOGETHER = {"num_distributed_optimizer_instances": 1, "overlap_param_gather": False, "overlap_grad_reduce": False}
-"""Nothing is overlapped."""
+"""Arguments as the plugin sets them: it overlaps nothing."""
 WHOLE = {"use_distributed_optimizer": False}
-"""With this every worker of a stage keeps the whole state of the optimizer."""
+"""Arguments with which every worker of a stage keeps the optimizer's whole state."""
 
 
 def refusals(args: Namespace) -> Iterator[str]:

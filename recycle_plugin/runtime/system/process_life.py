@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def life_of(pid: int) -> tuple[str, float | None]:
-    """Return the state of a process, a letter as in ps, and its CPU seconds. They include the seconds that its main
-    thread has waited for a CPU, most of the time on a crowded machine, if the kernel counts these. Returns ("", None)
-    if the process has ended.
+    """Return the state of a process, a letter as in ps, and its CPU seconds; ("", None) if it has ended. They include
+    the seconds for which its main thread has waited for a CPU, if the kernel counts these: on a crowded machine that is
+    most of the time.
     """
     process = Path(f"/proc/{pid}")
     try:

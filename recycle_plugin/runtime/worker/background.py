@@ -223,7 +223,7 @@ class Background:
         )
 
     def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list[Any]) -> str:
-        """Put the checkpoint in place, and remove old ones. Returns why that failed, or "". ``brought``: by all."""
+        """Put the checkpoint in place, and remove old ones. Returns why it failed, or "". ``brought``: log figures."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {max(cost.seconds, 0.0):.3f} s with steps of "
             f"{cost.step_s:.3f} s, the next one before step {self._interval.due},"

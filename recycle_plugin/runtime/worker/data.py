@@ -70,7 +70,7 @@ class ScriptsIterator:
         self._session, self._next_batch, self._states = session, next_batch, states
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
-        """Read the next batch, packed with ``draw``, its purpose. If ``draw`` is None, skip it. Raises Ended."""
+        """Read the next batch, packed with its ``draw``; skip it if ``draw`` is None. Raises Ended."""
         batch = self._read(f"in step {step}, at its micro-batch {position}")
         return None if draw is None else packed(batch, draw)
 

@@ -71,14 +71,14 @@ class Entry:
         self._let_in()
 
     def meets(self, place: str) -> bool:
-        """Whether the others may wait at ``place`` for this newcomer, whose stage nobody had; then it is a member."""
+        """Whether the others may wait at ``place`` for this newcomer, whose stage nobody had; if so, it is a member."""
         if self._loop is None or not self._loop.meets(place):
             return False
         self._let_in()
         return True
 
     def _follow(self, step: int) -> bool:
-        """Wait until ``step`` is over for the others: True. False if this worker is to train it: it is a member now."""
+        """Wait until ``step`` is over, and return True. Return False if this worker, now a member, is to train it."""
         loop = self._begun()
         self._parts.feed.begin()
         if loop.follow(step):
@@ -105,7 +105,7 @@ class Entry:
         return self._parts.log is None and (self._loop is None or not self._loop.enters)
 
     def check_trained(self) -> None:
-        """Raise RecycleError if the state is arriving already: it was cut into what was trained before."""
+        """Raise RecycleError if the state is arriving already: it is that of the parameters trained before."""
         if self._loop is not None and self._loop.asked:
             raise RecycleError(
                 "the script of a worker that comes back freezes or thaws parameters, or adds groups, after step "

@@ -82,7 +82,7 @@ class Feed:
         return True
 
     def data_ended(self, step: int) -> None:
-        """Record that the script is told before ``step`` that all iterators have ended: the next is another."""
+        """Record that the script hears, before ``step``, of all iterators' end: the next is another, or begins anew."""
         self._last_given = None
         if self.iterator_data is not None:
             self.iterator_data.begin_another(step)

@@ -43,7 +43,7 @@ class LogChoice:
         self._too_large = False
 
     def begin(self) -> list[Any]:
-        """Return this worker's figures since the last checkpoint, for the barrier at the end of the next."""
+        """Return this worker's figures since the last checkpoint, for the barrier at the end of the next one."""
         self._begun = self._meter.total
         return [self._stage, self._state_bytes(), list(self._begun.since(self._from))]
 

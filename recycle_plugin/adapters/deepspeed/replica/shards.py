@@ -7,8 +7,7 @@ or not at all. Stages 2 and 3 reduce after each backward anyway; at stages 0 and
 the replica per micro-batch.
 
 The sum over the replicas is put where stock has the reduced gradient between backward and step. Scripts find it there.
-Stock checks what they have made of it for overflows, clips by its norm, steps, and gathers the parameters. DeepSpeed's
-private names are used here and in engine.py only.
+Stock checks what they have made of it for overflows, clips by its norm, steps, and gathers the parameters.
 """
 
 from __future__ import annotations
