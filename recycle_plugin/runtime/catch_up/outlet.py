@@ -226,7 +226,6 @@ class TcpOutlet:
         self._tell_once()
 
     def _tell_once(self) -> None:
-        """Report the account, once, if anything was sent."""
         with self._changed:
             first, self._told = not self._told, True
         if first and self._served.bytes:

@@ -42,9 +42,7 @@ def _times() -> tuple[float, float]:
 
 
 class Rate:
-    """The rate at which one worker serves all its newcomers. ``alone()``: whether its stage has no other live worker.
-    ``clock`` and ``idle`` are for tests.
-    """
+    """The rate at which one worker serves all newcomers; ``alone()``: the last of its stage. The rest is for tests."""
 
     def __init__(
         self,

@@ -32,9 +32,7 @@ NO_BACKWARD = -1  # in a thread that runs none
 
 
 class Callers:
-    """The checks that all groups of one worker apply to their collectives; sums without lost members' parts go by the
-    setting ``group_sums`` of ``session``.
-    """
+    """The checks that all groups of one worker apply to their collectives, by the job's setting ``group_sums``."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

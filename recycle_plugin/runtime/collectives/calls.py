@@ -141,9 +141,7 @@ def _check_root(stock: Stock, group: MemberGroup, root: int) -> None:
 
 
 def _gathered(stock: Stock, group: MemberGroup, own: Any) -> list[Any]:
-    """Return each member's ``own`` in group order, None for lost ones. Costs two gathers, and memory for the largest
-    object times the members.
-    """
+    """Return each member's ``own`` in group order, None for lost ones; each gets as much memory as the largest."""
     text = text_of(own)
     sizes = torch.zeros(group.size(), 1, dtype=torch.int64)
     group.gather_rows(stock.__name__, sizes, torch.tensor([text.numel()])).wait()

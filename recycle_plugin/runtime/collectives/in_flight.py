@@ -357,17 +357,13 @@ class Flight:
         self._asking = False
 
     def give_up_links(self) -> None:
-        """Abort links on accelerators, since the membership is about to change. Takes no lock: a thread that holds it
-        may be waiting for the device.
-        """
+        """Abort links on accelerators before a membership change. Takes no lock: its holder may wait for the device."""
         for which, (link, _) in list(self._links.items()):
             if which.startswith(ON_DEVICE):
                 link.abort()
 
     def cut(self) -> list[Handle]:
-        """Leave unfinished calls after a membership change; those inside a step end with Interrupted. Returns the
-        handles of aborted links.
-        """
+        """Leave unfinished calls, those inside a step as Interrupted; returns the handles of aborted links."""
         with self._lock:
             for call in self._calls:
                 self._notice(call)
@@ -402,9 +398,7 @@ class Flight:
         ).start()
 
     def _hear(self, generation: int, others: list[int]) -> None:
-        """Learn which calls are behind the others, in a thread of its own. If one of them stays silent, this returns:
-        the waiting caller has its own deadline.
-        """
+        """Learn which calls are behind the others, in its own thread. Waiting callers have their own deadlines."""
         try:
             said = self._outcomes.of_others(generation, others, self._name)
         except WaitTimeout:
@@ -460,7 +454,6 @@ class Flight:
         return False
 
     def _fetch(self, call: Call, holder: int, line: str, number: int) -> None:
-        """Ask member ``holder`` for the result of a call."""
         reading = self._outcomes.ask(self._ranks[holder], line, number)
         call.fetched = holder, reading
         reading.when_news(lambda: self._take_result(call, holder, reading))
@@ -569,7 +562,6 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def _adjust(call: Call) -> None:
-    """Apply the call's ``adjust`` to its results."""
     if (adjust := call.asked.adjust) is not None:
         with torch.no_grad(), call.order.kept():
             for tensor in call.held:

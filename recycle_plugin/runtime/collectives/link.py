@@ -92,9 +92,7 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Send ``tensor`` to member ``to``; may be over before it is received. Sends with the same ``tag`` to the same
-    member keep their order.
-    """
+    """Send ``tensor`` to member ``to``, in order per ``tag``; may be over before it is received."""
 
     tensor: torch.Tensor
     to: int

@@ -203,9 +203,7 @@ class NcclLink:
         return self._connecting
 
     def start(self, operation: Operation, launched: Callable[[], object] = unheard) -> Handle:
-        """Queue ``operation`` for the link's thread, after the caller's earlier work on the device. After :meth:`abort`
-        its handle ends as Broken.
-        """
+        """Queue ``operation`` behind the caller's earlier work on the device; after :meth:`abort` it ends as Broken."""
         begun = Begun(operation, Handle(f"{type(operation).__name__} among {self._name}"), self._lane.mark(), launched)
         if type(operation) not in STARTS:
             begun.handle.end(RecycleError(f"{begun.handle.what}: messages between two go through the host's memory"))

@@ -311,7 +311,6 @@ def _bytes(kept: Copy | None) -> int:
 
 
 def _board(line: str, number: int, generation: int) -> str:
-    """Return the name of the board for a collective's result."""
     return f"the result of number {number} of {line}, in generation {generation}"
 
 

@@ -56,9 +56,7 @@ class Room(Protocol):
 
 
 class Parcel(NamedTuple):
-    """A datum on its way over a link since ``begun`` (time.monotonic). ``tensors``: the sender's, as it keeps them, or
-    the receiver's, to be filled.
-    """
+    """A datum on a link since ``begun`` (time.monotonic). ``tensors``: the sender's, or the receiver's to be filled."""
 
     datum: Datum
     valid_from: int
@@ -183,9 +181,7 @@ class LinkedPairs:
         self._tcp.keep_only(peers)
 
     def close(self) -> None:
-        """Stop receiving; what is under way to live peers still gets there, within a second. Links stay as they are,
-        and end with the process.
-        """
+        """Stop receiving; live peers still get what is under way, within a second. Links end with the process."""
         with self._session.waiting.changed:
             sending = [*self._out.values()]
             self._session.waiting.changed.wait_for(lambda: not any(way.busy for way in sending), LINGER_S)

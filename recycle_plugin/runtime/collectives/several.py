@@ -45,7 +45,6 @@ class Several:
         self._begun = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """End torch's coalescing manager."""
         begun, self._begun = self._begun, None
         assert begun is not None, "it has begun"
         return Together(begun)

@@ -116,9 +116,7 @@ def open_thin_link(
 
 
 def open_mover(session: Session, device: Device) -> Mover:
-    """Return the mover of this worker's boundary tensors, which are computed on ``device``: over links of two beside
-    TCP if the setting ``device_link`` says so.
-    """
+    """Return the mover of boundary tensors on ``device``; with links of two beside TCP if ``device_link`` says so."""
     if session.device_link == THROUGH_HOST:
         return MOVERS.get(device.kind, Transport)(session, device)
     return LinkedPairs(session, Transport(session, device), open_thin_link, accelerator_at(device.where).lane())

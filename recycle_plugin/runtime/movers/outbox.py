@@ -141,7 +141,6 @@ class Outbox:
         return parts
 
     def _work(self) -> None:
-        """Connect, then send the queued messages."""
         try:
             connection = self._opened()
         except OSError as error:

@@ -1,6 +1,4 @@
-"""Workers' words on a replay (core/worker/shares.py) as a mover carries them: a datum of its own kind, whose first
-tensor describes the others in JSON.
-"""
+"""Workers' words on a replay (core/worker/shares.py) as data of their own kind; the first tensor describes the rest."""
 
 from __future__ import annotations
 

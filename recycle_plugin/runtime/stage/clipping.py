@@ -58,9 +58,7 @@ class Clipping:
 
 
 class TrueNorm:
-    """The Euclidean norm of all gradients over all stages (ports.Norm). ``elsewhere``: parameters that another stage
-    shares and counts.
-    """
+    """The Euclidean norm of all gradients (ports.Norm). ``elsewhere``: parameters that another stage counts."""
 
     def __init__(self, elsewhere: AbstractSet[torch.Tensor] = frozenset()) -> None:
         self._elsewhere = elsewhere

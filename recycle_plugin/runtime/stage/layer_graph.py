@@ -121,7 +121,6 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _leads_to_both(root: Any, x: Tensor) -> bool:
-    """Return whether both ``x`` and parameters are behind a node."""
     waiting, ends = [root], set()
     for node in waiting:
         if type(node) is _AccumulateGrad:

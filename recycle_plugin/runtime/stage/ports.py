@@ -55,9 +55,7 @@ class OptimizerStep(Protocol):
         """The number of steps applied or skipped, including those of a checkpoint's job."""
 
     def apply(self, clip: Clip) -> None:
-        """Step by the framework's gradients; schedulers and counters advance. ``clip()`` is called where the
-        framework's own step would clip.
-        """
+        """Step; schedulers and counters advance. ``clip()`` is called where the framework's own step would clip."""
 
     def skip(self) -> None:
         """Advance schedulers and counters as after a step that overflowed; weights and optimizer state stay."""
@@ -124,9 +122,7 @@ class CheckpointShare(Protocol):
     copies: bool
 
     def save(self, path: Path, contents: Any) -> None:
-        """Write a file, at once or while training goes on. Failures raise in :meth:`check`, not here, where others may
-        wait for this worker.
-        """
+        """Write a file, at once or in the background. Failures raise in :meth:`check`: here others may wait."""
 
     def check(self) -> None:
         """Raise NotSaved if something could not be written."""

@@ -37,9 +37,7 @@ class _TensorSnapshot(NamedTuple):
 
 
 class ModuleState:
-    """What a module has now: parameters, buffers, other tensor attributes, numbers, and generators. Costs one pass over
-    all tensors, for the sums of their bits.
-    """
+    """A module's present parameters, buffers, other tensors, numbers and generators; costs a pass over all tensors."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         attributes = list(_attributes(module))
@@ -153,9 +151,7 @@ class Rehearsal:
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> None:
-        """Compare with what the second run ``made``. Raises RecycleError if they differ, or the forward may not be
-        repeated for another reason.
-        """
+        """Raise RecycleError if the second run ``made`` something else, or the forward must not be repeated."""
         now = ModuleState(self._module)
         _refuse(now.changed(self._between, self._exact), self._what, self._advice)
         counted = now.counted(self._between)

@@ -403,7 +403,6 @@ def resting_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _owners(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with parameters of their own, by name."""
     return {name: part for name, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))}
 
 

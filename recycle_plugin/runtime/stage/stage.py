@@ -317,7 +317,6 @@ class Stage:
         return NOTHING if self._deferred is None else self._deferred.hold()
 
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
-        """Run the backward; returns the gradients of the inputs."""
         if self._model.last:
             assert stash.loss is not None, "the last stage has made the loss"
             stash.loss.backward()

@@ -93,9 +93,7 @@ class StageState:
         return {part.name: part.get() for part in self.parts.values() if part.get is not None and part.own is own}
 
     def put(self, small: Mapping[str, Any]) -> None:
-        """Set these parts; the optimizer's tensors that they do not name are dropped. Raises RecycleError for a part
-        that this worker does not have.
-        """
+        """Set these parts, dropping tensors of the optimizer that they lack. Raises RecycleError for a foreign part."""
         foreign = small.keys() - {part.name for part in self.parts.values() if part.set is not None}
         if foreign:
             raise RecycleError(
@@ -424,9 +422,7 @@ def add_parameters(part: StatePart, parameters: Mapping[str, torch.nn.Parameter]
 
 
 def pieces(tensor: torch.Tensor, nbytes: int = PIECE) -> tuple[torch.Tensor, ...]:
-    """Split the flattened tensor into parts of up to ``nbytes`` bytes, in element order; views if it is contiguous. An
-    empty tensor has none.
-    """
+    """Split the flattened tensor, a view if contiguous, into parts of up to ``nbytes`` bytes; none if it is empty."""
     flat = tensor.detach().reshape(-1)
     return flat.split(max(1, nbytes // flat.element_size())) if flat.numel() else ()
 
@@ -469,9 +465,7 @@ def written(form: TensorForm) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a text that is equal for equal values, whatever the order of dict items. Values that are not written alike
-    in all processes count by their class alone.
-    """
+    """Return equal texts for equal values, in any order of dict items. Of unstable values only the class counts."""
     if isinstance(value, WRITTEN):
         return repr(value)
     if isinstance(value, dict):

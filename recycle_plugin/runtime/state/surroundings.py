@@ -193,9 +193,7 @@ class SetByScript:
 
 
 def layers_digest(module: torch.nn.Module) -> str:
-    """Return a digest of the layers' classes, modes, plain attributes and numbers of hooks, without weights. Equal if
-    they compute the same from equal weights.
-    """
+    """Digest the layers' classes, modes, plain attributes and numbers of hooks; equal if they compute alike."""
     found = [
         (
             name,

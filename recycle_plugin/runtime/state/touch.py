@@ -89,9 +89,7 @@ class FirstTouch(TorchFunctionMode):
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Return a context for the engine's own work, which touches parameters. Raises RecycleError if the engine
-        already works in another thread.
-        """
+        """Return a context for the engine's own work on parameters; RecycleError if another thread is in one."""
         thread = threading.get_ident()
         if self._depth and self._thread != thread:
             raise RecycleError(
@@ -151,7 +149,6 @@ class FirstTouch(TorchFunctionMode):
 
 
 def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Return what ``function`` writes to, or None."""
     name = getattr(function, "__name__", "")
     if "out" in kwargs:
         return kwargs["out"]

@@ -90,7 +90,7 @@ class _Reading:
 
 
 class _Spare:
-    """Reusable buffers in host memory: copying to touched memory is several times faster. For two threads."""
+    """Reused host buffers: copying to memory that the process already has is several times faster. For two threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -351,7 +351,6 @@ class StageUnits:
         return {name: each for name, each in tensors.items() if name.removeprefix(f"{part}/") not in self.parameters}
 
     def _tensors(self, content: _Content) -> dict[str, torch.Tensor]:
-        """Return the present tensors of a unit, by name."""
         found = dict(self._of_part(content.part)) if content.part else {}
         if content.shared:
             found |= self.state.optimizer.attributes.tensors()

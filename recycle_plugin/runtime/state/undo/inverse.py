@@ -64,9 +64,7 @@ class Inverse:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Keep gradients, and what cannot be computed back from the step's results. Raises RecycleError if the step
-        could not be taken back.
-        """
+        """Keep gradients and what cannot be computed back; raises RecycleError if the step could not be taken back."""
         _check_groups(self._optimizer)
         parameters = self._of.parameters()
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}

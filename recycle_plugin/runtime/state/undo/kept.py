@@ -62,9 +62,7 @@ class KeptCopies:
 
 
 class HostCopies:
-    """Copies of tensors by key in host memory, which an accelerator makes beside its computing. They reuse the last
-    copies' pinned memory (runtime/devices/).
-    """
+    """Copies of tensors by key in host memory, made by an accelerator beside its computing; pinned memory is reused."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[list[Any], Copy]] = []  # (keys, copy) of each device's

@@ -165,9 +165,7 @@ def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
 
 
 def _adam(step: AppliedStep, v: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Return (step size, √v̂ + eps): the step moved the parameter by -size · m / (√v̂ + eps). Computed in torch's
-    order, so that the numbers are the same.
-    """
+    """Return (size, √v̂ + eps), computed in torch's order: the step moved the parameter by -size · m / (√v̂ + eps)."""
     beta1, beta2 = step.group["betas"]
     corrected = step.group.get("bias_correction", True)
     correction1, correction2 = (1 - beta**step.count if corrected else 1.0 for beta in (beta1, beta2))
