@@ -84,6 +84,7 @@ class StageState:
 
     @property
     def step(self) -> int:
+        """The last applied step."""
         return self._applied()
 
     # --- by value ----------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ class Small:
         self.forget()
 
     def forget(self) -> None:
+        """Drop the copies."""
         self._parts = None
 
 
