@@ -134,7 +134,7 @@ def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, s
 
 @dataclass(frozen=True)
 class OneHost:
-    """Arguments of a launcher for one host; ``port`` None: a free one; ``one_device``: all workers share it."""
+    """Arguments of a launcher for one host; ``port`` None: a free one; ``one_device``: share the first accelerator."""
 
     workers: int
     command: list[str]
