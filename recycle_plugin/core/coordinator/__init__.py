@@ -1,3 +1,1 @@
-"""The coordinator's half of the protocol: who is alive, which steps are committed, how the job ends. State machines
-without clock, threads or sockets.
-"""
+"""The coordinator's half of the protocol, as state machines without clock, threads or sockets."""

@@ -16,9 +16,7 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 def batches_behind(state: JobState, committed: int, reports: Reports) -> StepBatches:
-    """Decide which replicas contribute to the steps after ``committed``, and what becomes of the lost replicas'
-    contributions to begun steps (core/vocabulary/step_batches.py).
-    """
+    """Decide which replicas contribute after ``committed``, begun steps included (core/vocabulary/step_batches.py)."""
     if not state.shrinks:
         return state.batches
     assert state.job is not None, "a job that trains has begun"

@@ -89,9 +89,7 @@ def goodbye(state: JobState, message: Left) -> None:
 
 
 def _leave_with(state: JobState, member: Member) -> None:
-    """Await the goodbyes of the others of the unit of ``member``, which has left as planned. Those told meanwhile to go
-    on are fenced.
-    """
+    """Await the goodbyes of the rest of the unit of ``member``, which has left; fence those told to go on."""
     for other in state.attendance.together(member)[1:]:
         state.attendance.await_goodbye(other.worker)
         if state.regrouping.counts_on(other.worker):

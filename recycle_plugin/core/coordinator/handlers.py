@@ -153,8 +153,6 @@ def handle(state: JobState, message: object) -> None:
 
 
 def _is_entering(state: JobState, message: OfWorker) -> bool:
-    """Return whether a newcomer has reported for its generation while others of its unit have not. What it sends of a
-    step counts as a member's.
-    """
+    """Return whether a newcomer that awaits the rest of its unit sends something of a step, which then counts."""
     newcomer = state.joining.get(message.worker)
     return newcomer is not None and newcomer.reported and isinstance(message, OF_STEPS)

@@ -86,9 +86,7 @@ def give_up_confused(state: JobState, worker: WorkerId, why: str) -> None:
 
 
 def lose(state: JobState, worker: WorkerId, cause: Cause, how: str, at: float, by_itself: bool = False) -> None:
-    """Take a worker for lost. ``at``: when that was seen, in seconds. ``by_itself``: its process ended and was not
-    killed.
-    """
+    """Take a worker for lost. ``at``: when that was seen, seconds. ``by_itself``: its process was not killed."""
     if state.attendance.is_gone(worker) or state.ending.failed:
         return
     member, newcomer = state.roster.member(worker), state.joining.get(worker)

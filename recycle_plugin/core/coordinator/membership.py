@@ -45,9 +45,7 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
 class Membership:
-    """The decisions of a job of ``ranks`` ranks: who takes part, which step is committed, and what everybody does next.
-    ``now`` is in seconds everywhere.
-    """
+    """The decisions of a job of ``ranks`` ranks: who takes part, what is committed, what is next. ``now``: seconds."""
 
     def __init__(self, ranks: int) -> None:
         self.state = JobState(ranks)
@@ -111,9 +109,7 @@ class Membership:
         return self.state.vacancies.is_outside(worker)
 
     def is_apart(self, worker: WorkerId) -> bool:
-        """Return whether ``worker`` does not get what is sent to all: it is lost, or no newcomer that has asked to take
-        part.
-        """
+        """Return whether ``worker`` gets nothing that is sent to all: it is lost, or has not asked to take part."""
         return self.state.attendance.is_lost(worker) or (
             self.is_outside(worker) and self.state.joining.get(worker) is None
         )
@@ -127,9 +123,7 @@ class Membership:
         return self._settled()
 
     def tick(self, now: float) -> CoordinatorOutput:
-        """Handle that time has passed, which may show stopped or stuck workers, a standstill or a partition. To be
-        called every ``core.vocabulary.deadlines.TICK_S``. O(members).
-        """
+        """Let time pass; to be called every ``core.vocabulary.deadlines.TICK_S``. O(members)."""
         state = self.state
         state.now = now
         if not state.ending.failed:
@@ -164,9 +158,7 @@ class Membership:
         return self._settled()
 
     def join(self, number: int, host: str, waits: bool, now: float) -> CoordinatorOutput:
-        """Handle that the ``number``-th joining supervisor, on ``host``, asks for a seat; if it ``waits``, also a later
-        one.
-        """
+        """Handle that supervisor ``number``, on ``host``, asks for a seat; if it ``waits``, also for a later one."""
         self.state.now = now
         supervisors.join(self.state, number, host, waits)
         return self._settled()
@@ -197,8 +189,8 @@ class Membership:
         return self._settled()
 
     def _settled(self) -> CoordinatorOutput:
-        """Return what the news has led to, once nothing more follows: resolve vanished workers, and let the others go
-        on if a worker that they waited for has gone.
+        """Return what the news has led to, after resolving vanished workers and the regroup that a leave may have
+        completed.
         """
         vanishing.resolve(self.state)
         while self.state.left_midway:

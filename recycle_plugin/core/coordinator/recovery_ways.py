@@ -54,9 +54,7 @@ class Times:
 
 
 class Group(NamedTuple):
-    """Stages ``first`` to ``last``, which are replayed together: empty ones, and live ones where what crosses the
-    boundary to these is in no log.
-    """
+    """Neighbouring stages that are replayed together: empty ones, and live ones with unlogged boundaries to these."""
 
     first: int
     last: int
@@ -75,9 +73,7 @@ def groups(stages: Sequence[int]) -> tuple[Group, ...]:
 
 
 def step_of(work: Sequence[Time], together: Iterable[Group]) -> Time:
-    """Return the time of one replayed step. Stages of a group wait for each other for each micro-batch, so their times
-    add; groups run at the same time.
-    """
+    """Return the time of a replayed step: that of the slowest group, whose stages wait for each other."""
     of_groups = [[work[stage] for stage in group.stages] for group in together]
     slowest = max(of_groups, key=lambda times: sum(time.seconds for time in times))
     return Time(sum(time.seconds for time in slowest), max(time.how for time in slowest))
@@ -99,9 +95,7 @@ def times_of(state: JobState) -> Times:
 
 
 def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> float:
-    """Return how long one worker takes for a stage's step of ``micro_batches``, in seconds, by the cost model.
-    ``splits``: backwards are split.
-    """
+    """Return a stage's time for a step on one worker, in seconds, by the cost model. ``splits``: split backwards."""
     backward = (Op.I, Op.W) if splits else (Op.B,)
     each = sum(costs.of(op, stage) for op in (Op.F, *backward))
     return (micro_batches * each + costs.of(Op.STEP, stage)) / 1e6
@@ -139,9 +133,7 @@ def several(what: str, numbers: Sequence[int]) -> str:
 
 
 def say_impossible(state: JobState, stages: Sequence[int], why: str, lacks: int | None = None) -> None:
-    """Report ``why`` the empty ``stages`` can't be replayed. ``lacks``: the stage whose sent data can't be had any
-    more.
-    """
+    """Report ``why`` the empty ``stages`` can't be replayed. ``lacks``: the stage whose data is gone."""
     for stage in stages:
         state.unsaid.pop(stage, None)
     text = f"stage {', '.join(map(str, stages))} can't be replayed: {why}"
@@ -154,9 +146,7 @@ def say_replayed(
     along: Mapping[int, str] = MappingProxyType({}),
     again: str = "",
 ) -> None:
-    """Report that the empty ``stages`` are replayed. ``along``: live stages that are replayed with them, with the
-    reasons. ``again``: what has changed since the last report.
-    """
+    """Report that empty ``stages`` are replayed, with which others ``along`` and why, and why ``again``."""
     for stage in stages:
         state.unsaid.pop(stage, None)
     behind = state.logs.behind(state.committed)

@@ -77,9 +77,7 @@ def tell(state: JobState, empty: Sequence[int]) -> None:
 
 
 def give_up_silent(state: JobState, empty: Sequence[int], silent_s: float) -> bool:
-    """Give up the replaying newcomers if they have been silent for too long and others can take their places. Return
-    whether that was so.
-    """
+    """Give up replaying newcomers that are silent for too long, if all are replaceable. Return whether that was so."""
     found, late = patience(state, empty), replaying(state)
     if found.give_up_s is None or silent_s <= found.give_up_s or not all(_has_next(state, each) for each in late):
         return False

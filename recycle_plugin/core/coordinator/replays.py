@@ -151,8 +151,8 @@ def _logs_for(state: JobState, stage: int) -> tuple[LogsAt, ...]:
 
 
 def see_gone(state: JobState) -> None:
-    """Record which logs are gone with their hosts. The losses of their writers have all begin a checkpoint at once, as
-    every loss does (core/worker/checkpoint_interval.py).
+    """Record logs gone with their hosts. A loss has all begin a checkpoint at once
+    (core/worker/checkpoint_interval.py).
     """
     live = state.roster.ranks
     gone = state.log_places.gone(lambda rank: rank not in live and state.vacancies.is_host_gone(rank, state.now))
@@ -246,9 +246,7 @@ def replayed(state: JobState, newcomer: NewcomerRecord, message: CaughtUp) -> No
 
 
 def _let_in(state: JobState) -> None:
-    """Publish a generation with all that have replayed their stages, if they fill all stages and all companions are
-    done.
-    """
+    """Regroup with all that have replayed, if they fill all empty stages and all companions are done."""
     done = [each for each in state.joining if each.phase is Phase.REPLAYED]
     if not {each.stage for each in done} >= set(state.attendance.empty_stages()):
         return
@@ -288,9 +286,7 @@ def gone(state: JobState, newcomer: NewcomerRecord) -> None:
 
 
 def unreplayable(state: JobState, message: Unreplayable) -> None:
-    """Have the stage replayed along that could make the missing data again. End the job if there is none, or if that
-    stage is replayed already.
-    """
+    """Replay the stage too that could make the missing data; end the job if there is none, or it does so already."""
     if not _replays(state, message.worker):
         return
     newcomer, member = state.joining.get(message.worker), state.roster.member(message.worker)
@@ -321,8 +317,8 @@ def unreplayable(state: JobState, message: Unreplayable) -> None:
 
 
 def call_off_late(state: JobState) -> None:
-    """End the job if nothing was heard of a replay for too long, or if nobody can come any more to replay a stage.
-    Before that, give up silent workers that others can replace.
+    """Give up silent replays that others can take over. End the job if that is not possible, or if nobody can come to
+    replay.
     """
     since, job = state.replay.waits_since, state.job
     if since is None or job is None:

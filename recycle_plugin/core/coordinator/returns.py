@@ -28,8 +28,8 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 def begin(state: JobState, ready: Ready) -> None:
-    """Handle that a newcomer's script has come to its first step. Turn it away if the job is ending, or if its seat or
-    its settings are not the job's.
+    """Handle a newcomer's first step. Turn it away if the job is ending, or if its seat or settings are not
+    the job's.
     """
     if state.is_ending:
         state.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
@@ -79,9 +79,7 @@ def _have_served(state: JobState, newcomer: NewcomerRecord) -> None:
 
 
 def see_sources(state: JobState) -> None:
-    """Have newcomers whose last source is gone get the state in another way. The source may have gone before the
-    newcomer heard of it, so only the coordinator knows.
-    """
+    """Have newcomers without a source served in another way: they may not have heard of that source, and ask nobody."""
     for newcomer in state.joining.see_sources(state.roster):
         if newcomer.awaited_at is None:
             _have_served(state, newcomer)
@@ -173,7 +171,7 @@ def died(state: JobState, message: Exited) -> None:
 
 
 def lose(state: JobState, newcomer: NewcomerRecord, cause: Cause, how: str) -> None:
-    """Take a newcomer for lost that has entered a generation not yet in force, with its unit. ``cause``, ``how``: as in
+    """Take a newcomer and its unit for lost; its generation is not yet in force. Arguments: as in
     :func:`losses.lose`.
     """
     unit = state.joining.with_(newcomer)

@@ -42,9 +42,7 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 class JobState:
-    """The state of a job of ``ranks`` ranks. Each fact is in one place, and survives core/coordinator/state_dump.py.
-    ``now`` and ``out`` belong to the news being handled.
-    """
+    """The state of a job of ``ranks`` ranks. Each fact is in one place, and survives core/coordinator/state_dump.py."""
 
     def __init__(self, ranks: int) -> None:
         self.now = 0.0  # seconds

@@ -137,9 +137,7 @@ class Switchboard:
         return number
 
     def goes_on(self, hello: Hello, effects: Effects) -> bool:
-        """Handle that the other end of a connection has made it again: send again what it lacks. Return False if there
-        is no such connection.
-        """
+        """Handle that a connection is made again, and send again what is missing. Return whether it is known."""
         line = self.known(hello)
         if line is None:
             return False
@@ -231,9 +229,7 @@ class Switchboard:
         return self.succession.told(self._deadlines)
 
     def stands_by(self, address: str, now: float, effects: Effects) -> None:
-        """Begin a term, and tell all that go on with the coordinator: a process on another host stands by from now on
-        at ``address`` ("host:port"), or nobody ("").
-        """
+        """Begin a term, with a standby on another host at ``address`` ("host:port") or none (""). Tell all of it."""
         host, _, port = address.rpartition(":")
         self.succession.begin((host, int(port)) if address else None)
         self.membership.state.stood_by_elsewhere = bool(address)
@@ -288,9 +284,7 @@ class Switchboard:
             self._put(number, self.membership.ended, effects)
 
     def _unanswered(self, worker: WorkerId, hello: Hello) -> int | None:
-        """Return the connection over which the same process has come before without hearing anything: the coordinator
-        that was to answer has died. Else None.
-        """
+        """Return an earlier connection of the same process that a dead coordinator left unanswered, or None."""
         number = self._workers.get(worker)
         if number is None or self.lines[number].heard:
             return None
@@ -345,8 +339,8 @@ class Switchboard:
             self.act(self.membership.join(self._asked, hello.host, hello.waits, now), now, effects)
 
     def _seat(self, asked: int, rank: int, effects: Effects) -> None:
-        """Make the joining supervisor ``asked`` the supervisor of ``rank``. The one before waits for the job's end: its
-        launcher would take an earlier exit for a failure.
+        """Make a joining supervisor that of ``rank``. The former one stays: its launcher takes an early exit for a
+        failure.
         """
         number = self._joiners.pop(asked)
         hello = self.lines[number].hello
@@ -499,9 +493,7 @@ class Switchboard:
 
 
 class News(NamedTuple):
-    """News of a ``kind``, which came at ``now`` (seconds) on connection ``line``, with ``hello``, ``message`` and
-    ``text`` as far as the kind has them.
-    """
+    """News of a ``kind``, at ``now`` (s), on connection ``line``, with the other fields that this kind has."""
 
     kind: str
     now: float

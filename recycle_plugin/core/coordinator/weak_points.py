@@ -13,9 +13,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 class WeakPoint(NamedTuple):
-    """A weakness of a job. ``kind``: "warning" if something can be done about it, else "note". ``refused``: the user
-    wants no job that has it.
-    """
+    """A weakness of a job. ``kind``: "warning" (can be mended) or "note". ``refused``: the user wants no such job."""
 
     kind: str
     text: str

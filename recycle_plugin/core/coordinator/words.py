@@ -48,9 +48,7 @@ SHOWN = 80  # characters of a message in a reason
 
 
 class Speakers:
-    """Who may say what, and which supervisor starts which worker. ``supervised``: (host, process) of each rank's
-    present supervisor, as far as known.
-    """
+    """Who may send what, and which supervisor starts which worker. ``supervised``: by rank, its (host, process)."""
 
     def __init__(self, supervised: Mapping[int, tuple[str, int]] | None = None) -> None:
         self._supervised = dict(supervised or {})
@@ -94,9 +92,7 @@ class Speakers:
 
 
 def objection(message: OfWorker, state: JobState) -> str | None:
-    """Return why ``message`` is to be dropped: None if it is not; "" if it does not count (any more, or yet); else why
-    it is impossible, in words.
-    """
+    """Return why ``message`` is impossible, "" if it does not count (any more, or yet), None if it is all right."""
     if not state.attendance.is_heard(message):
         return ""
     speaker, job = state.speaker(message.worker), state.job
@@ -120,9 +116,7 @@ def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, state: J
 
 
 def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, state: JobState) -> bool:
-    """Return whether ``speaker`` can have these numbers of a step, and they are complete. For a committed step anything
-    goes: it changes nothing.
-    """
+    """Return whether ``speaker`` can have these numbers, and they are complete; anything goes for a committed step."""
     if message.step <= state.committed:
         return True
     shape = state.attendance.shape

@@ -26,9 +26,7 @@ PRIME = 2**61 - 1
 
 
 class ExactStash(NamedTuple):
-    """The stash that an F leaves: its input, the last stage's loss, and the version of the weights that it was made
-    with (lab/simulator/numbers.py).
-    """
+    """What an F leaves: its input, the last stage's loss, and the version of its weights (lab/simulator/numbers.py)."""
 
     x: int
     loss: int | None
@@ -100,16 +98,12 @@ def added(total: int, value: int, exact: bool) -> int:
 
 
 def share(reduced: int) -> float:
-    """Return a stage's share of a stand-in for the gradient norm: it differs from step to step, and is sometimes
-    infinite.
-    """
+    """Return a stage's share of a stand-in for the norm: it differs between steps, and is sometimes infinite."""
     return inf if reduced % 23 == 0 else float(reduced % 1009)
 
 
 def clipped(reduced: int, norm: float | None) -> int:
-    """Return the applied part of a gradient whose step was rejected for ``norm``: different for every norm, 0 if that
-    is not finite. None: all of it.
-    """
+    """Return the applied part of a gradient: all without ``norm``, 0 if that is not finite, else some other number."""
     return reduced if norm is None else reduced * (2 + int(1000 * norm)) % PRIME if isfinite(norm) else 0
 
 

@@ -74,9 +74,7 @@ class ScenarioOutcome:
 
 @dataclass(frozen=True)
 class CampaignReport:
-    """The outcome of many scenarios. ``violations``: the outcomes with any. ``redone_share``: the mean. ``seconds``:
-    duration.
-    """
+    """The outcome of many scenarios. ``violations``: outcomes with any. ``redone_share``: the mean."""
 
     seeds: int
     faults: int
@@ -93,9 +91,7 @@ def initial_weights(shape: Topology) -> tuple[int, ...]:
 
 
 def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -> ScenarioOutcome:
-    """Run a scenario and check it with a watcher of class ``failure_detector``. An exception of the code is a
-    violation.
-    """
+    """Run a scenario and check it with a ``failure_detector`` as watcher. Any exception is a violation."""
     weights = initial_weights(given.shape)
     late = (
         bool(given.heavy)
@@ -151,9 +147,7 @@ def may_end(cluster: Cluster) -> bool:
 
 
 def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
-    """Return whether no replica has both ends; or whether of an end's batches, of which two workers have copies, two
-    workers are gone, or copies never came.
-    """
+    """Return whether no replica has both ends, or both copies of a stage's batches are gone or never came."""
     shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
     whole = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
     sources = set(whole) - cluster.homeless
@@ -308,9 +302,7 @@ SOURCE = Instants(
 
 
 def every_instant(instants: Instants, every: int = 1, jobs: int = 1) -> CampaignReport:
-    """Kill each seat before and after each (or each ``every``-th) of its instructions, one at a time, in ``jobs``
-    processes.
-    """
+    """Kill each seat around each (or each ``every``-th) of its instructions, one at a time, in ``jobs`` processes."""
     return _report(instants.run, instants.moments()[::every], jobs)
 
 

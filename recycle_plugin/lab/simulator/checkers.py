@@ -133,16 +133,14 @@ class Watcher:
         self._ledger.ran(worker, instruction.step, instruction.works_on, sample)
 
     def told_boundary(self, worker: Any, told: bool, applied: bool) -> None:
-        """Check that a script was ``told`` that a micro-batch ends its step exactly if the step was then ``applied``,
-        with no change of the membership between.
+        """Check that a script was ``told`` that a micro-batch ends its step if and only if that was
+        ``applied`` then.
         """
         if told != applied:
             self.say(f"seat {worker.seat} was told of a{' boundary that is none' if told else ' boundary too late'}")
 
     def adopted(self, worker: Any, step: int, change: str | None) -> None:
-        """Check that what scripts have made of the sum of ``step`` is the same on all workers with the same part of it,
-        except for lost workers and what they alone applied.
-        """
+        """Check that all workers with the same part of a sum apply the same change of it, except for lost ones."""
         applied, gone = self._changes.setdefault((worker.held[1], step), {}), worker.cluster.gone()
         for rank, other in applied.items():
             if other != change and rank not in gone:
@@ -282,17 +280,13 @@ class Watcher:
             self._costly |= work
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
-        """Record the gradient that a worker applies in ``step``, clipped by ``norm``. A step that is taken back and
-        applied again is recorded again.
-        """
+        """Record the gradient that a worker applies in ``step``, perhaps again, clipped by ``norm``."""
         self._applied[worker.held, step] = gradient, norm
         if self._ledger is not None:
             self._ledger.applied(worker, step)
 
     def replayed(self, worker: Any, step: int, weight: int) -> None:
-        """Check that a worker has replayed the committed ``step`` to its stage's ``weight`` and moments, unless sums
-        depend on their order and nothing keeps that order.
-        """
+        """Check that a worker has replayed ``step`` to its stage's ``weight`` and moments, if sums keep an order."""
         if self.rounds:
             return
         stage, moments = worker.seat.stage, tuple(worker.numbers.moments.values())
@@ -409,9 +403,7 @@ class Watcher:
     # --- between steps ------------------------------------------------------------------------------
 
     def evaluated(self, worker: Any, number: int, count: int, step: int, losses: Mapping[str, int]) -> None:
-        """Check the losses that a worker has of evaluation ``number``, after ``step``, of ``count`` micro-batches per
-        replica.
-        """
+        """Check a worker's losses of evaluation ``number``, after ``step``, of ``count`` micro-batches per replica."""
         if self._evaluated.setdefault(number, losses) != losses:
             self.say(f"seat {worker.seat} was told other losses of evaluation {number} than another")
         found = {MicroBatch.parse(name): loss for name, loss in losses.items()}
@@ -425,9 +417,7 @@ class Watcher:
                 self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
 
     def published(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
-        """Check the checkpoint of ``step`` that has got its name. ``written``: the weight that each worker has written,
-        by what it holds; None if it could not.
-        """
+        """Check a newly named checkpoint. ``written``: each worker's weight, by what it holds; None if it has none."""
         self._published.add(step)
         self._check_nobody_writes(worker, step, written)
         for stage in range(self.shape.stages):
@@ -438,9 +428,7 @@ class Watcher:
                 )
 
     def discarded(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
-        """Check that nobody still writes the checkpoint of ``step`` that is removed. ``written``: as in
-        :meth:`published`.
-        """
+        """Check that nobody still writes a checkpoint that is removed. ``written``: as in :meth:`published`."""
         self._check_nobody_writes(worker, step, written)
 
     def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
@@ -551,8 +539,8 @@ class Watcher:
                 return
 
     def _confused_alone(self, cluster: Any) -> None:
-        """Check that only confused workers are taken for confused. If nothing else is wrong, nobody else is lost but
-        with their units.
+        """Check that only the confused are taken for that, and, with no other trouble, that only their units
+        are lost.
         """
         confused = cluster.confusion.ranks
         lost = {event.details["rank"]: event.details["cause"] for _, event in cluster.events if event.kind == "lost"}
@@ -570,9 +558,7 @@ class Watcher:
                 self.say(f"seat {cluster.workers[rank].seat} is lost, and another one was confused")
 
     def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the losses without micro-batches whose batch was lost after their loss was told, and was replaced by
-        another.
-        """
+        """Return the losses without micro-batches whose batch was lost and replaced after their loss was told."""
         if self._samples is None:
             return losses
         before, now = self._told_with.get(step, {}), self._samples.loaded_so_far(step)

@@ -66,9 +66,7 @@ LAST_WORDS_US = 10_000 * MILLISECOND  # until a script's last message has come, 
 
 
 class Cluster:
-    """A cluster that runs one scenario. ``watcher`` is told what it may check (lab/simulator/checkers.py). ``now`` and
-    other times are microseconds of the virtual clock.
-    """
+    """A cluster that runs one scenario, checked by ``watcher``. Times are microseconds of its clock, ``now``."""
 
     def __init__(
         self,
@@ -174,9 +172,7 @@ class Cluster:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """Return the ranks that take part no more (lost, or left as planned, even if their scripts do not know yet) or
-        not yet again.
-        """
+        """Return the ranks that are lost, have left (even if their scripts go on), or are not back yet."""
         lost, joining = self.membership.lost, self._joining
         return self._departed | {
             rank
@@ -198,9 +194,7 @@ class Cluster:
         }
 
     def note_departures(self) -> None:
-        """Record, as long as the job goes on, which running workers are no members any more, and which have no work
-        yet.
-        """
+        """Record which running workers are no members any more, and which have no work yet, until the job fails."""
         ended = self.membership.ended
         if ended is None or not ended.failed:
             joining = self.membership.state.joining
@@ -300,9 +294,7 @@ class Cluster:
     # --- data ---------------------------------------------------------------------------------------
 
     def send(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
-        """Send a value from rank ``source`` to rank ``target``, unless a trouble loses it. ``valid_from``: the
-        generation from which the sender's data is valid.
-        """
+        """Send data between ranks, unless a trouble loses it. ``valid_from``: the generation since which it counts."""
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
         if (
@@ -357,9 +349,7 @@ class Cluster:
             self._under_way.pop(number)[-1]()
 
     def hurry(self, target: int, live: set[int]) -> None:
-        """Deliver at once what ranks other than ``live`` have sent to ``target``. A host that is cut off delivers
-        nothing.
-        """
+        """Deliver at once what ranks other than ``live`` have sent to ``target``, except over a cut line."""
         for number, (source, taker, _) in list(self._under_way.items()):
             if taker == target and source not in live and (source in self.cut) == (target in self.cut):
                 self._end_of_way(number)
@@ -454,9 +444,7 @@ class Cluster:
             self.later(trouble.for_us, partial(self._wake_up, rank))
 
     def _wake_up(self, rank: int) -> None:
-        """Wake a stopped worker. If it was given up it finds its connections broken, and may report so before it reads
-        why.
-        """
+        """Wake a stopped worker. If it was given up, it may report broken connections before it reads why."""
         if self.workers[rank].alive and self.workers[rank].control_view.worker in self.membership.lost:
             self.workers[rank].send(Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False

@@ -163,8 +163,8 @@ class Exercised(Counter[ProtocolRule]):
     def answered(
         self, message: object, output: CoordinatorOutput, membership: Membership, changing: bool, lost: bool
     ) -> None:
-        """Count the rules that ``output`` shows in what ``membership`` has made of ``message``. ``changing``: the
-        membership was changing before. ``lost``: the sender was lost before.
+        """Count the rules that ``output`` shows. Before ``message``, was the membership ``changing``, its sender
+        ``lost``?
         """
         told = [
             each for whom, each in output.messages if not (isinstance(whom, SupervisorOf) and isinstance(each, Fence))
@@ -223,9 +223,7 @@ class Exercised(Counter[ProtocolRule]):
         self._planned = generation.from_step > 0
 
     def delivered(self, message: object, control_view: ControlView, store: StepStore) -> None:
-        """Count the rules needed by ``message``, which is about to be handed to a worker with ``control_view`` and
-        ``store``.
-        """
+        """Count the rules needed by ``message``, which a worker with ``control_view`` and ``store`` is about to get."""
         if isinstance(message, Resume) and message.norm is not None:
             self[ProtocolRule.TWICE_REJECTED] += of_layers("norm", store.seat, message.committed + 1) in store
         if isinstance(message, Generation) and control_view.interruption() is not None:

@@ -1,6 +1,4 @@
-"""Whether a job that logs was right to end when a stage was lost whole: it reports why the stage can't be replayed, and
-this module compares the reason with what has happened.
-"""
+"""Whether a job that logs was right to end when a stage was lost: is its reason not to replay it true?"""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _could_be_made(cluster: Cluster) -> bool:
-    """Return whether a stage could have made the missing data again and has not tried to; a stage whose script is
-    through could not.
-    """
+    """Return whether a stage whose script goes on could have made the missing data again, and has not tried to."""
     said = [event.details for _, event in cluster.events if event.kind in ("recovery", "stalled")]
     lacks = said[-1]["lacks"]
     if lacks is None or lacks in cluster.membership.state.attendance.through:

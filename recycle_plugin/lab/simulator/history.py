@@ -47,9 +47,7 @@ PAYBACK_S = 1800.0  # within this time a moved stage has to pay for its copy
 
 @dataclass(frozen=True)
 class StepPeriod:
-    """The step times of one membership, in microseconds. ``first_us``: the first step, from an empty pipeline.
-    ``bound_us``: a lower bound of the period.
-    """
+    """A membership's step times, in us. ``first_us``: from an empty pipeline. ``bound_us``: the lower bound."""
 
     first_us: int
     period_us: int
@@ -105,9 +103,7 @@ def renumbered(view: ClusterView) -> ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """A change of the membership at ``at_s`` seconds: ``lost`` or ``joined`` random workers, or the named ``seats``
-    lost.
-    """
+    """A change at ``at_s`` seconds: ``lost`` or ``joined`` random workers, or the loss of the named ``seats``."""
 
     at_s: float
     lost: int = 0
@@ -146,8 +142,8 @@ class HistoryTransition:
 
 @dataclass(frozen=True)
 class HistorySegment:
-    """The time from one change's end to the next change, in seconds: ``steps`` committed by ``live`` workers with the
-    step times ``pace``, the first at ``first_s``.
+    """The time between two changes, in seconds: ``steps`` committed by ``live`` workers at ``pace``, the first at
+    ``first_s``.
     """
 
     start_s: float

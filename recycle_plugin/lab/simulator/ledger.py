@@ -22,9 +22,7 @@ Composition = Mapping[MicroBatch, tuple[Sample, WorkerId]]  # with the process w
 
 
 class Ledger:
-    """The samples of one job. ``say`` is told each violation, in words. ``shrinks``: batches do, so it is known how
-    many of a step's samples are of a lost replica.
-    """
+    """The samples of one job. ``say`` is told violations. ``shrinks``: a step's samples of lost replicas are known."""
 
     def __init__(self, say: Callable[[str], None], shrinks: bool = False) -> None:
         self._say, self._shrinks = say, shrinks

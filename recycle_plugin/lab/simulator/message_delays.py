@@ -45,9 +45,7 @@ class MessageDelays:
         self._lines: dict[Hashable, _Line] = {}
 
     def arrival(self, line: tuple, now_us: int) -> int:
-        """Return when what goes into ``line``, one way of a connection, now comes out, in microseconds. To be called in
-        order of time.
-        """
+        """Return when what goes into ``line``, one way, at ``now_us`` comes out, in us. Calls are in order of time."""
         return self._of(line).arrival(now_us)
 
     def hold(self, line: tuple, until_us: int) -> None:

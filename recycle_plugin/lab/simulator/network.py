@@ -22,9 +22,7 @@ class Network(Protocol):
     """The network as a virtual world needs it."""
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """Return when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds. To be called in order
-        of time.
-        """
+        """Return when what ``send`` hands over at ``now_us`` arrives, in microseconds. Calls are in order of time."""
 
 
 class Uncontended:
@@ -34,7 +32,7 @@ class Uncontended:
         self._costs = costs
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """Return when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds."""
+        """Return when what ``send`` hands over at ``now_us`` arrives, in microseconds."""
         return now_us + self._costs.transfer(sender, _taker(send))
 
 
@@ -56,9 +54,7 @@ class Contended:
         self._free: defaultdict[Hashable, int] = defaultdict(int)
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """Return when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds. To be called in order
-        of time.
-        """
+        """Return when what ``send`` hands over at ``now_us`` arrives, in microseconds. Calls are in order of time."""
         size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]
         here, there = self._host(sender), self._host(_taker(send))
         out: Hashable

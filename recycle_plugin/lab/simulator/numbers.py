@@ -1,6 +1,4 @@
-"""The exact numbers (arithmetic.py) of a simulated worker: sums of weight gradients, moments, and the version of
-weights that each stash was made with.
-"""
+"""The exact numbers (arithmetic.py) of a simulated worker: gradient sums, moments, and weight versions of stashes."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ class Numbers:
         return self._blocks.of(micro_batch)
 
     def add_sums(self, step: int, sums: Sums) -> None:
-        """Add another worker's part of the stage's gradient in ``step``, by block. AssertionError for a block that is
-        here already in an exact job.
-        """
+        """Add another worker's block sums of ``step``. AssertionError for a block that an exact job has already."""
         for block, value in sums.items():
             before = self._sums.get((step, block))
             if self._scenario.exact and before is not None:

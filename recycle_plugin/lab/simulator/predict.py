@@ -24,8 +24,8 @@ class Prediction:
 
 
 def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions = Conditions()) -> Prediction:
-    """Return the step times of a plan by a simulation of ``steps`` steps. The period is the mean over the later half,
-    rounded up. ValueError for fewer than 2 steps, and Deadlock.
+    """Return a plan's step times, from ``steps`` simulated ones; the period is the mean of the later half, rounded up.
+    ValueError for fewer than 2 steps, and Deadlock.
     """
     if steps < 2:
         raise ValueError(f"steps is {steps}: a period needs at least 2")

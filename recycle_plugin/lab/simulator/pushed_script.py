@@ -76,9 +76,7 @@ class PushedScript(SimulatedScript):
             yield from {"evaluate": self._meet, "save": self._save, "pause": self._pause}[what](step)
 
     def _meet(self, step: int) -> Iterator[Any]:
-        """Call a collective of all ranks, such as to average evaluations. Ranks without work are not waited for
-        (runtime/collectives/in_flight.py).
-        """
+        """Call a collective of all ranks with work (runtime/collectives/in_flight.py), as to average evaluations."""
         machine = self._machine
         machine.met = step
         for other in machine.cluster.workers.values():

@@ -35,9 +35,7 @@ class Reference:
         self.losses: dict[int, dict[str, int]] = {}
 
     def follow(self, step: int, data: Data | None = None, replicas: Collection[int] | None = None) -> None:
-        """Train ``step``, with ``data`` or its usual data (arithmetic.sampled). ``replicas``: whose micro-batches it
-        has; None: all.
-        """
+        """Train ``step`` with ``data`` or arithmetic.sampled. ``replicas``: whose micro-batches it has; None: all."""
         share = LiveShare(self._shape.replicas if replicas is None else len(replicas), self._shape.replicas)
         addressed = data or partial(sampled, step=step)
         # by stage, in the micro-batches' order

@@ -113,8 +113,8 @@ class Samples:
             self._say(f"micro-batch {micro_batch} of step {step} is {name}, and both ends of its replica live")
 
     def ended(self, step: int, sources: AbstractSet[int], contributing: int) -> None:
-        """Check that all iterators had ended before ``step``: the ``sources``, replicas that give data, have too little
-        left for ``contributing`` replicas.
+        """Check that iterators had ended before ``step``: ``sources`` have too little left for ``contributing``
+        replicas.
         """
         iterator, left = len(self._begun), 0
         if self._lengths:

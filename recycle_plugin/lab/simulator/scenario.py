@@ -61,8 +61,8 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Work that takes ``for_us`` microseconds longer: that of ``step``, ``micro_batch`` and ``op`` (letter or word) in
-    ``stage``. Its worker ``computes`` meanwhile, or sleeps.
+    """Work that takes ``for_us`` us longer, by the letter or word of ``op``; its worker ``computes`` meanwhile, or
+    sleeps.
     """
 
     step: int

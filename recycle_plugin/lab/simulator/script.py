@@ -44,8 +44,8 @@ class SimulatedScript:
         self._evaluated = 0
 
     def run(self) -> Iterator[Any]:
-        """Train, evaluate, save and pause as the scenario says, and leave; yield what the machine waits for. Raises
-        :class:`Died`.
+        """Train, evaluate, save, pause and leave as the scenario says; yield what the machine waits for.
+        Raises Died.
         """
         machine = self._machine
         machine.send(machine.ready())
@@ -189,9 +189,7 @@ def _place(step: int) -> str:
 
 @dataclass(frozen=True)
 class SimulatedFiles:
-    """The files of a checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker writes its
-    stage's weight, if its disk is not full.
-    """
+    """A checkpoint's files, as core.worker.checkpoint_saving.CheckpointFiles: each worker writes its stage's weight."""
 
     machine: SimulatedMachine
     step: int

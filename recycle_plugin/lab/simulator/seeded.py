@@ -31,9 +31,7 @@ WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
 
 
 def scenario(seed: int) -> Scenario:
-    """Return the scenario of ``seed``. Two in five have two troubles or more, two in five are exact, and three in ten
-    have stages that share weights.
-    """
+    """Return a seed's scenario. Two in five have several troubles, two in five are exact, three in ten have ties."""
     random = Random(seed)
     shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
     policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
@@ -96,9 +94,7 @@ def with_confusion(seed: int) -> Scenario:
 
 
 def with_vanishing(seed: int) -> Scenario:
-    """Return the scenario of ``seed`` in which some or all scripts call os._exit(0), after the last step or at any
-    time; in every second one without any other trouble.
-    """
+    """Return a seed's scenario in which scripts vanish, at the end or any time; every second has no other trouble."""
     given, random = scenario(seed), Random(f"vanishing in {seed}")
     if random.random() < 0.5:
         given = replace(given, troubles=(), faults=(), heavy=())
@@ -120,9 +116,7 @@ def _with_weather(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_coordination(given: Scenario, random: Random) -> Scenario:
-    """Let a second process of a rank come in one job of five, and in one of five write and reload the coordinator's
-    state.
-    """
+    """Let a second process of a rank come in one job of five; in one of five reload the coordinator's state."""
     troubles = given.troubles
     if random.random() < 0.2:
         troubles += (Trouble("again", random.randrange(SETTLED_US, CALM_US), (random.choice(given.shape.seats),)),)
@@ -161,9 +155,7 @@ def _with_pauses(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_full_disks(given: Scenario, random: Random) -> Scenario:
-    """Make two in five of the checkpoints between steps fail: one or two workers can't write, or the name can't be
-    given.
-    """
+    """Make two in five of the checkpoints between steps fail: workers can't write, or the name can't be given."""
     places = [*given.shape.seats, "latest"]
     saves = (step for step, what in given.between if what == "save" and random.random() < 0.4)
     return replace(
@@ -172,9 +164,7 @@ def _with_full_disks(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_leisure(given: Scenario, random: Random) -> Scenario:
-    """Let scripts pause after some steps in one job of twelve, and two workers leave, the second perhaps when the first
-    one's step has come.
-    """
+    """Let scripts pause in one job of twelve, and two workers leave, the second perhaps in the first one's step."""
     if random.random() >= 1 / 12:
         return given
     pauses = tuple((step, "pause") for step in range(1, given.steps + 1) if random.random() < 0.7)
@@ -197,9 +187,7 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_returns(given: Scenario, random: Random) -> Scenario:
-    """Let lost workers come back in one job of six, which is longer; in half of these more workers, also newcomers,
-    die.
-    """
+    """Let lost workers come back in one job of six, which is longer; in half of these more die, also newcomers."""
     deaf = any(trouble.kind in ("deafened", "walled") for trouble in given.troubles)
     if random.random() >= 1 / 6 or deaf:
         return given
@@ -242,9 +230,7 @@ def _with_places(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_groups(given: Scenario, random: Random) -> Scenario:
-    """Have two workers hold each seat in one job of eight without iterators; in three of four of these lost seats come
-    back.
-    """
+    """Have two workers hold each seat in one of eight jobs without iterators; in three of four lost seats return."""
     if random.random() >= 1 / 8 or given.iterators:
         return given
     given = replace(
@@ -385,9 +371,7 @@ def _with_units(given: Scenario, random: Random) -> Scenario:
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:
-    """Return the job without troubles of seats that ``shape`` lacks, and with at most one fault and one kill, each of
-    which loses a stage there.
-    """
+    """Return the job without troubles of seats not in ``shape``, and with at most one fault and one kill."""
     seats = set(shape.seats)
     troubles = [
         replace(each, seats=tuple(seat for seat in each.seats if seat in seats)[: 1 if each.kind == "kill" else None])
@@ -405,9 +389,7 @@ def _narrowed(given: Scenario, shape: Topology) -> Scenario:
 
 
 def _without_stages(given: Scenario, random: Random) -> Scenario:
-    """Lose whole stages: one, one at an instruction, two at once, one while another is replayed, the same again in its
-    replay, or a stage's newcomers.
-    """
+    """Lose whole stages: one, one at an instruction, two at once, one or the same in a replay, or the newcomers."""
     shape, stage, at = given.shape, random.randrange(given.shape.stages), random.randrange(SETTLED_US, CALM_US)
     replayed = at + random.randrange(900 * MILLISECOND, 1_700 * MILLISECOND)
     other = random.choice([each for each in range(shape.stages) if each != stage])
@@ -463,9 +445,7 @@ def _kills(shape: Topology, lost: dict[int, int], random: Random) -> tuple[Troub
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:
-    """Make one worker slow from some time on in one job of eight, in half of these not for ever. Workers report their
-    speed, and there are more steps.
-    """
+    """Make one worker slow in one job of eight, in half of these not for ever, with rebalancing and more steps."""
     if random.random() >= 1 / 8:
         return given
     seat, at = random.choice(given.shape.seats), random.randrange(CALM_US // 4)

@@ -17,9 +17,7 @@ PERCENT = (130, 200, 300, 400)
 
 
 def with_slow_replicas(given: Scenario, random: Random) -> Scenario:
-    """Replace one in sixty of the jobs without logs and iterators: a worker is slow from some time on, and there is no
-    other trouble, or in three of ten a kill.
-    """
+    """Replace one in sixty jobs (no logs, no iterators) by one with a slow worker, and in three of ten a kill."""
     if given.logs or given.iterators or random.random() >= SHARE:
         return given
     shape = Topology(random.choice((2, 3)), 2, random.choice((2, 3)))

@@ -39,9 +39,7 @@ class SimulatedBoards:
 
 
 class SimulatedView(ControlView):
-    """The view of a worker that posts ``script_at``, the step of its script, at each membership that it adopts, and
-    reads the others' if that membership lets it in.
-    """
+    """The view of a worker that posts its script's step at each membership, and reads the others' when it is let in."""
 
     def __init__(self, rank: int, incarnation: int, send: Callable[[Any], object]) -> None:
         super().__init__(rank, incarnation)

@@ -46,9 +46,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Ran:
-    """The result of a simulated job. ``commits``: when each step was committed, in microseconds. ``parameters``: of
-    each live seat at the end.
-    """
+    """The result of a simulated job. ``commits``: by step, in us. ``parameters``: of each live seat at the end."""
 
     spans: tuple[Span, ...]
     commits: Mapping[int, int]
@@ -119,9 +117,7 @@ class SimulatedJob:
     def _regroup(
         self, ended: VirtualWorld, view: ClusterView, record: _Record, conditions: Conditions
     ) -> tuple[ClusterView, Plan, VirtualState, Loss]:
-        """Return the view that is left, its plan, the state to go on from, and the loss. Later deaths before all go on
-        are part of the change.
-        """
+        """Return the view left, its plan, the state to go on from, and the loss, with deaths before all go on."""
         machine, dead = self.machine, dict(ended.dead)
         known = max(dead.values()) + machine.detection_us
         stopped = max(ended.stopped.values(), default=known)

@@ -36,8 +36,8 @@ class KeptValue(NamedTuple):
 
 
 class SimulatedLog:
-    """The log that the process on ``machine`` writes (core.worker.step_log.DiskLog). ``broken``: the steps from which
-    on it has reported that it keeps nothing.
+    """The log of the process on ``machine`` (core.worker.step_log.DiskLog). ``broken``: reported first steps
+    of gaps.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:
@@ -103,9 +103,7 @@ class SimulatedLog:
             self.data.setdefault(entry.datum, []).append((entry.valid_from, entry.value))
 
     def checkpointed(self, step: int) -> None:
-        """Drop what is kept up to ``step``; a full disk has room again. If something is missing of a later step, report
-        that no stage can be replayed over it until the next checkpoint.
-        """
+        """Drop what is kept up to ``step``; a full disk has room again. Report if later steps have gaps."""
         before = len(self.data)
         self.data = {datum: values for datum, values in self.data.items() if datum.step > step}
         self.records = {each: record for each, record in self.records.items() if each > step}

@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 class SimulatedReplays:
-    """What a simulated worker has for replays: the logs, its own state to put back, and messages to helpers. A base of
-    SimulatedMachine, which makes what is declared here.
+    """What a simulated worker has for replays: logs, its own state to put back, messages to helpers. SimulatedMachine's
+    base.
     """
 
     cluster: Cluster
@@ -102,8 +102,8 @@ class SimulatedReplays:
         return SimulatedLogs(self.cluster.logs)
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
-        """Wait until ``ready()`` is not None, and return its value. Raises JobEnded, and CantReplay after LOGGED_US if
-        the data was ``made`` long ago.
+        """Wait for ``ready()``, and return its value. JobEnded; CantReplay after LOGGED_US if it was ``made``
+        long ago.
         """
         late = self.cluster.now + LOGGED_US
         while (value := ready()) is None:

@@ -76,9 +76,7 @@ def confirmed(machine: SimulatedMachine, step: int) -> Waits[Any]:
 def _together(
     machine: SimulatedMachine, instruction: Instruction, stages: tuple[int, ...], mine: Any, what: str = ""
 ) -> Waits[Any]:
-    """Return by rank what all live workers of ``stages`` bring to ``instruction``. ``what``: which of several exchanges
-    of it.
-    """
+    """Return by rank what the workers of ``stages`` bring to ``instruction``. ``what``: which exchange of it."""
     members = frozenset(member.rank for member in machine.control_view.roster.stages(stages, machine.held.shard))
     sum_ = machine.cluster.sums.setdefault(
         (machine.control_view.number, instruction.op, stages[0], instruction.step, machine.held.shard, what),

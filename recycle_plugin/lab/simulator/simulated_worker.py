@@ -1,6 +1,4 @@
-"""A worker of a simulated cluster: core/worker/worker.py on a machine with a virtual clock, lines that take time, and
-exact numbers.
-"""
+"""A worker of a simulated cluster: core/worker/worker.py with a virtual clock, slow lines and exact numbers."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ class Holding(NamedTuple):
 
 
 class SimulatedMachine(SimulatedReplays):
-    """The machine of one simulated worker, and the port of its training loop; ``worker`` and ``loop`` run on it. Its
-    troubles are in lab/simulator/scenario.py.
-    """
+    """The machine of one simulated worker, and its training loop's port; troubles are in lab/simulator/scenario.py."""
 
     worker_class: type[Worker] = Worker
     control_view: SimulatedView
@@ -175,8 +171,8 @@ class SimulatedMachine(SimulatedReplays):
         return replay
 
     def make_stage(self, call: Call) -> Waits[SimulatedHelpedStage]:
-        """Make the stage that ``call`` asks for, beside this worker's own, and return it. Raises CantHelp in some
-        scenarios.
+        """Make the stage that ``call`` asks for, beside this worker's own, and return it. Raises CantHelp in
+        some jobs.
         """
         return (yield from made(self, call.stage))
 
@@ -185,8 +181,8 @@ class SimulatedMachine(SimulatedReplays):
     def wait(
         self, what: Any, ready: Callable[[], T | None], interruptible: bool = True, at_least_s: float = 0.0
     ) -> Waits[T]:
-        """Wait until ``ready()`` is not None, serve newcomers meanwhile, and return the value. Raises JobEnded, and
-        Interrupted if ``interruptible``.
+        """Wait for ``ready()``, serve newcomers meanwhile, return its value. JobEnded; Interrupted if
+        ``interruptible``.
         """
         began_us = self.cluster.now
         try:
@@ -251,9 +247,7 @@ class SimulatedMachine(SimulatedReplays):
         self._inbox.append((datum, value, valid_from))
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
-        """Return the data from peers since the last call: datum, value, and the generation from which the sender's data
-        is valid.
-        """
+        """Return the data from peers since the last call: datum, value, and the generation since which it is valid."""
         arrived, self._inbox = self._inbox, []
         return arrived
 
@@ -289,9 +283,7 @@ class SimulatedMachine(SimulatedReplays):
         return self._waited_us
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """Strike with the fault named for this point (one argument), or for before or after an instruction. Raises
-        :class:`simulator.script.Died` if it is a kill.
-        """
+        """Strike with the fault named for a point (one argument), or around an instruction. Raises script.Died."""
         fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
         if fault is not None:
             self.cluster.hit(fault.kind, self.rank)

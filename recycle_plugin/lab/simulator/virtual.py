@@ -78,9 +78,7 @@ class Conditions:
 
 @dataclass
 class VirtualState:
-    """The state that workers go on from: data with values, steps applied, and the programs of steps that are finished
-    in another way than the plan's.
-    """
+    """The state that workers go on from: data, steps applied, and programs of steps that don't follow the plan's."""
 
     store: dict[Seat, StepStore]
     stepped: dict[Seat, int]
@@ -242,9 +240,7 @@ class VirtualWorld:
         self.spans.append(span)
 
     def _own(self, seat: Seat, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """Return the micro-batches whose weight gradients ``seat`` brings to a REDUCE: its plan's, or all that it has
-        if the step is finished after a failure.
-        """
+        """Return the micro-batches that ``seat`` brings to a REDUCE: its plan's, or after a failure all that it has."""
         if instruction.op is not Op.REDUCE:
             return ()
         if instruction.step not in self.state.recovery_plans:
@@ -257,9 +253,7 @@ class VirtualWorld:
         return self.plan.view.topology.tie(stage)
 
     def joint(self, instruction: Instruction) -> Joint:
-        """Return the point that ``instruction`` reaches with its peers: of its stage, of its tie (under the first
-        stage), or of all seats.
-        """
+        """Return the point that ``instruction`` reaches with its peers: of its stage, of its tie's first, or of all."""
         stage = {
             Op.REDUCE: instruction.stage,
             Op.TIE: min(self._tie(instruction.stage), default=None),

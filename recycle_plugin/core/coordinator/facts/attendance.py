@@ -139,9 +139,7 @@ class Attendance:
         return self.shape.micro_batches
 
     def is_heard(self, message: OfWorker) -> bool:
-        """Return whether ``message`` counts: nothing from lost, late or confused workers does, which may have been
-        stopped or cut off, and before the start nothing that belongs to a running job.
-        """
+        """Return whether ``message`` counts: not from a lost, late or confused worker, nor if it comes too early."""
         its = self._of(message.worker)
         unheard = its.gone is Gone.LOST or its.late or its.confused
         return not (unheard and message.BY == WORKER) and (self.started or not message.RUNNING)
@@ -308,9 +306,7 @@ class Attendance:
         return how
 
     def crashed(self, message: Crashed, out: CoordinatorOutput) -> None:
-        """Record that a script ended with an error, and report each error once. The end of the process loses the
-        worker.
-        """
+        """Record a script's error, and report each error once. The worker is lost only once its process ends."""
         known = {(each.crash.error, each.crash.trace) for each in self._records.values() if each.crash is not None}
         self._record(message.worker).crash = message
         if (message.error, message.trace) not in known:

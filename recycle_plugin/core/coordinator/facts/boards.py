@@ -108,9 +108,7 @@ class Boards:
             del self._readers[board]
 
     def _of(self, message: Post | ReadBoard) -> OfRank | None:
-        """Return the rank's record in the message's generation, perhaps a new one. None if the rank has a later record,
-        or one for good of another process.
-        """
+        """Return the rank's record of the message's generation, perhaps a new one; None if the message is too late."""
         kept = self._always if message.generation == ALWAYS else self._present
         new = OfRank(message.worker, message.generation)
         present = kept.get(message.rank, new)

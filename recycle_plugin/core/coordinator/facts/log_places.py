@@ -82,8 +82,8 @@ class LogPlaces:
         self._ended = [each for each in self._ended if each.last > step]
 
     def gone(self, is_gone: Callable[[int], bool]) -> list[EndedLog]:
-        """Return the logs that have become unreachable since the last call: all hosts of their folder are gone.
-        O(ranks) from a loss until the next checkpoint, else O(1).
+        """Return logs that have become unreachable since the last call, with all hosts of their folder. O(ranks) after
+        a loss.
         """
         if not self._ended:
             return []

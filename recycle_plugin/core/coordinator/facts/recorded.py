@@ -52,8 +52,8 @@ class Recorder:
         self._refused = f"{ANOTHER_STATE} (of step {step})"
 
     def told(self, committed: int, steps: int = 0, evaluations: int = 0) -> Iterator[Recorded]:
-        """Yield what a newcomer's script must know of the steps after ``steps`` up to ``committed``, and of the
-        evaluations after the first ``evaluations``; at least one message.
+        """Yield at least one message with what a newcomer must know of later steps than ``steps``, up to ``committed``,
+        and of later ``evaluations``.
         """
         first, ended = max(steps - self._began, 0), len(self._evaluations) - evaluations
         losses = self._losses[first : max(committed - self._began, 0)]

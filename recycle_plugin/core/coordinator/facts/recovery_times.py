@@ -31,9 +31,7 @@ class RecoveryTimes:
         self._supervised[rank] = now
 
     def ready(self, rank: int, now: float, due: float = 0.0, again: bool = False) -> None:
-        """Record that the model of ``rank`` is ready. ``due``: when its supervisor was to start it, 0 if unknown.
-        ``again``: the worker comes back.
-        """
+        """Record that a model is ready. ``due``: of the process's start, 0 if unknown. ``again``: it comes back."""
         began = max(due, self._supervised.get(rank, 0.0))
         if not began:
             return

@@ -59,8 +59,8 @@ class Fingerprints:
         return bool(self._said)
 
     def add(self, message: Fingerprint) -> None:
-        """Record a fingerprint. If a step was taken back and applied again, the last one counts. The last few of each
-        rank are kept: the step of a checkpoint that all have loaded may be any.
+        """Record a fingerprint; the last one of a step counts. A rank's last few are kept, since a checkpoint's step
+        may be any.
         """
         said = self._steps.setdefault(message.rank, deque())
         if (message.worker, message.step) not in said:

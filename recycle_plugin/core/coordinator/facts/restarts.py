@@ -19,9 +19,7 @@ def starts_in_a_row(rejoin: str | int) -> int:
 
 
 class Restarts:
-    """How often each unit (workers that come as one, named by its first rank) was started in vain. ``rejoin``:
-    "always", "never", or a number of starts in a row.
-    """
+    """How often each unit, named by its first rank, was started in vain. ``rejoin``: "always", "never" or how often."""
 
     def __init__(self, rejoin: str | int = "never") -> None:
         self._limit = starts_in_a_row(rejoin)

@@ -100,8 +100,8 @@ class SlowReplicas:
             self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster, now: float) -> None:
-        """Compare the replicas in ``step``, committed at ``now`` (seconds), if all working members have reported their
-        times. O(members * log(replicas)).
+        """Compare the replicas in ``step``, committed at ``now`` (s), if all times are known. O(members *
+        log(replicas)).
         """
         if not self._watches:
             return
@@ -145,9 +145,7 @@ class SlowReplicas:
 
 
 class Took(NamedTuple):
-    """What a step took a ``worker``, in microseconds: its sum and its own time, for as many micro-batches as its
-    counterparts have.
-    """
+    """A worker's sum and own time in a step, in us, as if all counterparts had equally many micro-batches."""
 
     worker: WorkerId
     sum_us: int
@@ -158,9 +156,7 @@ Counterparts = Mapping[int, Took]  # by replica
 
 
 def counterparts(roster: Roster, told: Mapping[WorkerId, ComputeTime]) -> list[list[Counterparts]]:
-    """Return the times by stage, shard and replica of the working members; [] if one is missing, or there is only one
-    replica. O(members).
-    """
+    """Return the times by stage, shard and replica; [] if one is missing, or with only one replica. O(members)."""
     stages = []
     for stage in roster.live_stages:
         shards = []
@@ -185,9 +181,7 @@ def _evened(group: Mapping[int, ComputeTime]) -> Counterparts:
 
 
 def compared(stages: Sequence[Sequence[Counterparts]], step_us: int) -> dict[int, Lateness]:
-    """Return how late each replica was in a step that took ``step_us``, in the stage where it was latest; a seat comes
-    when the last of its shards does. O(workers * log(replicas)).
-    """
+    """Return how late each replica was, in the stage where it was latest. O(workers * log(replicas))."""
     behind: Counter[int] = Counter(dict.fromkeys(stages[0][0], 0))
     own: dict[int, dict[WorkerId, int]] = {replica: {} for replica in behind}
     for shards in stages:

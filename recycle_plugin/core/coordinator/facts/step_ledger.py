@@ -92,9 +92,7 @@ class StepLedger:
         return range(self.committed + 1, min(self._applied[worker] for worker in roster.workers) + 1)
 
     def contribute(self, message: Contribution, out: CoordinatorOutput) -> float | None:
-        """Record a contribution to a step, and send what is complete to all. Return the gradient norm if the step must
-        be taken back or can't be applied at all, else None.
-        """
+        """Record a contribution, and tell all what is complete. Return the norm of a step that can't stay, or None."""
         if message.step <= self.committed:
             return None  # repeated after a failure, and the others were quicker
         if message.name == SHARE:
@@ -198,9 +196,7 @@ class StepLedger:
         return committed, norm, rejected
 
     def without(self, batches: StepBatches, micro_batches: int, out: CoordinatorOutput) -> None:
-        """Drop contributions to void steps, and tell all the losses of micro-batches that still count, once complete.
-        ``micro_batches``: of a replica.
-        """
+        """Drop contributions to void steps, and tell the losses that still count. ``micro_batches``: of a replica."""
         for step, values in self._contributions.without(batches, micro_batches):
             self._tell_collected(step, LOSS, values, out)
 

@@ -36,9 +36,7 @@ class StragglerDetector:
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> None:
-        """Compare, within each stage, the compute times of ``step`` and earlier ones, now that all members have sent
-        them. O(members) once a step.
-        """
+        """Compare compute times up to ``step`` within stages, now that all members have sent theirs. O(members)."""
         if min(self._said, default=step + 1) > step:
             return
         said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
@@ -58,8 +56,8 @@ class StragglerDetector:
                 self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, relative / usual))
 
     def news(self) -> dict[Seat, int]:
-        """Return the seats whose compute time has left the announced level, with the new one in percent, which counts
-        as announced from now on. O(seats) once a step.
+        """Return the seats that have left their announced compute time, with the new one in percent, and announce it.
+        O(seats).
         """
         if not self._compared:
             return {}

@@ -16,8 +16,6 @@ class Throughput:
         self._period_us = period_us
 
     def share(self, period_us: int, live: LiveShare = LiveShare()) -> float:
-        """Return the throughput of a plan with period ``period_us``, relative to that with everybody there. ``live``:
-        the share of replicas that contribute to its steps.
-        """
+        """Return a plan's throughput, relative to that with everybody there. ``live``: the contributing replicas."""
         self._period_us = self._period_us or period_us
         return round(self._period_us / period_us * live.live / live.total, 4) if period_us else 1.0

@@ -67,9 +67,7 @@ class Vacancies:
     # --- who is who ------------------------------------------------------------------------------
 
     def identify(self, claimed: WorkerId) -> WorkerId:
-        """Return the identity of a process that comes as ``claimed``: that one if it is the first of its rank or was
-        asked for, else an unused one.
-        """
+        """Return the identity of a process: ``claimed`` if it is the first of its rank or asked for, else a new one."""
         seat = self._seats[claimed.rank]
         first = not claimed.incarnation and seat.newest is None
         number = claimed.incarnation if first or seat.awaits(claimed) else seat.unused
@@ -217,8 +215,8 @@ class Vacancies:
             self._unproven[worker] = committed
 
     def committed(self, step: int) -> None:
-        """Record a commit: members admitted before the step before it have not come in vain, and their units count
-        anew. O(members admitted since).
+        """Record a commit; members admitted before the previous one have not come in vain. O(members admitted
+        since).
         """
         proven = [worker for worker, behind in self._unproven.items() if behind is not None and step > behind + 1]
         for worker in proven:
@@ -261,8 +259,8 @@ class Vacancies:
     def tick(
         self, unreachable: Collection[WorkerId], ending: bool, now: float, out: CoordinatorOutput
     ) -> list[WorkerId]:
-        """Let time pass, which may show that a host is gone. Return the newcomers that go with it. ``unreachable``:
-        lost workers that are not known to be dead. O(vacant seats + absent supervisors).
+        """Let time pass; return newcomers that go with their hosts. ``unreachable``: lost and not known to be dead.
+        O(vacant seats + absent supervisors).
         """
         gone: list[WorkerId] = []
         for worker in self.newcomers:
@@ -427,9 +425,7 @@ class Vacancies:
         return vacancy.due if vacancy is not None and vacancy.newcomer == worker else 0.0
 
     def is_given_up(self, rank: int) -> bool:
-        """Return whether nobody is to hold the vacant seat of ``rank`` any more, unless an operator decides otherwise:
-        too many newcomers have died in a row, and no spare waits.
-        """
+        """Return whether too many newcomers of ``rank`` died in a row and no spare waits; only an operator can help."""
         seat = self._seats[rank]
         given_up = self._restarts.has_given_up(seat.unit[0])
         return seat.vacancy is not None and not seat.is_filled and given_up and not self._spares
@@ -450,8 +446,8 @@ class Vacancies:
     # --- ending ----------------------------------------------------------------------------------
 
     def close(self, out: CoordinatorOutput, through: Collection[WorkerId] = ()) -> None:
-        """End newcomers and spares, since the job is over. ``through``: newcomers whose scripts may be past the last
-        step, and which end by themselves.
+        """End newcomers and spares: the job is over. ``through``: newcomers that may be past the end, and end by
+        themselves.
         """
         if self._over:
             return

@@ -17,8 +17,8 @@ _AMONG = re.compile(r" among ranks (\d+(?:, \d+)*)")
 
 
 class Edge(NamedTuple):
-    """An edge of the wait graph. The members ``who`` do the same, for at most ``for_s`` seconds: wait for ``what`` of
-    ``whom``, or do something else (``at``).
+    """An edge: the members ``who`` wait for ``what`` of ``whom``, or are ``at`` something else, for at most ``for_s``
+    seconds.
     """
 
     who: Group
@@ -74,9 +74,7 @@ def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
 
 
 def _is_to_come(member: Member, what: str) -> bool:
-    """Return whether ``member`` is to come to what is waited for. Only members of a collective's group are; a name that
-    was cut off does not list all of them.
-    """
+    """Return whether ``member`` is to come; not if the whole name of a collective's group is known, and lacks it."""
     group = _AMONG.search(what)
     return group is None or len(what) >= LONGEST or str(member.rank) in group[1].split(", ")
 

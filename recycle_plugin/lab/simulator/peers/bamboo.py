@@ -29,9 +29,7 @@ KNOWN = "GPT-3 350M"  # on 24 GPUs: the only published degraded fractions
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a Bamboo job: ``live``, and of these ``overloaded``, which cover two stages since the last
-    rendezvous.
-    """
+    """The nodes of a Bamboo job: ``live``; of these ``overloaded`` cover two stages since the last rendezvous."""
 
     live: int
     overloaded: int = 0
@@ -39,8 +37,8 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Bamboo:
-    """The policy of Bamboo. ``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B on
-    ``replicas`` x ``stages``).
+    """The policy of Bamboo. ``rate``: its speed without failures, as a part of ``fault_free`` 1F1B (samples per
+    second).
     """
 
     fault_free: float
@@ -58,9 +56,7 @@ class Bamboo:
 
     @classmethod
     def of_job(cls, job: PeerJob, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:
-        """Return the policy for ``job``. It is validated only for GPT-3 350M on 24 GPUs, where we know published
-        fractions.
-        """
+        """Return the policy for ``job``, validated only for GPT-3 350M on 24 GPUs, with known published fractions."""
         shape, known = job.topology, job.name == KNOWN and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
         return cls(
             job.fault_free,

@@ -25,9 +25,7 @@ from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersCha
 
 @dataclass(frozen=True)
 class Template:
-    """A pipeline template. ``cut``: layers per stage. ``stages``: each stage's microseconds for one micro-batch,
-    forward and backward.
-    """
+    """A pipeline template. ``cut``: layers per stage. ``stages``: each one's time for a micro-batch, F and B, in us."""
 
     cut: tuple[int, ...]
     stages: tuple[float, ...]
@@ -48,9 +46,7 @@ class Template:
         return sum(self.stages) + (2 * self.nodes + slowest + 1) * self.stages[slowest] + sum(self.stages[slowest:])
 
     def step_us(self, micro_batches: int, hop_us: float = 0.0) -> float:
-        """Return the microseconds of 1F1B with ``micro_batches``: fill and drain, and the slowest stage for the rest; 0
-        for none.
-        """
+        """Return the microseconds of 1F1B: fill and drain, and the slowest stage for the rest; 0 for no micro-batch."""
         if not micro_batches:
             return 0.0
         return sum(self.stages) + (micro_batches - 1) * self.stages[self.slowest] + 2 * (self.nodes - 1) * hop_us
@@ -75,9 +71,7 @@ def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
 
 
 def multisets(nodes: int, sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write ``nodes`` as a sum of at least ``least`` numbers of ``sizes``, each in rising order.
-    Their number grows quickly.
-    """
+    """Yield all ways to write ``nodes`` as a rising sum of at least ``least`` ``sizes``; their number grows quickly."""
 
     def sums(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if not left:
@@ -114,9 +108,7 @@ class Instantiation:
 
 
 def least_nodes(job: PeerJob) -> int:
-    """Return the depth n0 of the shallowest pipeline whose stages fit the accelerator under 1F1B. ValueError if none
-    does.
-    """
+    """Return the depth n0 of the shallowest pipeline that fits the accelerator under 1F1B. ValueError if none does."""
     for nodes in range(1, len(job.parts) + 1):
         cut, begin, fits = template(job.parts, nodes).cut, 0, True
         for stage, count in enumerate(cut):

@@ -12,9 +12,7 @@ from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S
 
 @dataclass(frozen=True)
 class Transitions:
-    """The costs of changes. ``machine``: under our runtime, with its source. The others are other systems', and
-    assumed.
-    """
+    """The costs of changes. ``machine``: under our runtime, with its source. All others are assumed."""
 
     machine: MachineCosts = CLUSTER
     restart_s: float = 60.0  # assumed: end and start of all processes, with framework imports

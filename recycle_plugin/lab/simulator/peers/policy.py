@@ -18,9 +18,7 @@ UNVALIDATED = "unvalidated"
 
 @dataclass(frozen=True, slots=True)
 class WorkersChange:
-    """A change at ``at_s`` seconds: a worker is lost for each draw in ``lost`` (in [0, 1)), or ``joined`` ones come
-    back.
-    """
+    """A change at ``at_s`` seconds: a worker is lost for each draw in ``lost`` (in [0, 1)), or ``joined`` come back."""
 
     at_s: float
     lost: tuple[float, ...] = ()
@@ -37,9 +35,7 @@ class PeerTransition:
 
 
 class PeerPolicy(Protocol):
-    """A fault-tolerant system as :func:`replay` needs it. ``source``: of the model's rules. ``validated``: against
-    which published figures, or "".
-    """
+    """A system as :func:`replay` needs it. ``source``: of the rules. ``validated``: published figures, or ""."""
 
     name: str
     source: str
@@ -57,9 +53,7 @@ class PeerPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerSegment:
-    """The time from one change to the next, in seconds. ``samples``: those that stay trained. ``opening``: the
-    transition into it.
-    """
+    """The time between two changes, in seconds. ``samples``: those that stay. ``opening``: the transition into it."""
 
     start_s: float
     end_s: float
@@ -110,9 +104,7 @@ def label(policy: PeerPolicy) -> str:
 
 
 def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, end_s: float) -> Run:
-    """Run ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``. A change during a pause starts its own
-    pause; the rest of the old one is dropped.
-    """
+    """Run ``policy`` through ``changes`` (in order of time) until ``end_s``. A change in a pause begins a new pause."""
     state, ready_s, start_s, opening = policy.start(), 0.0, 0.0, "start"
     segments = []
     for change in (*changes, None):

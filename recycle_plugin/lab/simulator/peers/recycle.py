@@ -42,9 +42,7 @@ def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
 
 @dataclass(frozen=True)
 class Recycle:
-    """The policy of ReCycle, by our planner. ``horizon_s``: the seconds until the next change, in which a move has to
-    pay.
-    """
+    """The policy of ReCycle, by our planner. ``horizon_s``: the seconds in which a move has to pay."""
 
     job: PeerJob
     techniques: Techniques
@@ -115,8 +113,8 @@ def joined(view: ClusterView) -> ClusterView:
 
 
 def spread(job: PeerJob, losses: int, policy: Techniques) -> ClusterView:
-    """Return the best pattern of ``losses`` losses that normalisation could reach: one by one, each where it costs
-    least. One plan for each loss and stage.
+    """Return the best pattern of ``losses`` losses, one by one, each where it costs least. A plan for each loss and
+    stage.
     """
     view = job.topology.full()
     store = PlanStore(job.costs, policy)
