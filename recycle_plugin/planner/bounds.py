@@ -61,9 +61,7 @@ def _reached(problem: Problem) -> _Reached:
 
 
 def bound(problem: Problem) -> int:
-    """Return the least period in microseconds: stages couple at their own reduce-and-step, at their tie's, or all
-    before they step. Costs time in proportion to the stages squared, and to the workers.
-    """
+    """Return the least period in microseconds. Costs time in proportion to the stages squared, and to the workers."""
     reached = _reached(problem)
     if problem.synchronous:
         return _together(problem, reached)

@@ -20,9 +20,7 @@ SORTED_AFTER = 64  # accepted moves, after which the order is sorted by starts a
 
 @inner
 def draw(random, below):
-    """Return a random number from 0 to ``below`` - 1 (Knuth's MMIX generator). ``random``: its state, uint64, 1
-    entry.
-    """
+    """Return a random number from 0 to ``below`` - 1 (Knuth's MMIX generator). ``random``: its state, one uint64."""
     random[0] = random[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
     return np.int64(random[0] >> np.uint64(33)) % below
 
@@ -54,7 +52,7 @@ def measure(net, state, least, firsts, lasts):
 
 @inner
 def critical(net, state, firsts, lasts, random, path):
-    """Fill ``path`` with the widest stage's critical operations that follow their worker's without a gap; return their
+    """Fill ``path`` with the widest stage's critical operations that follow others without a gap; return their
     number.
     """
     worst, ties, operations = 0, 0, state.place.size
@@ -138,9 +136,8 @@ def tidy(state):
 @compiled
 def climb(net, order, who, least, rounds, heat, seed):
     """Make ``rounds`` moves from ``order``, run by the workers ``who``. Leave the best order in ``order`` and return
-    what it measures.
-
-    ``heat``: by how many microseconds an order may be longer than the current one to be accepted at first.
+    what it measures. ``heat``: by how many microseconds an order may be longer than the current one to be accepted at
+    first.
     """
     workers, stages, size, random = net.stage_of.size, net.closing.size, order.size, np.array([seed * 2 + 1], np.uint64)
     state, path = opened(net, order.copy(), who), np.empty(size, np.int64)

@@ -99,9 +99,7 @@ def met(tie: Array, reduced: Array) -> Array:
 
 
 def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routing) -> Problem:
-    """Return the problem of scheduling one step with a given routing. Raises PlanError if the costs are for another
-    number of stages, or the memory holds no micro-batch.
-    """
+    """Return the scheduling problem of a routed step. Raises PlanError for costs or memory that do not fit."""
     topology = view.topology
     stages, ranks, per = topology.stages, topology.replicas, topology.micro_batches
     if costs.stages != stages:

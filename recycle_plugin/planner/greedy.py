@@ -98,9 +98,7 @@ def blocked(job, tally, here, need, cap):
 
 @inner
 def finished(job, tally, queue, base, kind, record, now):
-    """Settle memory, worker and pending weight gradient at the end of an operation. Return (event, record, time) of the
-    arrival that it causes, record -1 for none.
-    """
+    """Settle the end of an operation; return (event, record, time) of the arrival that it causes, record -1: none."""
     here, width = job.worker[record], job.worker.size // job.stages
     stage = record // width
     tally[IDLE, here] = 1

@@ -44,9 +44,7 @@ class SchedulingRule(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """An order of operations and their starts, in microseconds from the first one; int64, one entry per operation.
-    ``period`` and ``span`` are in microseconds too.
-    """
+    """An order of operations, their starts in microseconds (int64, per operation), and its ``period`` and ``span``."""
 
     order: Array
     starts: Array
@@ -83,10 +81,9 @@ def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
 
 
 def best_order(problem: Problem, least: int) -> Solution:
-    """Return the best order that the portfolio finds; stop at ``least``, the lower bound.
-
-    If tensors take time to travel, each rule is also tried as if they didn't: a greedy worker begins other work while a
-    tensor travels, and the tensor then waits longer than the worker would have.
+    """Return the best order that the portfolio finds; stop at ``least``, the lower bound. If tensors take time to
+    travel, each rule is also tried as if they didn't: a greedy worker begins other work while a tensor travels, and the
+    tensor then waits longer than the worker would have.
     """
     views = (problem, _at_once(problem)) if problem.forward_lag.any() else (problem,)
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
@@ -116,9 +113,7 @@ def better(
 
 
 def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backward: Array, wake: Array) -> Array:
-    """Return all operations by the starts that ``rule`` gives them. ``forward``, ``backward``: keys per record;
-    ``wake``: when each stage's workers begin.
-    """
+    """Return all operations by their starts under ``rule``, given keys per record and when each stage wakes."""
     order = np.empty(3 * problem.records, np.int64)
     job = SchedulingProblem(
         problem.stages,

@@ -1,6 +1,4 @@
-"""The line of a pipeline's stages for the choice of what to log (planner/log_selection.py): by a job's costs and
-profile, or as its workers have measured it.
-"""
+"""The line of stages for planner/log_selection.py: by a job's costs and profile, or as its workers have measured it."""
 
 from __future__ import annotations
 
@@ -49,9 +47,8 @@ def crossing_bytes(profile: Profile | None, batch: int) -> int:
 
 
 def measured(figures: Collection[StageFigures], hosts: Sequence[str], every: int) -> Line | None:
-    """Return the line as the live workers have measured it, in any order; None for too few steps.
-
-    A stage's work, and what crosses a boundary, is the sum of its workers' shares, whoever they are.
+    """Return the line as the live workers have measured it, in any order; None for too few steps. A stage's work, and
+    what crosses a boundary, is the sum of its workers' shares, whoever they are.
     """
     if not figures or min(each.figures.steps for each in figures) < ENOUGH:
         return None

@@ -26,10 +26,8 @@ def lower(
     compute: Iterable[Instruction], stages: int, where: Callable[[Datum], BoundaryRoute]
 ) -> Iterator[Instruction]:
     """Yield the program of one seat that computes ``compute`` (F, I, W and B), with RECV and LOAD right before their
-    consumer and SEND right after the producer.
-
-    The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once. ``where``: the
-    way of an activation or a gradient that crosses stages.
+    consumer and SEND right after the producer. The first of ``stages`` stages loads inputs, the last one labels, a job
+    of one stage both at once. ``where``: the way of an activation or a gradient that crosses stages.
     """
     for one in compute:
         for datum in requires(one, stages):

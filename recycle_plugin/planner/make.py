@@ -37,9 +37,7 @@ def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> Problem:
 def finish(
     view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, least: int
 ) -> Plan:
-    """Return the verified plan of a solution. Raises VerificationError if it breaks a rule, by the planner's
-    mistake.
-    """
+    """Return the verified plan of a solution. Raises VerificationError if it breaks a rule: the planner's mistake."""
     planned = assemble(view, costs, policy, problem, solution, least)
     verify(planned, costs)
     return planned

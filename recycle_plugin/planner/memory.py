@@ -61,10 +61,9 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
 
 
 def auto(device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the ``Policy.memory_bytes`` that a memory profile allows, per stage.
-
-    ``state_bytes``: what is held beside activations while gradients are computed (core/vocabulary/worker_bytes.py);
-    ``working_bytes``: the most that one running instruction needs on top. Raises PlanError if nothing is left.
+    """Return the ``Policy.memory_bytes`` that a memory profile allows, per stage. ``state_bytes``: what is held beside
+    activations while gradients are computed (core/vocabulary/worker_bytes.py); ``working_bytes``: the most that one
+    running instruction needs on top. Raises PlanError if nothing is left.
     """
     left = tuple(
         int(device_bytes * (1 - RESERVE)) - state - working

@@ -22,9 +22,8 @@ FAR = 1 << 60
 
 
 class Net(NamedTuple):
-    """The part of a local search that stays as it is; arrays are int64, times in microseconds.
-
-    After the operations stand the workers, each the beginning and the end of its own list.
+    """The part of a local search that stays as it is; arrays are int64, times in microseconds. After the operations
+    stand the workers, each the beginning and the end of its own list.
     """
 
     source: Array  # [operation] whose result it needs, -1: none
@@ -55,9 +54,7 @@ class SearchState(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The working arrays of a move, int64. ``heap``: places in the order of operations to be timed; ``queued``: whether
-    each is there; ``changed``, ``old``: starts to be restored.
-    """
+    """The arrays of a move, int64. ``heap``: places to time; ``queued``; ``changed``, ``old``: starts to restore."""
 
     heap: Array
     queued: Array

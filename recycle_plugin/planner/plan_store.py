@@ -24,9 +24,7 @@ Pattern = tuple[Topology, tuple[tuple[int, int], ...], tuple[tuple[int, int, int
 
 
 def pattern(view: ClusterView, costs: CostModel) -> Pattern:
-    """Return a view's pattern: topology, the lost (rank, stage) and the slow (rank, stage, percent), by
-    canonical rank.
-    """
+    """Return a view's pattern: topology, the lost (rank, stage), the slow (rank, stage, percent); canonical ranks."""
     rank = {replica: number for number, replica in enumerate(canonical_replicas(view, costs))}
     lost = tuple(sorted((rank[seat.replica], seat.stage) for seat in view.lost))
     slow = (
@@ -38,9 +36,8 @@ def pattern(view: ClusterView, costs: CostModel) -> Pattern:
 
 
 def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
-    """Yield the views that single failures lead to, one per pattern, the likeliest first: any worker, then any host.
-
-    A pattern is as likely as many workers lead to it. ``hosts``: seats that die together. Costs the live workers times
+    """Yield the views that single failures lead to, one per pattern, the likeliest first: any worker, then any host. A
+    pattern is as likely as many workers lead to it. ``hosts``: seats that die together. Costs the live workers times
     the stages.
     """
     slow = dict(costs.slowness)

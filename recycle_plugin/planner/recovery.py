@@ -99,9 +99,7 @@ class Closing(Mapping[Seat, tuple[Instruction, ...]]):
 
 @dataclass(frozen=True)
 class Recovery:
-    """The work that is left of ``step``, as core.vocabulary.recovery_plan.RecoveryPlan. ``closing``: by seat REDUCE,
-    TIE, VALIDATE and STEP, in this order.
-    """
+    """The work left of ``step`` (core.vocabulary.recovery_plan.RecoveryPlan). ``closing``: by seat REDUCE to STEP."""
 
     plan: Plan
     costs: CostModel
@@ -112,8 +110,8 @@ class Recovery:
     undo: frozenset[Seat]
 
     def program(self, seat: Seat) -> tuple[Instruction, ...]:
-        """Return the program of ``seat``: first it sends what it keeps for others, then it computes, with LOAD and
-        transport (planner/lower.py), then comes the closing.
+        """Return the program of ``seat``: sends of what it kept, computation with transport (planner/lower.py), the
+        closing.
         """
         computed = lower(self.computed(seat), self.plan.stages, partial(self._way, seat))
         return (*self._kept(seat), *computed, *self.closing.get(seat, ()))

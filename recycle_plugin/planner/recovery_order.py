@@ -120,7 +120,7 @@ def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
 
 @inner
 def force(rest, tally):
-    """Return the worker that exceeds the memory cap when old routes' data and new work don't fit within it."""
+    """Return the worker that exceeds the memory cap, if old routes' data and new work don't fit within it."""
     for stage in range(rest.worker.size // rest.width - 1, -1, -1):
         for here in range(stage * rest.replicas, (stage + 1) * rest.replicas):
             if tally[FORWARDS, here]:

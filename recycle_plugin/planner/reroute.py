@@ -28,9 +28,7 @@ from recycle_plugin.planner.plan_error import PlanError
 
 
 class Routing(NamedTuple):
-    """The rank of the worker that runs each micro-batch. ``replicas``: in canonical order, which numbers the ranks.
-    ``rank[stage, rank, index]``: who runs it, int64.
-    """
+    """``rank[stage, rank, index]``, int64: the rank that runs a micro-batch. ``replicas``: by rank, canonical order."""
 
     replicas: tuple[int, ...]
     rank: NDArray[np.int64]
@@ -44,10 +42,8 @@ class Routing(NamedTuple):
 
 
 def canonical_replicas(view: ClusterView, costs: CostModel | None = None) -> tuple[int, ...]:
-    """Return the replicas, ordered by which of their seats are lost, then by which are slow.
-
-    Planning in this order makes a plan independent of how replicas are numbered: replicas that lost the same stages are
-    interchangeable.
+    """Return the replicas, ordered by which of their seats are lost, then by which are slow. Planning in this order
+    makes a plan independent of how replicas are numbered: replicas that lost the same stages are interchangeable.
     """
     marks: dict[int, list[tuple[int, int]]] = {replica: [] for replica in range(view.topology.replicas)}
     for seat in view.lost:

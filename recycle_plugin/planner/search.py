@@ -13,10 +13,8 @@ from recycle_plugin.planner.moves import Net
 
 
 def net(problem: Problem, release: Array, closing: Array) -> Net:
-    """Return the arrays that ``planner.climb`` reads.
-
-    ``release``: when each stage's workers begin; ``closing``: from a stage's last end to the end of its window,
-    microseconds.
+    """Return the arrays that ``planner.climb`` reads. ``release``: when each stage's workers begin; ``closing``: from a
+    stage's last end to the end of its window, microseconds.
     """
     records, width = problem.records, problem.width
     operation = np.arange(4 * records)

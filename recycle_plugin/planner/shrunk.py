@@ -33,9 +33,7 @@ Planner = Callable[[ClusterView, CostModel, Policy], Plan]
 
 
 def shrunk(view: ClusterView, costs: CostModel, policy: Policy, plan: Planner) -> Plan:
-    """Return the plan for ``view``, from which whole replicas are lost, made by ``plan`` for those left. Raises
-    PlanError if none is left, or a replica is lost in part.
-    """
+    """Return ``plan``'s plan for the replicas left in ``view``. Raises PlanError if none is, or one is lost in part."""
     replicas = view.whole
     if not replicas:
         raise PlanError("no replica is whole: with batch: shrink nobody else computes what is left of one")

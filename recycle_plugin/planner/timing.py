@@ -22,9 +22,7 @@ OPERATIONS_SETTLED = 4_000_000  # in one evaluation: bounds its time
 @compiled
 def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends):
     """Start every operation as soon as inputs, worker and its stage's ``release`` allow. Return the first start and the
-    last end per stage.
-
-    ``ends``: [F, gradient, W] x records, overwritten.
+    last end per stage. ``ends``: [F, gradient, W] x records, overwritten.
     """
     records = worker.size
     width = records // stages
@@ -130,9 +128,7 @@ def evaluate(
     starts,
 ):
     """Return the least period of an order (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less
-    than ``below``.
-
-    ``synchronous``, ``step``: planner.flat.Problem's.
+    than ``below``. ``synchronous``, ``step``: planner.flat.Problem's.
     """
     ends = np.empty((3, worker.size), np.int64)
     release = np.zeros(stages, np.int64)
@@ -150,9 +146,8 @@ def evaluate(
 @compiled
 def shortened(how, barriers, least, best, release, starts, ends, left):
     """Return the least period of an order whose template of period ``best`` has these ``starts``, which are
-    overwritten, and this ``release``.
-
-    ``how``: the first arguments of :func:`run`; ``barriers``: ``reduce``, ``tie`` and ``after`` of :func:`settle`.
+    overwritten, and this ``release``. ``how``: the first arguments of :func:`run`; ``barriers``: ``reduce``, ``tie``
+    and ``after`` of :func:`settle`.
     """
     trial = np.empty(starts.size, np.int64)
     low, probe = least - 1, least  # low: too short

@@ -47,9 +47,8 @@ class Rows(NamedTuple):
 
 
 def verify(plan: Plan, costs: CostModel | None = None) -> None:
-    """Raise VerificationError at the first rule that ``plan`` breaks.
-
-    ``costs`` tell what a micro-batch holds; needed if the policy's memory is in bytes (else ValueError).
+    """Raise VerificationError at the first rule that ``plan`` breaks. ``costs`` tell what a micro-batch holds; needed
+    if the policy's memory is in bytes (else ValueError).
     """
     rows = _rows(plan)
     _check_end(plan, rows)

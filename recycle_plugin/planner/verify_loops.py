@@ -15,7 +15,6 @@ FINE, TAIL, EARLY, STAGE, ROUTE, ORDER = range(6)
 @compiled
 def ending(codes, begins, ends, stages, compute, tails):
     """Check the program's last ops, computation before them, and one stage all through; return (rule, row, place).
-
     ``tails``: [stage, place] the ops that end a program of the stage, then -1.
     """
     for row in range(ends.size):
@@ -37,9 +36,7 @@ def ending(codes, begins, ends, stages, compute, tails):
 
 @compiled
 def once(codes, begins, ends, replicas, stages, route, after, state):
-    """Check that each op runs where the route says and after what it has to follow. Return (rule, row, place), and
-    leave in ``state`` how far each micro-batch is.
-    """
+    """Check each op's route and order; leave each micro-batch's progress in ``state``. Return (rule, row, place)."""
     for row in range(ends.size):
         for at in range(begins[row], ends[row]):
             replica, index, op = codes[at] >> REPLICA_AT & PLACES, codes[at] & PLACES, codes[at] >> OP
@@ -93,9 +90,8 @@ def number_of(kind_stage, wide, stages, width, micro_batch):
 def progress(
     codes, place, ends, replicas, seat_stage, route, micro_batches, live, tie, needs, gives, wide, given, joint
 ):
-    """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever.
-
-    ``live``: [stage] workers; ``tie``: [stage] the first of the stages that it shares weights with, or its own number.
+    """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever. ``live``:
+    [stage] workers; ``tie``: [stage] the first of the stages that it shares weights with, or its own number.
     """
     stages, width = route.shape
     rows = ends.size

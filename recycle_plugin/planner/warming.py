@@ -24,9 +24,7 @@ from recycle_plugin.planner.search import climbed
 
 def warm() -> None:
     """Compile or load the planner's loops: some tenths of a second from the cache, half a minute on a machine's very
-    first call.
-
-    Raises nothing but what planning raises: if no lock can be had, every process compiles.
+    first call. Raises nothing but what planning raises: if no lock can be had, every process compiles.
     """
     try:
         lock = open(_lock_file(), "w")

@@ -34,9 +34,7 @@ LARGEST = 127  # bytes of such a number
 
 
 class Language:
-    """The messages of connections of one sort: those of ``kinds``, numbered by their order. ``version`` is a checksum
-    of their names, fields and types.
-    """
+    """The messages of one sort of connection, ``kinds``, numbered by order. ``version``: a checksum of their fields."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self._kinds = kinds
@@ -55,8 +53,8 @@ class Language:
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
-        """Return the bytes of the body that follows ``head``; an Unreadable if this is no head of this version, or
-        announces more than ``limit`` bytes.
+        """Return the bytes of the body behind ``head``; an Unreadable for no head of this version, or above
+        ``limit``.
         """
         size: int
         magic, version, size = HEAD.unpack_from(head)
@@ -127,9 +125,8 @@ class Frames:
         return bool(self._rest)
 
     def take(self) -> object | None:
-        """Take the next message out; None while it is not whole.
-
-        After an Unreadable it is unknown where the next message would begin.
+        """Take the next message out; None while it is not whole. After an Unreadable the next one's place is
+        unknown.
         """
         if len(self._rest) < HEAD.size:
             return None

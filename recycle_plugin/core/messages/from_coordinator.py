@@ -66,9 +66,7 @@ class Seated:
 
 @dataclass(frozen=True)
 class Refused:
-    """Tells a supervisor whose Hello was ``joining``, or a process that offers to stand by, that it is not needed: the
-    reason, and its exit code.
-    """
+    """Tells a supervisor whose Hello was ``joining``, or a standby, that it is not needed: why, and its exit code."""
 
     reason: str
     code: int = 1
@@ -234,9 +232,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Expected:
-    """Sent to workers that wait for an empty stage. ``what``: the next event and its predicted time, in words;
-    ``limit_s``: the shortest deadline for it, in seconds.
-    """
+    """Tells workers that wait for an empty stage ``what`` comes next, in words, and to wait at least ``limit_s`` s."""
 
     what: str
     limit_s: float

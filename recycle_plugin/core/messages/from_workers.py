@@ -85,10 +85,8 @@ class Serving(OfWorker):
 @dataclass(frozen=True)
 class CaughtUp(OfWorker):
     """From a newcomer that has the state after ``step`` and follows the others' steps, or has replayed its stage: it
-    asks to take part.
-
-    ``bytes``: bytes of state received; ``followed``: bytes of sums received since; ``helpers``: how many workers have
-    helped its replay to the end; ``sources``: the workers whose sums it follows.
+    asks to take part. ``bytes``: bytes of state received; ``followed``: bytes of sums received since; ``helpers``: how
+    many workers have helped its replay to the end; ``sources``: the workers whose sums it follows.
     """
 
     step: int
@@ -230,10 +228,8 @@ class CheckpointLoaded(OfWorker, running=True):
 @dataclass(frozen=True)
 class Resized(OfWorker, running=True):
     """From a worker that plans for another number of micro-batches from the next step on, like all that have passed the
-    barrier before.
-
-    ``micro_batches``: of a replica; ``batch``: samples in a step of all replicas; ``full_us``: the planned period in
-    microseconds with all seats live.
+    barrier before. ``micro_batches``: of a replica; ``batch``: samples in a step of all replicas; ``full_us``: the
+    planned period in microseconds with all seats live.
     """
 
     generation: int
@@ -384,8 +380,8 @@ class Vanishing(OfWorker, running=True, ahead=0):
 
 @dataclass(frozen=True)
 class Exited(OfWorker, by=SUPERVISOR):
-    """From a supervisor whose worker's process ended. ``code``: negative for a signal; ``at``: seconds since
-    the epoch.
+    """From a supervisor whose worker's process ended. ``code``: negative for a signal; ``at``: time since the
+    epoch, s.
     """
 
     code: int

@@ -20,8 +20,8 @@ NOBODY = StandsBy(0, "", 0, 0.0)
 
 
 class LineEnd:
-    """What an end knows of its connection: its number at the coordinator (``line``, -1 before the Welcome), what was
-    sent and received over it, and the last term.
+    """What an end knows of its connection: its ``line`` (-1 before the Welcome), what was sent and received, the last
+    term.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,7 @@ class LineEnd:
         return Knows(term.term)
 
     def _last_word(self) -> Turns | None:
-        """Return what is sent before this end breaks a silent connection; None if it keeps it, without a standby
-        elsewhere.
-        """
+        """Return what is sent before this end breaks a silent connection; None if it keeps it, without a standby."""
         return Turns(self._term.term) if self._term.host else None
 
     def _elsewhere(self, role: str, address: tuple[str, int]) -> tuple[str, int] | None:
@@ -100,8 +98,8 @@ class LineEnd:
 
 
 class Tries:
-    """The tries to make a connection again since ``began``, in seconds of any clock: at the same address for a while,
-    then there and ``elsewhere`` in turn.
+    """The tries to connect again since ``began``, in seconds: at the same address first, then there and ``elsewhere``
+    in turn.
     """
 
     def __init__(self, began: float, timeout_s: float, elsewhere: bool, silent_s: float) -> None:

@@ -1,6 +1,4 @@
-"""What a message's class declares of who may send it to the coordinator, and when. core/coordinator/words.py checks
-that before the message is handled.
-"""
+"""What a message's class declares of who may send it to the coordinator, and when (core/coordinator/words.py)."""
 
 from __future__ import annotations
 

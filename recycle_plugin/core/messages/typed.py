@@ -44,10 +44,8 @@ class _Wrong(Exception):
 
 
 class TypeForm(NamedTuple):
-    """How the values of one annotation are read.
-
-    ``kinds``: types whose values stand as they are; ``make`` converts any other, or raises _Wrong. ``text``: equal for
-    two forms if and only if they read the same values alike.
+    """How the values of one annotation are read. ``kinds``: types whose values stand as they are; ``make`` converts any
+    other, or raises _Wrong. ``text``: equal for two forms if and only if they read the same values alike.
     """
 
     text: str

@@ -27,9 +27,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a job of shape ``topology``, of ``size`` consecutive micro-batches; a replica's last is the
-    rest.
-    """
+    """The blocks of a job of shape ``topology``: ``size`` consecutive micro-batches; a replica's last is the rest."""
 
     topology: Topology
     size: int

@@ -6,9 +6,7 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """A reason to suspect a worker or to give it up. The value stands in the events ``lost`` and ``suspected`` and
-    labels metrics, so it stays the same from release to release.
-    """
+    """A reason to suspect or give up a worker. Its value, in events and metrics, is the same in all releases."""
 
     ERROR = "error"  # its script ended with an error
     DIED = "died"  # its process ended, or its connection broke: which of the two is seen first is chance

@@ -64,8 +64,8 @@ class StepMachine:
         self.stepped = self.committed = step
 
     def resume(self, committed: int, undo: bool) -> None:
-        """Go on from step ``committed`` after a membership change. With ``undo`` this worker, one step ahead, takes its
-        last step back. Raises AssertionError if the counts do not fit.
+        """Go on from step ``committed`` in a new generation; ``undo``: take the last step back. Raises AssertionError
+        if the counts do not fit.
         """
         ahead = self.stepped - committed
         if ahead not in (0, 1) or committed < self.committed or (undo and not ahead):

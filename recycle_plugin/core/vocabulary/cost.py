@@ -83,9 +83,7 @@ class CostModel:
         return len(self.forward)
 
     def of(self, op: Op, stage: int, seat: Seat | None = None) -> int:
-        """Return the microseconds for which ``op`` occupies its worker on ``stage``, at ``seat``'s own speed if given;
-        0 for transfers.
-        """
+        """Return the microseconds of ``op`` on ``stage``, at ``seat``'s own speed if given; 0 for transfers."""
         if op in (Op.REDUCE, Op.TIE, Op.STEP):
             return self.dispatch + {Op.REDUCE: self.reduce[stage], Op.TIE: self.tie, Op.STEP: self.step[stage]}[op]
         if op not in (Op.F, Op.I, Op.W, Op.B):

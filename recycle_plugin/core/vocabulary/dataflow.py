@@ -48,9 +48,7 @@ def of_layers(kind: str, seat: Seat, step: int) -> Datum:
 
 
 def goes_to(datum: Datum, stages: int) -> int | None:
-    """Return the stage that consumes a boundary tensor; None for the last stage's activation and the first's
-    gradient.
-    """
+    """Return the stage that consumes a boundary tensor of ``stages`` stages; None beyond the pipeline's ends."""
     stage = datum.stage + (1 if datum.kind == "act" else -1)
     return stage if 0 <= stage < stages else None
 
@@ -100,9 +98,8 @@ def requires(
 
 
 def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-    """Return the part of what ``instruction`` requires that the worker no longer has after running it.
-
-    Parameters stay. What a SEND or a STEP has used stays until the step is committed, because a peer may need it again.
+    """Return the part of what ``instruction`` requires that the worker no longer has after running it. Parameters stay.
+    What a SEND or a STEP has used stays until the step is committed, because a peer may need it again.
     """
     if instruction.op not in (Op.F, Op.I, Op.B, Op.W, Op.REDUCE):
         return ()

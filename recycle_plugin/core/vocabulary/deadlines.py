@@ -61,8 +61,8 @@ class Deadlines:
 
     @property
     def agreement_s(self) -> float:
-        """The seconds for which the survivors of a failure may wait for each other: longer than it takes to give up a
-        worker that is late, and shorter than any worker's ``wait_timeout_s``.
+        """The seconds for which the survivors of a failure may wait for each other: late ones are given up before, and
+        no worker has reached its ``wait_timeout_s``.
         """
         return (self.idle_timeout_s + self.wait_timeout_s) / 2
 
@@ -115,8 +115,8 @@ class Deadlines:
         return sorted((row for row in rows if isfinite(row.seconds)), key=lambda row: row.seconds)
 
     def contradictions(self) -> list[tuple[str, str]]:
-        """Return the pairs of settings that contradict each other: the first must not exceed the second (and must be
-        less if the second is ``wait_timeout_s``), and does.
+        """Return pairs of settings that contradict each other: the first has to be at most the second, and less than
+        ``wait_timeout_s``.
         """
         pairs = (
             ("progress_timeout_s", "busy_timeout_s"),

@@ -90,8 +90,8 @@ class FaultScript:
         self._seen: dict[tuple[str, str], int] = {}
 
     def due(self, when: str, where: str) -> Fault | None:
-        """Return the fault that strikes now and drop it from ``pending``; None if no fault does. ``where``: the text
-        form of the instruction or point that the process has reached.
+        """Return the fault that strikes at ``where``, an instruction's or point's text, and drop it; None if
+        none does.
         """
         if not self.pending:
             return None

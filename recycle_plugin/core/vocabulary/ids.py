@@ -1,7 +1,4 @@
-"""Identities: who works (a seat) and what is worked on (a micro-batch).
-
-A micro-batch keeps its name whoever runs it; a seat keeps its name when its worker is gone.
-"""
+"""Identities: a seat keeps its name when its worker is gone, and a micro-batch its own whoever runs it."""
 
 from __future__ import annotations
 

@@ -250,9 +250,8 @@ def _transfers(
     here: Mapping[Seat, Batches],
     other: tuple[int, bool],
 ) -> Iterator[BatchTransfer]:
-    """Yield the transfers of one batch to ``runner`` and to the worker that keeps a copy.
-
-    ``other``: the other end's stage, and whether something was computed with the micro-batch.
+    """Yield the transfers of one batch to ``runner`` and to the worker that keeps a copy. ``other``: the other end's
+    stage, and whether something was computed with the micro-batch.
     """
     live = view.live_replicas(runner.stage)
     keeper = Seat(live[(live.index(runner.replica) + 1) % len(live)], runner.stage)

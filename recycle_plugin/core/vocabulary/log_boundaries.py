@@ -16,9 +16,8 @@ AUTO, ALL, HOSTS = "auto", "all", "hosts"
 
 def at_start(boundaries: str | Sequence[int], hosts: Sequence[str]) -> tuple[int, ...]:
     """Return the boundaries that a job logs from its start, in order: those of a list, all, or those between hosts. For
-    ``auto`` they are all, until the job chooses.
-
-    ``hosts``: the host of each stage. Raises ValueError for an impossible setting.
+    ``auto`` they are all, until the job chooses. ``hosts``: the host of each stage. Raises ValueError for an impossible
+    setting.
     """
     everywhere = range(len(hosts) - 1)
     if not isinstance(boundaries, str):

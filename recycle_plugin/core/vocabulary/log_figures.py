@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class LogFigures(NamedTuple):
-    """The figures of one worker over ``steps`` steps: seconds ``computed``; bytes sent ``down``, to the stage behind
-    its own, and ``up``, to the one before; and how many of those bytes were ``logged``.
+    """A worker's figures over ``steps``: seconds ``computed``, bytes sent ``down`` and ``up`` a stage, and
+    ``logged``.
     """
 
     steps: int = 0

@@ -40,9 +40,8 @@ def pack(data: Iterable[Datum]) -> dict[str, str]:
 
 class PackedData(AbstractSet[Datum]):
     """The set of data that :func:`pack` has put into ``packed``. Raises ValueError if a stage or a step in it is
-    malformed; iterating raises it if a micro-batch is.
-
-    ``names``: by group, the micro-batches' names, separated by blanks; empty for data of a whole stage.
+    malformed; iterating raises it if a micro-batch is. ``names``: by group, the micro-batches' names, separated by
+    blanks; empty for data of a whole stage.
     """
 
     def __init__(self, packed: Mapping[str, str]) -> None:

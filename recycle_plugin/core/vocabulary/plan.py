@@ -59,7 +59,7 @@ class Policy:
         return (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * self.together, Op.STEP)
 
     def cap(self, stage: int, stages: int) -> int:
-        """Return the micro-batches that a worker of ``stage`` (of ``stages``) may hold at once. Raises ValueError if
+        """Return how many micro-batches a worker of ``stage`` (of ``stages``) may hold at once. Raises ValueError if
         ``activation_cap`` has another number of entries.
         """
         cap = self.activation_cap

@@ -44,7 +44,6 @@ class Wire:
 @dataclass(frozen=True)
 class LayerProfile:
     """The costs of one layer (or embedding, or head with its loss) for one micro-batch: microseconds, bytes, numbers.
-
     ``backward_us``: both gradients at once. ``activation_bytes``: held from F to I; ``pending_bytes``: from I to W.
     ``step_us``: optimizer step of its parameters. Raises ValueError for a value that is negative or not finite.
     """
@@ -228,9 +227,7 @@ def write(profile: Profile, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Profile:
-    """Return the profile in the JSON file ``path``. Raises OSError, or ValueError that names the file and the
-    mistake.
-    """
+    """Return the profile in the JSON file ``path``. Raises OSError, or ValueError that names the file and mistake."""
     text = Path(path).read_text()
     try:
         return _profile(json.loads(text))
@@ -239,9 +236,7 @@ def read(path: str | Path) -> Profile:
 
 
 def read_costs(path: str | Path) -> Profile | CostModel:
-    """Return the profile in the JSON file ``path``, or the stages' costs: a :class:`CostModel`'s fields, with
-    ``forward`` among them. Raises as :func:`read` does.
-    """
+    """Return the profile in the JSON file ``path``, or the stages' :class:`CostModel`. Raises as :func:`read`."""
     return read_measured(path)[0]
 
 

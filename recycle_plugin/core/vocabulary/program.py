@@ -180,9 +180,7 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
         return len(self.data) // 4
 
     def owned(self, stage: int, replicas: Collection[int]) -> dict[int, tuple[MicroBatch, ...]]:
-        """Return by replica number the micro-batches of ``replicas`` that each worker of ``stage`` runs, in canonical
-        order. Costs one pass over the micro-batches of a step.
-        """
+        """Return by replica number the micro-batches of ``replicas`` that each worker of ``stage`` runs, in order."""
         width = self.topology.replicas * self.topology.micro_batches
         owned: dict[int, list[MicroBatch]] = {}
         wanted = frozenset(replicas)

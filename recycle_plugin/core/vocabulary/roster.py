@@ -49,11 +49,9 @@ Group = tuple[Member, ...]
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers of a generation, sorted by rank.
-
-    Each index (a dict for each kind of question) is made on first use, in one pass. After that every answer is one
-    look-up, whatever the number of workers, unless its docstring says otherwise. Raises ValueError if two members have
-    one rank, or one shard of a seat.
+    """The workers of a generation, sorted by rank. Each index (a dict for each kind of question) is made on first use,
+    in one pass. After that every answer is one look-up, whatever the number of workers, unless its docstring says
+    otherwise. Raises ValueError if two members have one rank, or one shard of a seat.
     """
 
     members: Group = ()
@@ -160,9 +158,7 @@ class Roster:
         return {member.rank: member.host for member in self.members}
 
     def holder(self, seat: Seat, shard: int = 0) -> Member | None:
-        """Return the member that holds ``shard`` of ``seat``; its counterparts at other seats exchange data with it.
-        None if it is lost. Costs one step for each shard of the seat.
-        """
+        """Return the member that holds ``shard`` of ``seat``; None if it is lost. Costs a look at each shard."""
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
     def holding(self, seat: Seat, shard: int = 0) -> Member:

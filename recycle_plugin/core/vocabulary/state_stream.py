@@ -41,8 +41,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit ``name`` of the state after ``step``; ``value`` is None if it was damaged on its way. ``again``: not
-    asked for; the source's script has changed it.
+    """Unit ``name`` of the state after ``step``. ``value`` None: damaged on its way; ``again``: changed by the
+    script.
     """
 
     step: int
@@ -53,10 +53,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out.
-
-    ``bytes``: the bytes received, if it came over a line.
-    """
+    """The stage's sums of ``step`` for the units that this source has handed out. ``bytes``: received, over a line."""
 
     step: int
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -80,8 +80,8 @@ class _Stream:
 
 
 class CatchingUp:
-    """The catching up of one newcomer, which fills ``state``. ``wants_script()``: whether its script asks its peers'
-    scripts for what is theirs alone.
+    """The catching up of one newcomer, which fills ``state``. ``wants_script()``: whether its script asks a peer's for
+    state.
     """
 
     def __init__(self, state: FilledState, wants_script: Callable[[], bool] = lambda: False) -> None:
@@ -163,8 +163,8 @@ class CatchingUp:
         return [stream.ends[step] for stream in streams if step in stream.ends]
 
     def take_changes(self) -> bool | None:
-        """Apply the changes by the sources' scripts since the last step. Return True once all are here, None while some
-        may come, False if no source is left.
+        """Apply the source scripts' changes since the last step. Return True once done, None if not yet, False without
+        source.
         """
         self.pump(self.clock or 0)
         if ended := self._ends() if self.whole else []:
@@ -292,8 +292,8 @@ class CatchingUp:
                 stream.inlet.ask(Asked(tuple(leave), leave=True))
 
     def _drop(self, source: WorkerId) -> None:
-        """Ask the remaining sources for every unit that a lost source was to send, also those already received: their
-        later sums would have come from it.
+        """Ask other sources for all units of a lost one, also received ones: their later sums would have come
+        from it.
         """
         self._streams.pop(source).inlet.close()
         self._lead = None if self._lead == source else self._lead  # the head may never come either

@@ -34,10 +34,8 @@ class Cost(NamedTuple):
 
 class CheckpointInterval:
     """The interval between automatic checkpoints in steps (``every``), and the step before which the next one is made
-    (``due``).
-
-    ``overhead``: what checkpoints may cost, as a share of the steps between them. ``fixed``: a checkpoint after each
-    multiple of so many steps instead. ``at_once``: the first one is due before the first step.
+    (``due``). ``overhead``: what checkpoints may cost, as a share of the steps between them. ``fixed``: a checkpoint
+    after each multiple of so many steps instead. ``at_once``: the first one is due before the first step.
     """
 
     def __init__(self, overhead: float, stepped: int, at_once: bool = False, fixed: int | None = None) -> None:
@@ -53,8 +51,8 @@ class CheckpointInterval:
         return max((begun - 1) // self._fixed + 1, ceil((free - 1) / self._fixed)) * self._fixed + 1
 
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
-        """Set the interval anew once the checkpoint before step ``begun`` is written, at the ``costs`` of each worker.
-        ``free``: a step that nobody has started.
+        """Set the interval by the workers' ``costs`` of the checkpoint before ``begun``. ``free``: an unstarted
+        step.
         """
         self._costs.append(Cost(max(cost.seconds for cost in costs), median(cost.step_s for cost in costs)))
         step_s = median(cost.step_s for cost in self._costs)
@@ -72,9 +70,7 @@ class CheckpointInterval:
         return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
 
     def failed(self, begun: int, free: int) -> None:
-        """Go on without the checkpoint before step ``begun``, which could not be written and tells nothing of the cost.
-        ``free``: a step that nobody has started.
-        """
+        """Go on after a failed checkpoint before ``begun``, which has no cost to learn. ``free``: an unstarted step."""
         self.due = self._next(begun, free)
 
     def dropped(self, committed: int) -> None:
@@ -82,8 +78,8 @@ class CheckpointInterval:
         self.due = unstarted(committed)
 
     def joined(self, committed: int) -> None:
-        """Begin anew after ``committed``, because a worker has joined that knows no earlier costs and all have to find
-        the same step. The next checkpoint is due at once.
+        """Forget all costs, which a worker that has joined does not know: all have to agree. The next is due at
+        once.
         """
         self._costs.clear()
         self.every, self.due = self._fixed or FIRST, unstarted(committed)

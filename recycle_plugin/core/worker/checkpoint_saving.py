@@ -39,10 +39,9 @@ def save(
     files: CheckpointFiles,
     recover: Callable[[], Iterator[Any]],
 ) -> Waits[str]:
-    """Save a checkpoint of all live workers' last committed step; return when it is in place.
-
-    ``place``: the name of its barrier, the same on all. ``recover()``: called after a membership change between steps.
-    The value is "", or the reason why it can't be written, the same on all.
+    """Save a checkpoint of all live workers' last committed step; return when it is in place. ``place``: the name of
+    its barrier, the same on all. ``recover()``: called after a membership change between steps. The value is "", or the
+    reason why it can't be written, the same on all.
     """
     while True:
         yield from loop.settle()

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Let the collector rest inside this context: for code that makes many objects, and no cycles, while all wait.
-
-    A collection also looks at all that torch and the script have made, 0.3 s and more, and many objects bring several.
+    """Let the collector rest inside this context: for code that makes many objects, and no cycles, while all wait. A
+    collection also looks at all that torch and the script have made, 0.3 s and more, and many objects bring several.
     """
     rests = not gc.isenabled()
     gc.disable()

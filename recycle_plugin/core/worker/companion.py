@@ -47,9 +47,8 @@ class CompanionMachine(Protocol):
 
 
 class Companion:
-    """What the worker on ``machine`` does for stages beside its own that are replayed.
-
-    ``steps``: its step counts; ``replay``: replays its stage; ``undo(step)``: takes its last step back.
+    """What the worker on ``machine`` does for stages beside its own that are replayed. ``steps``: its step counts;
+    ``replay``: replays its stage; ``undo(step)``: takes its last step back.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""The worker's view of the control plane: what it knows from the coordinator, and what follows from that. The messages
-come from ``runtime.control.session`` or a simulation.
-"""
+"""The worker's view of the control plane: what it knows from the coordinator, and what follows from that."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ UNREAD = 64  # commits that nobody has asked about
 
 
 class JobEnded(BaseException):
-    """The coordinator has ended the job: leave the training script now. ``code``: the exit code of the process.
-
-    No Exception: a user's own ``except Exception`` must not swallow it.
+    """The coordinator has ended the job: leave the training script now. ``code``: the exit code of the process. No
+    Exception: a user's own ``except Exception`` must not swallow it.
     """
 
     def __init__(self, reason: str, failed: bool, code: int = 0) -> None:
@@ -239,9 +236,7 @@ class ControlView:
     def lose_coordinator(
         self, why: str = "the coordinator's host is gone, and no other process has taken its place"
     ) -> bool:
-        """Take the job for over, a planned end included, because the connection to the coordinator is broken for good.
-        Return whether that is news.
-        """
+        """Take the job for over, also if it had a planned end: the coordinator is gone. Return whether that is news."""
         lost = self.end is None or not self.end.failed
         if lost:
             self.end = End(0, why, failed=True)
@@ -316,9 +311,7 @@ class ControlView:
         return is_reached(step, self.committed, self.evaluated)
 
     def collected(self, step: int, name: str) -> dict[str, Any] | None:
-        """Return the complete contributions ``name`` of ``step``. They stay until a later step is committed: after a
-        failure they may be asked for again.
-        """
+        """Return the complete contributions ``name`` of ``step``, which stay until a later step is committed."""
         return self._collected.get((step, name))
 
     def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:

@@ -51,10 +51,9 @@ class Evaluations:
         self._number = number
 
     def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, Loss]]:
-        """Evaluate ``count`` micro-batches of each replica; the value is the loss of each, by name.
-
-        ``batches``: the ``count`` that this worker has read, if it is an end of its replica. After a membership change
-        all of it runs once more.
+        """Evaluate ``count`` micro-batches of each replica; the value is the loss of each, by name. ``batches``: the
+        ``count`` that this worker has read, if it is an end of its replica. After a membership change all of it runs
+        once more.
         """
         self._number += 1
         while True:

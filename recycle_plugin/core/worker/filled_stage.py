@@ -1,5 +1,5 @@
-"""A newcomer's stage while it is filled from sources and follows their steps: its store and step counts are those of a
-worker that has applied them.
+"""A newcomer's stage while sources fill it: its store and step counts are those of a worker that has applied
+the steps.
 """
 
 from __future__ import annotations

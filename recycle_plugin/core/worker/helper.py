@@ -26,8 +26,8 @@ class CantHelp(Exception):
 
 
 class HelpedStage(WorkingMachine, Protocol):
-    """A stage that is not this worker's, made to help; generators as in core.worker.worker.Machine. Its methods raise
-    CantHelp for every error in it.
+    """A stage that is not this worker's, made to help; generators as in Machine. Methods raise CantHelp for any
+    error.
     """
 
     @property

@@ -33,8 +33,8 @@ class DataIterator(Protocol):
     """An iterator whose ``next`` gives a batch, inputs and labels."""
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
-        """Read the next batch, the ``position``-th of ``step``, and return it as it is kept for ``draw``; ``draw`` is
-        None if nobody needs it. Raises Ended if there is none.
+        """Read the next batch, the ``position``-th of ``step``; return it as it is kept for ``draw``, which is None if
+        nobody needs it. Raises Ended if there is none.
         """
 
     def skip_to(self, place: Place, read: int) -> None:
@@ -45,10 +45,9 @@ class DataIterator(Protocol):
 
 
 class IteratorData:
-    """The iterator data of the worker with ``store``.
-
-    ``hand_on(datum, batch, taker)`` sends a copy to a peer. ``say(step, retired, dealt)`` tells the user which replicas
-    are no longer sources, and what is drawn in their place. ``stays_out(why)``: the same of a newcomer.
+    """The iterator data of the worker with ``store``. ``hand_on(datum, batch, taker)`` sends a copy to a peer.
+    ``say(step, retired, dealt)`` tells the user which replicas are no longer sources, and what is drawn in their place.
+    ``stays_out(why)``: the same of a newcomer.
     """
 
     def __init__(
@@ -149,9 +148,7 @@ class IteratorData:
         return next(place for at, place in reversed(self._behind) if at <= step) if self.in_place else None
 
     def places(self, stepped: int) -> dict[str, Place]:
-        """Return by step the places behind step ``stepped``, and behind the next if that was begun; empty if the
-        iterator is not at its replica's place.
-        """
+        """Return by step the place behind ``stepped``, and the next if begun; empty if not at the replica's place."""
         behind = self.place_behind(stepped)
         if behind is None:
             return {}

@@ -32,11 +32,9 @@ LEFT_OUT = RECEIVES | {Op.LOAD, Op.VALIDATE}  # if what they wait for is not the
 
 
 class Word(NamedTuple):
-    """The last word of a shard to the others of its seat.
-
-    It begins, or has begun, ``what``, the ``joint``-th joint action of ``generation``; action 0 is to take the
-    generation up. ``stopped``: after so many instructions of that generation; None if it goes on. It takes up no
-    generation older than ``past``.
+    """The last word of a shard to the others of its seat. It begins, or has begun, ``what``, the ``joint``-th joint
+    action of ``generation``; action 0 is to take the generation up. ``stopped``: after so many instructions of that
+    generation; None if it goes on. It takes up no generation older than ``past``.
     """
 
     generation: int = -1

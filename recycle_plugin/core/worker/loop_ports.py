@@ -53,10 +53,8 @@ class StepProgram:
 
 
 class StepRunner(Protocol):
-    """The part of a worker that computes, as the training loop needs it.
-
-    ``valid_from``: the generation from which its data is valid, in which it last went on from other weights
-    (core/worker/step_store.py).
+    """The part of a worker that computes, as the training loop needs it. ``valid_from``: the generation from which its
+    data is valid, in which it last went on from other weights (core/worker/step_store.py).
     """
 
     @property
@@ -100,9 +98,8 @@ class StepRunner(Protocol):
         """Record the ``norm`` that ``step`` was rejected for: the step is applied with regard to that."""
 
     def discard_after(self, after: int, valid_from: int) -> None:
-        """Drop data of the steps after ``after``, which was computed with rejected weights.
-
-        Data that still arrives from workers of a generation before ``valid_from`` is dropped too.
+        """Drop data of the steps after ``after``, which was computed with rejected weights. Data that still arrives
+        from workers of a generation before ``valid_from`` is dropped too.
         """
 
     def without(self, batches: StepBatches) -> None:
@@ -163,9 +160,8 @@ class LoopPort(Protocol):
         at_least_s: float = 0.0,
     ) -> Waits[T]:
         """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words; ``at_least_s``: the
-        least deadline, in seconds.
-
-        Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
+        least deadline, in seconds. Raises Interrupted or JobEnded as ``ControlView.check`` does; if not
+        ``interruptible``, only JobEnded.
         """
 
     def send(self, message: object) -> None:

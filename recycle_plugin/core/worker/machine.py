@@ -101,9 +101,8 @@ class Machine(Protocol):
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
     ) -> Waits[T]:
-        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words.
-
-        Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
+        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words. Raises Interrupted or
+        JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
         """
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
@@ -155,10 +154,9 @@ class Machine(Protocol):
         """Wait for the time that ``instruction`` takes, if no computing does."""
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
-        """Make the sum of a REDUCE or TIE with all that take part; that is the value.
-
-        ``holder``: the seat that has it already and gives it to the others. If several workers hold the seat,
-        contributions stay until all of them begin to have the sum (core/worker/lockstep.py).
+        """Make the sum of a REDUCE or TIE with all that take part; that is the value. ``holder``: the seat that has it
+        already and gives it to the others. If several workers hold the seat, contributions stay until all of them begin
+        to have the sum (core/worker/lockstep.py).
         """
 
     def number(self, loss: Any) -> Loss:

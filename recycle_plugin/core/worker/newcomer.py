@@ -114,8 +114,8 @@ class Newcomer:
                 return False
 
     def meets(self, place: str) -> Waits[bool]:
-        """Return whether the others may be waiting for this worker too at the barrier ``place``, behind the step that
-        the script has just gone through; then this worker is a member now. Raises JobEnded.
+        """Return whether the others may wait for this worker at the barrier ``place``; it is a member then. Raises
+        JobEnded.
         """
         if self.replayed is None or self.replayed != self._position or place in self._passed:
             return False
@@ -258,10 +258,9 @@ class Newcomer:
         return False if closer else None
 
     def _follow(self) -> bool:
-        """Handle what has come of the state, and follow; return whether anything has changed.
-
-        It follows no further than the coordinator's commits: a request to hash the state after a step has come by then.
-        If a part of the state comes too late for that hash, the newcomer asks for another one.
+        """Handle what has come of the state, and follow; return whether anything has changed. It follows no further
+        than the coordinator's commits: a request to hash the state after a step has come by then. If a part of the
+        state comes too late for that hash, the newcomer asks for another one.
         """
         catching_up, changed = self._catching_up, False
         while True:

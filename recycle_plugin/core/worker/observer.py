@@ -12,18 +12,15 @@ from recycle_plugin.core.worker.loop_ports import StepProgram
 
 
 class Observer:
-    """An observer of one worker, called at once, on the thread that trains; what it raises ends the step.
-
-    A worker calls its observers in order, the log first: what is logged may be lost with the process the moment after.
+    """An observer of one worker, called at once, on the thread that trains; what it raises ends the step. A worker
+    calls its observers in order, the log first: what is logged may be lost with the process the moment after.
     """
 
     def begins(self, program: StepProgram) -> None:
         """``program``, of a step, is run next."""
 
     def kept(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """A value that a replay may need was sent, drawn or summed over a tie, or made again after a loss; its maker's
-        data is valid from generation ``valid_from``.
-        """
+        """A value that a replay may need was sent, drawn, tied or made again; valid from generation ``valid_from``."""
 
     def ran(self, span: Span) -> None:
         """An instruction has run."""

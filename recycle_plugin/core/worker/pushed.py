@@ -166,10 +166,9 @@ def follow(newcomer: Newcomer, view: ControlView) -> Iterator[Any]:
 
 
 class PushedSteps:
-    """The calls of a script, each of which goes on with the program until that needs the script again.
-
-    ``make()``: the steps (:func:`steps`), made in the first call. All calls are generators, as all waits are, and
-    return with all that is over committed. ``need``: what the program waits for.
+    """The calls of a script, each of which goes on with the program until that needs the script again. ``make()``: the
+    steps (:func:`steps`), made in the first call. All calls are generators, as all waits are, and return with all that
+    is over committed. ``need``: what the program waits for.
     """
 
     def __init__(self, script: Script, make: Callable[[], Iterator[Any]]) -> None:

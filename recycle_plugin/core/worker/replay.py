@@ -35,7 +35,6 @@ class Replayed(NamedTuple):
 
 class StageReplay:
     """The replay of the stage of ``store``, whose steps are counted in ``steps``, in a pipeline of ``shape``.
-
     ``splits``: backwards are split; ``log``: where its outputs are logged; ``helpers``: workers that may make its
     gradients too.
     """
@@ -99,10 +98,8 @@ class StageReplay:
         store.commit(step)
 
     def _keep(self, work: StageWork, datum: Datum, value: Any) -> None:
-        """Log what was made once more.
-
-        Of each step one micro-batch is compared with what the stage's workers had sent, as far as that is logged: a
-        script may have done something to layers that no replay knows of. Raises CantReplay.
+        """Log what was made once more. Of each step one micro-batch is compared with what the stage's workers had sent,
+        as far as that is logged: a script may have done something to layers that no replay knows of. Raises CantReplay.
         """
         batch = self._shape.batch
         if datum.kind in TRAVELS and datum.micro_batch == batch[datum.step % len(batch)]:

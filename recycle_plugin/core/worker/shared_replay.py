@@ -83,7 +83,6 @@ class Dealt:
 
 class Helpers:
     """The helpers of the worker on ``machine``, which replays the stage of ``store`` in a pipeline of ``shape``.
-
     ``blocks``: in which gradients are added; ``limit``: how many may help, None for as many as there is work for.
     """
 

@@ -48,9 +48,8 @@ class Lot:
 
 @dataclass(frozen=True)
 class Share:
-    """To the worker ``to``, from ``by``: the result of lot ``number``.
-
-    ``sums``: of the weight gradients, by block if sums have blocks; ``kept``: what the log is to have of it.
+    """To the worker ``to``, from ``by``: the result of lot ``number``. ``sums``: of the weight gradients, by block if
+    sums have blocks; ``kept``: what the log is to have of it.
     """
 
     by: WorkerId

@@ -77,8 +77,8 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed, and why. ``stage``: the one that could make again what is missing; ``checkpoint``:
-    the path of an unreadable one, if that is why.
+    """The stage can't be replayed. ``stage``: can make again what is missing; ``checkpoint``: an unreadable
+    one's path.
     """
 
     def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
@@ -87,9 +87,7 @@ class CantReplay(Exception):
 
 
 class Undisturbed:
-    """What all runners of a replay (core.worker.executor.InstructionRunner) share: no membership change interrupts it,
-    no fault strikes, and its spans are not recorded.
-    """
+    """What runners of a replay share: no membership change interrupts it, no fault strikes, no span is recorded."""
 
     def check_generation(self) -> None:
         """Go on, whoever is lost meanwhile."""
@@ -107,9 +105,8 @@ class Undisturbed:
 
 class StageWork(Undisturbed):
     """What a stage does with micro-batches of committed steps, from the logs, on ``machine`` and in ``store``, in a
-    pipeline of ``shape``.
-
-    ``splits``: backwards are split; ``keep(datum, value)`` gets what a log has to have, once it is there.
+    pipeline of ``shape``. ``splits``: backwards are split; ``keep(datum, value)`` gets what a log has to have, once it
+    is there.
     """
 
     def __init__(
@@ -130,10 +127,8 @@ class StageWork(Undisturbed):
         self._keep(datum, value)
 
     def run(self, step: int, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
-        """Run all of ``micro_batches``, one after the other. Raises JobEnded and CantReplay.
-
-        If the stages behind this one are replayed meanwhile, forwards lead backwards by their number, so that all work
-        at once (1F1B).
+        """Run all of ``micro_batches``, one after the other. Raises JobEnded and CantReplay. If the stages behind this
+        one are replayed meanwhile, forwards lead backwards by their number, so that all work at once (1F1B).
         """
         begun, ahead = 0, self._behind()
         for done, micro_batch in enumerate(micro_batches):

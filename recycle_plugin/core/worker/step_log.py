@@ -37,10 +37,9 @@ class CommittedStep:
 
 
 class CountsFrom:
-    """The generation from which data of each step has to be valid to count.
-
-    ``voids``: (step after which, generation from which) data counts; ``commits``: committed steps, each with the
-    generation from which its data counts. Costs a sort of both.
+    """The generation from which data of each step has to be valid to count. ``voids``: (step after which, generation
+    from which) data counts; ``commits``: committed steps, each with the generation from which its data counts. Costs a
+    sort of both.
     """
 
     def __init__(self, voids: Iterable[tuple[int, int]], commits: Iterable[tuple[int, int]] = ()) -> None:
@@ -55,9 +54,7 @@ class CountsFrom:
 
 
 class DiskLog(Protocol):
-    """A worker's log on its disk. Only :meth:`flush` waits for the disk. If the disk can't follow, the log says so, and
-    is whole again from the next checkpoint on.
-    """
+    """A worker's log; only :meth:`flush` waits for the disk. After a gap it is whole from the next checkpoint on."""
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Write a value, whose maker's data is valid from the generation ``valid_from``."""

@@ -130,9 +130,8 @@ class StepStore:
         return requires(instruction, self._stages, own, self.tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
-        """Yield the data that ``instruction`` requires and that is not here (yet).
-
-        ``own``: the micro-batches whose weight gradients a REDUCE needs. An evaluation has no weights of its own.
+        """Yield the data that ``instruction`` requires and that is not here (yet). ``own``: the micro-batches whose
+        weight gradients a REDUCE needs. An evaluation has no weights of its own.
         """
         for datum in self.requires(instruction, own):
             if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
@@ -163,15 +162,14 @@ class StepStore:
     # --- how it comes ------------------------------------------------------------------------------
 
     def put(self, datum: Datum, value: Any = None) -> None:
-        """Add a value that was made here; a tensor must not be changed in place afterwards. Raises AssertionError for a
-        weight gradient that is here already.
+        """Add a value made here, not to be changed any more. Raises AssertionError for a weight gradient that is here
+        already.
         """
         self._put(datum, value, self.valid_from)
 
     def arrive(self, datum: Datum, value: Any, valid_from: int) -> bool:
-        """Add a value from a worker whose data is valid from generation ``valid_from``; return whether it is of use.
-
-        A second copy does no harm: a datum has the same numbers whoever makes it.
+        """Add a value from a worker whose data is valid from generation ``valid_from``; return whether it is of use. A
+        second copy does no harm: a datum has the same numbers whoever makes it.
         """
         if 0 <= datum.step <= self.committed or valid_from < self.valid_from:
             return False
@@ -180,17 +178,15 @@ class StepStore:
 
     def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
         """Have ``compute(instruction, self, boundary_only)`` make what ``instruction`` provides. Raises AssertionError
-        if an input is missing.
-
-        ``boundary_only``: for the boundary tensor only, so that nothing else stays.
+        if an input is missing. ``boundary_only``: for the boundary tensor only, so that nothing else stays.
         """
         for lacking in self.missing(instruction):
             raise AssertionError(f"{instruction} needs {lacking}, which seat {self.seat} does not have")
         self.conclude(instruction, compute(instruction, self, boundary_only), boundary_only)
 
     def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
-        """Record that ``instruction`` has run: drop what it uses up, and add what it has ``made``; with
-        ``boundary_only`` only the boundary tensor.
+        """Drop what ``instruction`` uses up, add what it has ``made`` (if ``boundary_only``, only the boundary
+        tensor).
         """
         for datum in consumes(instruction, self._stages, self.own(instruction)):
             self._remove(datum)

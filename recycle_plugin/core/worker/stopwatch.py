@@ -30,9 +30,7 @@ class Clock(Protocol):
 
 
 class Stopwatch(Observer):
-    """Counts the microseconds that the worker of ``rank`` computes in each step, and reports them by ``clock``.
-    ``costs``: those of the stage, whoever computes.
-    """
+    """Measures the computing of the worker of ``rank`` in each step, in microseconds, against its stage's ``costs``."""
 
     def __init__(self, costs: CostModel, clock: Clock, rank: int) -> None:
         self._costs, self._clock, self._rank = costs, clock, rank
@@ -44,9 +42,8 @@ class Stopwatch(Observer):
 
     def begins(self, program: StepProgram) -> None:
         """Record that ``program`` is run next. The first one of a step is what was meant to be computed here; a later
-        one is of recovery.
-
-        Nothing of the step before the last one will run again: it is committed (core/vocabulary/commit_rule.py).
+        one is of recovery. Nothing of the step before the last one will run again: it is committed
+        (core/vocabulary/commit_rule.py).
         """
         for kept in (self._meant, self._done):
             for old in [step for step in kept if step < program.step - 1]:

@@ -147,7 +147,6 @@ class TrainingLoop:
 
     def barrier(self, place: str, values: dict[str, Any]) -> Waits[BarrierPassed]:
         """Wait at the barrier ``place``, outside a step, for all live workers; the value is the :class:`BarrierPassed`.
-
         ``values``: what this worker brings for all. Raises Interrupted if the membership changes before all are there;
         then nobody passes it.
         """
@@ -208,9 +207,7 @@ class TrainingLoop:
             self._lockstep.pass_over(past)
 
     def catch_up(self) -> Iterator[Any]:
-        """Recover from a membership change between steps. Return when all steps that the script was told of are
-        applied, again if taken back, and committed.
-        """
+        """Recover between steps: return when all steps that the script was told of are applied again and committed."""
         stepped = self.machine.stepped
         yield from self.recover()
         yield from self.advance(stepped)
@@ -301,9 +298,7 @@ class TrainingLoop:
         return ClusterView(self._topology, generation.roster.working).empty_stages()
 
     def finish(self) -> Iterator[Any]:
-        """Tell the coordinator that the script is through, and return once this worker may go. While an empty stage is
-        replayed it helps with that.
-        """
+        """Report that the script is through; return once this worker may go. Help with replays until then."""
         view = self._control_view
         self._runner.park()
         self._port.send(Through(view.rank))

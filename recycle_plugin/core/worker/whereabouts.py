@@ -69,9 +69,8 @@ class Whereabouts:
         self.let_in: Generation | None = None  # of a newcomer
 
     def adopt(self, generation: Generation, words: bytes, lets_in: bool, first: int | None = None) -> None:
-        """Post this worker's position, ``words``, as it adopts ``generation``, which ``lets_in`` its script.
-
-        ``first``: of a newcomer, the first generation that it has reported for: others may have gone on in that.
+        """Post this worker's position, ``words``, as it adopts ``generation``, which ``lets_in`` its script. ``first``:
+        of a newcomer, the first generation that it has reported for: others may have gone on in that.
         """
         number, self._roster = generation.number, generation.roster
         since = self._told + 1 if self._told >= 0 else number if first is None else first

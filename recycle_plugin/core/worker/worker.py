@@ -301,8 +301,8 @@ class Worker:
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raise Interrupted if the membership has changed, or JobEnded if the job is over. Else serve newcomers, and
-        drop the sums of committed steps.
+        """Raise Interrupted for a membership change, JobEnded at the job's end; serve newcomers, drop committed
+        sums.
         """
         if self._lockstep is None:
             self._control_view.check()
