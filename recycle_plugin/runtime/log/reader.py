@@ -8,7 +8,7 @@ of the whole job. A step's data counts
   of this or an earlier step.
 
 So records of rejected and abandoned attempts are never returned. A log can't know a Void that none of its writers lived
-to write; a replaying worker gets it from the coordinator and passes it to the reader.
+to write; a caller that knows it passes it to the reader.
 
 Commits, Voids and Gaps are read at once, everything else on request, each with its CRC checked.
 """

@@ -82,7 +82,7 @@ class WorkerLog:
         self._after(None, lambda: self._writer.void(after, valid_from))
 
     def mark(self, step: int) -> None:
-        """Tell the coordinator when everything logged so far is on the disk."""
+        """Tell the coordinator once others can read everything logged so far."""
         self._after(None, lambda: self._writer.reached(lambda: self._send(Logged(self._session.rank, step))))
 
     def checkpointed(self, step: int) -> None:

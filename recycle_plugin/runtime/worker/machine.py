@@ -1,4 +1,4 @@
-"""The machine that a real worker runs on (core.worker.worker.Machine): a clock, a connection to the coordinator, and a
+"""The machine that a real worker runs on (core.worker.machine.Machine): a clock, a connection to the coordinator, and a
 mover of tensors to its peers.
 
 Waits block, by name and with a deadline. A membership change takes effect only between two instructions, or breaks a
@@ -130,7 +130,7 @@ class TorchMachine:
         self._mover.send(address, datum, value, valid_from)
 
     def arrivals(self) -> Iterator[tuple[Datum, Any, int]]:
-        """Yield the data that has come from peers since the last call (core.worker.worker.Machine)."""
+        """Yield the data that has come from peers since the last call (core.worker.machine.Machine)."""
         self._take_words()
         while self._come:
             yield self._come.popleft()
