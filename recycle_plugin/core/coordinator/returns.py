@@ -28,9 +28,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 def begin(state: JobState, ready: Ready) -> None:
-    """Handle a newcomer's first step. Turn it away if the job is ending, or if its seat or settings are not
-    the job's.
-    """
+    """Handle a newcomer's first step, or turn it away if the job is ending or its seat or settings are wrong."""
     if state.is_ending:
         state.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
         return
@@ -171,9 +169,7 @@ def died(state: JobState, message: Exited) -> None:
 
 
 def lose(state: JobState, newcomer: NewcomerRecord, cause: Cause, how: str) -> None:
-    """Take a newcomer and its unit for lost; its generation is not yet in force. Arguments: as in
-    :func:`losses.lose`.
-    """
+    """Take a newcomer and its unit for lost before its generation is in force. Arguments: as :func:`losses.lose`."""
     unit = state.joining.with_(newcomer)
     state.attendance.lose(newcomer.member, cause, how, state.now, state.out)
     for other in unit:

@@ -133,9 +133,7 @@ class Watcher:
         self._ledger.ran(worker, instruction.step, instruction.works_on, sample)
 
     def told_boundary(self, worker: Any, told: bool, applied: bool) -> None:
-        """Check that a script was ``told`` that a micro-batch ends its step if and only if that was
-        ``applied`` then.
-        """
+        """Check that a script was ``told`` that a micro-batch ends its step exactly if that was ``applied``."""
         if told != applied:
             self.say(f"seat {worker.seat} was told of a{' boundary that is none' if told else ' boundary too late'}")
 
@@ -539,9 +537,7 @@ class Watcher:
                 return
 
     def _confused_alone(self, cluster: Any) -> None:
-        """Check that only the confused are taken for that, and, with no other trouble, that only their units
-        are lost.
-        """
+        """Check that only the confused are taken for that and, without other trouble, only their units are lost."""
         confused = cluster.confusion.ranks
         lost = {event.details["rank"]: event.details["cause"] for _, event in cluster.events if event.kind == "lost"}
         for rank, cause in lost.items():

@@ -44,9 +44,7 @@ class SimulatedScript:
         self._evaluated = 0
 
     def run(self) -> Iterator[Any]:
-        """Train, evaluate, save, pause and leave as the scenario says; yield what the machine waits for.
-        Raises Died.
-        """
+        """Train, evaluate, save, pause and leave as the scenario says; yield what is waited for. Raises Died."""
         machine = self._machine
         machine.send(machine.ready())
         try:

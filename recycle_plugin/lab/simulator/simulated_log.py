@@ -36,8 +36,8 @@ class KeptValue(NamedTuple):
 
 
 class SimulatedLog:
-    """The log of the process on ``machine`` (core.worker.step_log.DiskLog). ``broken``: reported first steps
-    of gaps.
+    """The log of the process on ``machine`` (core.worker.step_log.DiskLog). ``broken``: first steps of
+    reported gaps.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:

@@ -102,9 +102,7 @@ class SimulatedReplays:
         return SimulatedLogs(self.cluster.logs)
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
-        """Wait for ``ready()``, and return its value. JobEnded; CantReplay after LOGGED_US if it was ``made``
-        long ago.
-        """
+        """Wait for ``ready()``, return its value. JobEnded; CantReplay after LOGGED_US if it was ``made`` long ago."""
         late = self.cluster.now + LOGGED_US
         while (value := ready()) is None:
             self.control_view.check_end()

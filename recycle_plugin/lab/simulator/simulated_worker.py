@@ -171,9 +171,7 @@ class SimulatedMachine(SimulatedReplays):
         return replay
 
     def make_stage(self, call: Call) -> Waits[SimulatedHelpedStage]:
-        """Make the stage that ``call`` asks for, beside this worker's own, and return it. Raises CantHelp in
-        some jobs.
-        """
+        """Make the stage that ``call`` asks for, beside this worker's own. Raises CantHelp in some jobs."""
         return (yield from made(self, call.stage))
 
     # lines and the clock

@@ -215,9 +215,7 @@ class Vacancies:
             self._unproven[worker] = committed
 
     def committed(self, step: int) -> None:
-        """Record a commit; members admitted before the previous one have not come in vain. O(members admitted
-        since).
-        """
+        """Record a commit: members that had work in the step before have not come in vain. O(members since then)."""
         proven = [worker for worker, behind in self._unproven.items() if behind is not None and step > behind + 1]
         for worker in proven:
             del self._unproven[worker]
