@@ -1,10 +1,8 @@
-"""A coordinator but for its clock, sockets and tasks: who comes over which connection, what is taken in from that, and
-what goes out.
+"""A coordinator without clock, sockets and tasks: who comes over which connection, what is taken in, and what goes out.
 
-All that is to be decided is the switchboard's.  Where another process stands by (core/coordinator/mirror.py), that
-takes in all that this one does, and nothing goes out before it has: so it can go on from there if this process dies.
-The coordinator's server (runtime/control/coordinator.py) and a simulated one, whose clock and lines the campaign makes,
-have the rest.
+The switchboard makes all decisions. A standby (core/coordinator/mirror.py) takes in all that this process does, and
+nothing goes out before it has: so it can go on from there if this process dies. The coordinator's server
+(runtime/control/coordinator.py), and a simulated one whose clock and lines the campaign makes, add the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from recycle_plugin.core.messages.from_workers import Hello, Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.mirroring import Turns
 
-TOKEN = 16  # bytes of what a connection's other end has to know to go on with it
-BACK_S = 60.0  # how long the other ends of connections may take to come to the one that goes on
-GONE_S = 1.0  # the same for those on a host that has died, mostly
+TOKEN = 16  # bytes of the secret with which a connection's other end goes on
+BACK_S = 60.0  # how long connections' other ends may take to come to a new coordinator
+GONE_S = 1.0  # the same for ends on a host that has probably died
 DEPOSED = (
     "not half of the last membership's workers can be reached, and who stood by on another host may go on with the "
     "others: the coordinator here ends, and with it whoever does not reach that one"
@@ -34,17 +32,17 @@ DEPOSED = (
 
 
 class Exchange:
-    """The connections of a coordinator with the state ``board``; ``known``: what is known of a coordinator that has
-    died, which this one goes on from.  Subclasses have its clock and its connections.
+    """The connections of a coordinator with the state ``board``. ``known``: what is known of a dead coordinator from
+    which this one goes on. Subclasses have its clock and its connections.
     """
 
     def __init__(self, board: Switchboard, known: Known | None = None) -> None:
         self._board = board
         self._last = 0.0 if known is None else known.now
-        self._shift_s = 0.0  # another host's clock goes on in this state
-        self._heard: dict[int, Port] = {}  # by line: what it is heard over
-        self._away: set[int] = set()  # lines whose other ends break them, and come again
-        self._told: dict[int, Port] = {}  # and what it is told over
+        self._shift_s = 0.0  # added to the clock: in this state another host's clock goes on
+        self._heard: dict[int, Port] = {}  # by line: where it is heard
+        self._away: set[int] = set()  # lines whose other ends break them and come again
+        self._told: dict[int, Port] = {}  # by line: where it is told
         self._closing = False
         self.mirror = Mirror(
             board, self._release, self._begin_term, self._depose, self._is_over, self._seconds, known=known
@@ -53,11 +51,11 @@ class Exchange:
     # --- what a server has --------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """The time of the job, in seconds."""
+        """Return the time of the job, in seconds."""
         raise NotImplementedError
 
     def _seconds(self) -> float:
-        """The seconds since some moment, by a clock that never goes back."""
+        """Return the seconds since some moment, by a clock that never goes back."""
         raise NotImplementedError
 
     def _later(self, after_s: float, happen: Callable[[int], None], line: int) -> None:
@@ -68,7 +66,7 @@ class Exchange:
         raise NotImplementedError
 
     def _claimed(self, job: JobSpec, job_id: str) -> str:
-        """Claim the job's folders; why that can't be, or ""."""
+        """Claim the job's folders. Return why that can't be, or ""."""
         raise NotImplementedError
 
     def _refuses(self, control: Port | None, why: str) -> None:
@@ -78,47 +76,46 @@ class Exchange:
         raise NotImplementedError
 
     def _is_over(self) -> bool:
-        """Whether the job is over, and all were told so."""
+        """Return whether the job is over and all were told so."""
         raise NotImplementedError
 
     def _ends(self, over: bool, gone: bool) -> None:
-        """The job is ``over``; everybody is ``gone``."""
+        """Handle that the job is ``over``, and that everybody is ``gone``."""
         raise NotImplementedError
 
     def _deposed(self) -> bool:
-        """End, since the others may go on without this coordinator; whether that is news."""
+        """End, since the others may go on without this coordinator. Return whether that is news."""
         raise NotImplementedError
 
     # --- connections ----------------------------------------------------------------------------------
 
     @property
     def membership(self) -> Membership:
-        """The state machine that decides."""
         return self._board.membership
 
     def _goes_on(self, gone: str = "") -> None:
-        """Wait for the other ends of all connections of a coordinator that has died, in whose place this one goes on:
-        a while for those on its host, where that is the one that is ``gone``.
+        """Wait for the other ends of a dead coordinator's connections; only shortly on its host, if that is
+        ``gone``.
         """
         for number, line in self._board.lines.items():
             back_s = GONE_S if gone and line.hello.host == gone else BACK_S
             self._later(back_s, self._see_whether_back, number)
 
     def _leads(self) -> None:
-        """Go on where this process stood by on another host, whose clock may show another time."""
+        """Go on as a former standby on another host, whose clock may show another time."""
         self._shift_s = self._last - self._now() if self._last else 0.0
 
     def _follows(self) -> None:
-        """Go on where this process stood by on the coordinator's host."""
-        if self._board.succession.term:  # whether enough knew of the last one is not known
+        """Go on as a former standby on the coordinator's host."""
+        if self._board.succession.term:  # unknown: whether enough workers know of the last term
             self.mirror.go_on_alone()
 
     def _welcome(self, hello: Hello, control: Port, who: str) -> int | None:
-        """The number of the connection with whoever says ``hello``, in words ``who``; None for a worker that the others
-        go on without.
+        """Return the connection's number of ``hello``, in words ``who``; None if the others go on without the
+        worker.
         """
         if hello.line >= 0:
-            if self._board.succession.term:  # what it may have to wait for is that enough know of the term
+            if self._board.succession.term:  # its answer may have to wait until enough workers know of the term
                 control.send(self._board.term_told)
             there, effects = self._taken(News("goes on", self._now(), hello=hello))
             if there:
@@ -156,9 +153,7 @@ class Exchange:
         self._take("said", line, message=message)
 
     def _broken(self, line: int, control: Port) -> None:
-        """Take in that a connection is broken; one whose other end has said that it comes again may stay away for a
-        while.
-        """
+        """Handle a broken connection; its other end may stay away for a while if it has said that it comes again."""
         if self._heard.get(line) is not control:
             return
         del self._heard[line]
@@ -169,13 +164,13 @@ class Exchange:
             self._take("closed", line)
 
     def _see_whether_back(self, line: int) -> None:
-        """Take a connection for broken whose other end has not come, since the one before has died."""
+        """Take a connection for broken whose other end has not come again."""
         if not self._closing and line not in self._heard:
             self._take("closed", line)
 
     def _begin_term(self, address: str) -> None:
-        """Tell all of a term that begins, at once where nobody stands by elsewhere in it: also those that have come
-        again, and wait for an answer until enough know.
+        """Tell all of a new term, at once if it has no standby elsewhere: then also those that have come again and wait
+        for an answer until enough workers know.
         """
         if self._closing or self._is_over():
             return
@@ -202,7 +197,7 @@ class Exchange:
             self.mirror.then(self._taken(News(kind, self._now(), line, None, message, text))[1])
 
     def _taken(self, news: News) -> tuple[Any, Effects]:
-        """What the switchboard answers to ``news``, and what follows from them, once whoever stands by has them too."""
+        """Return the switchboard's answer to ``news``, and the effects, which each standby has to know of first."""
         effects = Effects()
         try:
             answer = NEWS[news.kind](self._board, news, effects)
@@ -215,7 +210,7 @@ class Exchange:
         return answer, effects
 
     def _release(self, effects: Effects, to: Mapping[int, Port] | None = None) -> None:
-        """Let others see what has followed; ``to``: over these connections."""
+        """Send out ``effects``, over the connections ``to``."""
         now, to = self._now(), self._told if to is None else to
         for line, frame in effects.frames:
             if (control := to.get(line)) is not None:

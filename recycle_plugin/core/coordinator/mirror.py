@@ -1,10 +1,12 @@
-"""A process that stands by takes in all that the coordinator does, and goes on from there if that dies.
+"""A standby takes in all that the coordinator does, and goes on from there if that dies.
 
-The coordinator sends its whole state once, and from then on all that it takes in.  Once the other has caught up, both
-are *in step*: nothing that follows from news goes out before the other has them, so that whatever anybody in the job
-has heard, the other knows too.  One that takes nothing for a while is let go, and nobody waits for it any more; but
-only once it can't take the coordinator's place: on the coordinator's own host their guard decides on that, which hears
-so first (``changes``); of one on another host enough workers have to know (core/coordinator/succession.py).
+The coordinator sends its whole state once, then everything that it takes in. Once the standby has caught up both are
+*in step*: nothing that follows from news goes out before the standby has the news. So the standby knows whatever
+anybody in the job has heard.
+
+A standby that takes nothing for a while is let go, and nobody waits for it any more. But first it must not be able to
+take the coordinator's place. On the coordinator's own host their guard decides about that, and hears so first
+(``changes``). For one on another host enough workers have to know (core/coordinator/succession.py).
 """
 
 from __future__ import annotations
@@ -25,32 +27,32 @@ from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
 
-STANDBY = "standby"  # its role
-PIECE = 1 << 20  # bytes of the state that are sent at once
-LATE_S = 2.0  # how long who stands by may take to take news in
-STEP_S = 30.0  # how long it may take until it is in step
-HELD_S = 0.5  # how long it mostly takes them, and more
-AGREE_S = 10.0  # how long enough workers may take to say that they know of a term
+STANDBY = "standby"  # the role of its connection
+PIECE = 1 << 20  # bytes of the state in one message
+LATE_S = 2.0  # how long a standby may take to take news in
+STEP_S = 30.0  # how long a standby may take until it is in step
+HELD_S = 0.5  # more than the usual time of a standby to take news in
+AGREE_S = 10.0  # how long enough workers may take to confirm a term
 
 
 class Port(Protocol):
-    """What the coordinator has of a connection, however that is made."""
+    """What the coordinator needs of a connection, however that is made."""
 
     def send(self, message: object, more: bool = False) -> object:
-        """Send a message, or its frame; ``more``: it goes along with the next one, or with :meth:`flush_soon`."""
+        """Send a message, or its frame. ``more``: it goes along with the next one, or with :meth:`flush_soon`."""
 
     def flush_soon(self) -> None:
         """Send what is kept for more."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
 
 
 @dataclass
 class Follower:
-    """A process that stands by, ``since`` then: it has ``taken`` so many news, and listens at the ``address``, where it
-    is on another host than the coordinator.  Once it has the first ``mark`` it is nearer to being in step: ``awaited``
-    before anything goes out, and then ``in_step``.
+    """A standby, known ``since`` then. ``taken``: how many news it has. ``address``: where it listens, if on another
+    host. Once it has the first ``mark`` news it is ``near``; then it is ``awaited`` before anything goes out, then
+    ``in_step``.
     """
 
     control: Port
@@ -65,14 +67,13 @@ class Follower:
 
 
 class Mirror:
-    """What the coordinator knows of those who stand by.
+    """What the coordinator knows of its standbys.
 
-    * ``release`` lets others see what has followed from news.
-    * ``begin(address)`` has the next term begin, with one that stands by on another host, or none.
-    * ``depose`` is called where the others may go on without this coordinator, which can't be once it ``is_over``, and
-      all have been told so.
-    * ``clock()`` gives the seconds since some moment.
-    * ``known``: what another one has known, whose place this one has taken.
+    * ``release`` sends out what has followed from news.
+    * ``begin(address)`` begins the next term, with a standby on another host, or none.
+    * ``depose`` is called when the others may go on without this coordinator, unless it ``is_over`` and all were told.
+    * ``clock()`` returns the seconds since some moment.
+    * ``known``: the knowledge of another coordinator whose place this one has taken.
     """
 
     def __init__(
@@ -89,19 +90,19 @@ class Mirror:
         self._is_over, self._clock = is_over, clock
         self._changes: Callable[[int], object] = lambda pid: None
         self._followers: list[Follower] = []
-        # news that were taken in, and those of which all that follows is out
+        # counts of news taken in, and of news whose effects are all out
         self._sent, self._out = (0, 0) if known is None else (known.count, known.out)
-        # what is to go out once so many news were taken in, and what is done before; with when it was put there
+        # (count of news, time of queueing, effects to go out once standbys have these news, what is done before)
         self._waiting: deque[tuple[int, float, Effects, Callable[[], object]]] = deque()
         self._electorate = Electorate() if known is None else known.electorate
-        self._to_agree: Electorate | None = None  # of which half have to know of this term
+        self._to_agree: Electorate | None = None  # half of each of its memberships have to know of this term
         self._term, self._agreed_until = 0, 0.0
 
     # --- who stands by ---------------------------------------------------------------------------
 
     def watch(self, changes: Callable[[int], object]) -> None:
-        """Call ``changes`` with the process on this host that is in step, or with 0 where there is none any more,
-        before anything goes out without it.
+        """Call ``changes`` with the process here that is in step, or 0 for none, before anything goes out
+        without it.
         """
         self._changes = changes
         for each in self._here:
@@ -114,13 +115,11 @@ class Mirror:
 
     @property
     def elsewhere(self) -> list[Follower]:
-        """The one on another host, if there is one."""
+        """The standby on another host, if there is one."""
         return [each for each in self._followers if each.address]
 
     def admit(self, control: Port, hello: Hello, host: str) -> Follower | None:
-        """Begin to serve a process that stands by, in place of one before; None where it is not to.  ``host``: its
-        address.
-        """
+        """Begin to serve a standby, in place of one before; None if it is not wanted. ``host``: its address."""
         address = f"{host}:{hello.port}" if host and hello.port else ""
         if address and self._to_agree is not None:
             return None  # it may ask again
@@ -141,7 +140,7 @@ class Mirror:
         return follower
 
     def heard(self, follower: Follower, message: object) -> None:
-        """Take in what one that stands by says: how much it has."""
+        """Handle a standby's message: how many news it has."""
         if isinstance(message, Got) and follower in self._followers:
             self._has_taken(follower, message.count)
 
@@ -152,8 +151,8 @@ class Mirror:
         self._let_out()
 
     def _nears(self, follower: Follower) -> None:
-        """Have it be in step once it has all news; where there are always more, those of now, and what follows from
-        later ones waits meanwhile.
+        """Bring a standby into step once it has all news. If more always come, it is awaited for the present ones: what
+        follows from later ones waits meanwhile.
         """
         if follower.taken < self._sent and not (follower.awaited and follower.taken >= follower.mark):
             follower.near, follower.awaited, follower.mark = True, follower.near, self._sent
@@ -165,7 +164,7 @@ class Mirror:
             self._changes(follower.pid)
 
     def let_go(self, follower: Follower) -> None:
-        """Wait no more for one that stands by, once it can't go on in this one's place."""
+        """Wait no more for a standby, once it can't take this coordinator's place."""
         if follower in self._followers:
             self._followers.remove(follower)
             follower.control.close()
@@ -176,7 +175,7 @@ class Mirror:
             self._let_out()
 
     def go_on_alone(self) -> None:
-        """Let nothing out any more before enough workers know that nobody on another host can go on with them."""
+        """Let nothing out until enough workers know that nobody on another host can go on with them."""
         if not self._is_over():
             self._to_agree, self._agreed_until = self._electorate.copy(), self._clock() + AGREE_S
             self._begin("")
@@ -185,8 +184,8 @@ class Mirror:
     # --- news ------------------------------------------------------------------------------------
 
     def take(self, news: News, effects: Effects) -> None:
-        """Pass on what was taken in, and what has ``effects`` at once: who has said the rest says it again where this
-        process dies before that has got there.
+        """Pass news on to standbys. Only news with effects are flushed at once: the sender of others repeats them if
+        this process dies before they have got there.
         """
         self._sent += 1
         self._electorate.add(self._sent, self._board.membership.roster)
@@ -199,7 +198,7 @@ class Mirror:
                     each.control.flush_soon()
 
     def then(self, effects: Effects, first: Callable[[], object] = lambda: None) -> None:
-        """Let out ``effects`` of the last news, behind ``first``, once those who stand by have them."""
+        """Let out ``effects`` of the last news, after calling ``first``, once the standbys have these news."""
         if effects.some and (self._waiting or not self._may_go(self._sent)):
             self._waiting.append((self._sent, self._clock(), effects, first))
         else:
@@ -211,14 +210,12 @@ class Mirror:
 
     @property
     def holds_up(self) -> bool:
-        """Whether what was decided does not get out.  Nobody is to be given up then: it may be this host that is cut
-        off.
-        """
+        """Whether decisions do not get out. Nobody is to be given up then: this host may be the one that is cut off."""
         return bool(self._waiting) and self._clock() - self._waiting[0][1] > HELD_S
 
     def see_late(self) -> None:
-        """Pass on what waits for more, and let go who has taken nothing for too long, never comes to be in step, or is
-        not wanted any more.
+        """Flush what waits for more; let go standbys that are late, never come into step, or are not wanted
+        any more.
         """
         for each in list(self._followers):
             each.control.flush_soon()
@@ -235,7 +232,7 @@ class Mirror:
             self.let_go(self.elsewhere[0])
 
     def _is_agreed(self) -> bool:
-        """Whether nobody on another host can go on without this one."""
+        """Return whether nobody on another host can go on without this coordinator."""
         if self._to_agree is not None and self._to_agree.gives(self._board.knowing(self._term), more=False):
             self._to_agree = None
         return self._to_agree is None
@@ -257,9 +254,8 @@ class Mirror:
 
 @dataclass
 class Known:
-    """What a process that stands by knows: the ``board`` as it was with the last news, which were so many (``count``)
-    and came at ``now`` by the coordinator's clock, and of how many all that follows is ``out``; the memberships that
-    others may go by.
+    """What a standby knows: the ``board`` with the last news, their ``count``, their time ``now`` by the coordinator's
+    clock, how many of them have all effects ``out``, and the memberships that others may go by.
     """
 
     board: Switchboard
@@ -271,11 +267,11 @@ class Known:
 
     @property
     def events(self) -> list[Event]:
-        """Those that the coordinator may not have told of."""
+        """Events that the coordinator may not have told."""
         return [event for _, event in self._events]
 
     def take(self, message: Taken) -> None:
-        """Take news in."""
+        """Take in news."""
         self.count, self.out, self.now = self.count + 1, message.out, message.now
         news = News.of(message)
         NEWS[news.kind](self.board, news, effects := Effects())
@@ -287,8 +283,8 @@ class Known:
         self.electorate.out(self.out)
 
     def is_elected(self, port: int, turned: Iterable[Hello]) -> bool:
-        """Whether enough workers ``turned`` to the process that listens at ``port``, and it was told of in the last
-        term that it knows of: before, the coordinator may go on without it.
+        """Return whether enough workers ``turned`` to the process that listens at ``port``, and it is the standby of
+        the last term that it knows of: before that term was told, the coordinator may go on without it.
         """
         address = self.board.succession.address
         lines = [self.board.known(each) for each in turned]
@@ -297,8 +293,8 @@ class Known:
 
 
 class Following:
-    """How a process that stands by takes in what the coordinator sends.  ``learnt`` gets what is known once its whole
-    state has come, and that then goes on by itself.
+    """How a standby takes in what the coordinator sends. ``learnt`` gets what is known once the whole state has come;
+    that is kept up to date from then on.
     """
 
     def __init__(self, learnt: Callable[[Known], object]) -> None:
@@ -307,7 +303,7 @@ class Following:
         self._waits = False
 
     def hear(self, message: object) -> bool:
-        """Take a message in; whether this process is wanted still."""
+        """Handle a message of the coordinator. Return whether this process is still wanted."""
         if isinstance(message, Snapshot):
             self._pieces += message.piece
             if message.last:
@@ -320,6 +316,6 @@ class Following:
         return not isinstance(message, Refused)
 
     def answer(self) -> Got | None:
-        """What is to be answered, once all that has come is taken in."""
+        """Return the answer that is due, once all that has come is taken in."""
         waits, self._waits = self._waits, False
         return Got(self._known.count) if waits and self._known is not None else None

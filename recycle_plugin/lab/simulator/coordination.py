@@ -1,5 +1,5 @@
-"""The coordinator of a simulated job where nothing happens to it but a stall: ``core.coordinator.membership``, of which
-all others hear over lines that take time.  Where it dies, lab/simulator/takeovers.py has it.
+"""The coordinator of a simulated job to which nothing happens but a stall: core/coordinator/membership.py, of which all
+others hear over lines that take time. lab/simulator/takeovers.py has coordinators that die.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class Coordination:
         self._watched = -1
 
     def begin(self) -> None:
-        """Begins to let time pass."""
+        """Begin to let time pass."""
         self._tick()
 
-    may_end = False  # what has happened to coordinators allows the job's end
+    may_end = False  # whether what happened to coordinators allows the job's end
 
     def finished(self) -> None:
-        """Checks, at the end, what has become of coordinators."""
+        """Check at the end what has become of coordinators."""
 
     def stall(self, for_us: int) -> None:
-        """Has the coordinator read nothing for a while."""
+        """Have the coordinator read nothing for a while."""
         self._stalled_until = self._cluster.now + for_us
         self._cluster.later(for_us, self._read)
 
     # --- what it hears --------------------------------------------------------------------------------
 
     def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
-        """Has ``message`` get to the coordinator, and the answers back, in no time: what is said on boards decides
-        nothing of the course of a job, and so does not change when all else happens.
+        """Bring ``message`` to the coordinator, and the answers back, in no time. Boards decide nothing of the course
+        of a job, so all other times stay as they are.
         """
         cluster = self._cluster
         cluster.exercised.said(message, self.membership)
@@ -76,8 +76,8 @@ class Coordination:
                         cluster.wake(worker)
 
     def say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
-        """Has ``message`` travel to the coordinator on a connection ``by``, that of ``worker``'s process if it is
-        one's.
+        """Have ``message`` travel to the coordinator on connection ``by``, that of ``worker``'s process or
+        supervisor.
         """
         role, process = ("supervisor", None) if by == SUPERVISOR else ("worker", worker)
         if by == SECOND:
@@ -86,31 +86,31 @@ class Coordination:
         self._travel((by, "there", rank), partial(self._hear, rank, message, hello, process))
 
     def disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
-        """Breaks a connection: the coordinator reads what the worker has said, and then that there is no more."""
+        """Break a connection: the coordinator reads what the worker has said, then that there is no more."""
         self._travel((line, "there", rank), partial(self._lose_connection, worker or WorkerId(rank)))
 
     def lose_supervisor(self, rank: int) -> None:
-        """Breaks the connection of the supervisor of ``rank``, of which nothing is under way."""
+        """Break the connection of the supervisor of ``rank``, with nothing under way."""
         self._at_coordinator(partial(self._now, lambda now: self.membership.supervisor(rank, False, now)))
 
     def strike(self, trouble: Trouble) -> None:
-        """Lets a trouble strike the coordinator, or those that stand by for it; nobody does here."""
+        """Let a trouble strike the coordinator or a standby; not possible here."""
         raise NotImplementedError(trouble)
 
     def reaches(self, rank: int) -> bool:
-        """Whether what is said on the host of ``rank`` gets to the coordinator."""
+        """Return whether messages from the host of ``rank`` get to the coordinator."""
         return rank not in self._cluster.cut
 
     def joined(self, ranks: frozenset[int]) -> bool:
-        """Whether these reach each other; where they can't they find so by themselves here."""
+        """Return whether these ranks reach each other; here they find out by themselves if they can't."""
         return True
 
     def begins_with(self, worker: SimulatedMachine) -> bool:
-        """Takes in one of the processes that the job begins with; returns whether it was let in already."""
+        """Record one of the processes that the job begins with. Return whether it was let in already."""
         return True
 
     def begins(self, worker: SimulatedMachine) -> bool:
-        """Takes in that a process has begun in another's place; returns whether it was let in already."""
+        """Record that a process has begun in another's place. Return whether it was let in already."""
         self._act(self.membership.greet(worker.control_view.worker, f"host{worker.rank}"))
         return True
 
@@ -118,7 +118,7 @@ class Coordination:
         self._cluster.travel(line, partial(self._at_coordinator, happen))
 
     def _at_coordinator(self, happen: Callable[[], None]) -> None:
-        """Has the coordinator do something: one thing after the other, and nothing while it is stalled."""
+        """Have the coordinator do something: one thing after the other, and nothing while it is stalled."""
         self._inbox.append(happen)
         if self._cluster.now >= self._stalled_until:
             self._read()
@@ -132,14 +132,14 @@ class Coordination:
             self._inbox.popleft()()
 
     def _hear(self, rank: int, message: object, hello: Hello, worker: WorkerId | None) -> None:
-        """Gives a message to the coordinator, unless it is another's to say."""
+        """Hand a message to the coordinator, unless its sender may not send it."""
         if self._speakers.may_say(hello, worker, message):
             self._receive(rank, message)
         else:
             self._cluster.exercised[ProtocolRule.REFUSED_WORD] += 1
 
     def _receive(self, rank: int, message: object) -> None:
-        """Gives a message to the coordinator.  What is under way goes down with the host that it comes from."""
+        """Hand a message to the coordinator. What is under way is lost with the host that it comes from."""
         cluster = self._cluster
         if rank in cluster.cut:
             return
@@ -167,7 +167,7 @@ class Coordination:
     # --- what it says ---------------------------------------------------------------------------------
 
     def _act(self, output: CoordinatorOutput, cause: object = None, changing: bool = False, lost: bool = False) -> None:
-        """Delivers what the coordinator says.  ``changing``, ``lost``: as simulator.exercised has them."""
+        """Deliver the coordinator's messages. ``changing``, ``lost``: as in lab/simulator/exercised.py."""
         cluster = self._cluster
         cluster.exercised.answered(cause, output, self.membership, changing, lost)
         cluster.note_departures()

@@ -142,9 +142,7 @@ class HistoryTransition:
 
 @dataclass(frozen=True)
 class HistorySegment:
-    """The time between two changes, in seconds: ``steps`` committed by ``live`` workers at ``pace``, the first at
-    ``first_s``.
-    """
+    """The time between two changes, in seconds: ``steps`` by ``live`` workers at ``pace``, the first at ``first_s``."""
 
     start_s: float
     first_s: float
@@ -306,9 +304,7 @@ class SimulatedTrainer:
         return self._first + self._done(max(now, self._since)) * self.periods.of(self.view).period_us / 1e6
 
     def _left(self, now: float) -> float:
-        """Return the part of that step still to be done: 1 is a step of the current period; it can be more after a
-        fill.
-        """
+        """Return the rest of that step in steps of the current period; above 1 on an empty pipeline."""
         return (self._next_line(now) - max(now, self._since)) * 1e6 / self.periods.of(self.view).period_us
 
     def _close(self, now: float) -> None:

@@ -1,7 +1,6 @@
-"""The checker of jobs in which others take the coordinator's place: there are never two histories.
-
-Whatever anybody has heard, whoever coordinates knows, and would say the same; what it takes in is what was said, once
-and in order; and of a membership, and of the end, all hear the same, whoever says so.
+"""The checker of jobs in which others take the coordinator's place: there are never two histories. Whatever anybody has
+heard, the coordinator knows, and would say the same. It takes in what was said, once and in order. Of a membership, and
+of the end, all hear the same, whoever says so.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class OneHistory:
-    """What was heard, by all ends of connections; ``say`` notes what is wrong."""
+    """What all ends of connections have heard. ``say`` records what is wrong."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._heard: dict[str, list[bytes]] = {}  # by connection
         self._told: dict[Hashable, bytes] = {}
         self._committed = 0
-        self.board: Switchboard | None = None  # of whoever coordinates
+        self.board: Switchboard | None = None  # the present coordinator's state
 
     def heard(self, end: SimulatedEnd, number: int, message: object) -> None:
-        """Takes in that an end hears a ``message``, the ``number``-th that counts."""
+        """Check ``message``, which an end hears as the ``number``-th that counts."""
         frame, heard = encode(message), self._heard.setdefault(end.token, [])
         if number != len(heard) + 1:
             self._say(f"{self._who(end)} hears its message {number} behind {len(heard)}")
@@ -43,7 +42,7 @@ class OneHistory:
             self._compare(end, self.board, len(heard) - 1)
 
     def leads(self, board: Switchboard, ends: Mapping[tuple[str, int], SimulatedEnd]) -> None:
-        """Takes in that another one coordinates, which knows what ``board`` does."""
+        """Check that the new coordinator, which knows what ``board`` does, knows all that was heard."""
         self.board = board
         if board.membership.committed < self._committed:
             self._say(
@@ -66,7 +65,7 @@ class OneHistory:
             self._say(f"{self._who(end)} hears other than who coordinates says: {frame[10:60]!r}")
 
     def took(self, end: SimulatedEnd | None, number: int, message: object) -> None:
-        """Takes in that whoever coordinates takes a message in, as the ``number``-th over a connection."""
+        """Check that the coordinator takes in, as message ``number`` of a connection, what its end has said then."""
         if end is None:
             return
         frame = encode(message)

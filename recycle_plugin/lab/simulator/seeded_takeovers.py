@@ -20,8 +20,8 @@ PROCESSES = ("coordinator", "standby", "candidate")
 
 
 def with_a_takeover(seed: int) -> Scenario:
-    """The job of ``seed``, with one to three troubles of those that coordinate, at any time or at a step of taking
-    over; in half of them without any other trouble.
+    """Return the job of ``seed`` with one to three troubles of coordinators and standbys, at any time or at a step of a
+    takeover; in half of the jobs there is no other trouble.
     """
     random = Random(f"takeovers in {seed}")
     shape = Topology(random.choice((2, 2, 3)), random.choice((2, 2, 3)), random.randint(1, 3))
@@ -56,7 +56,7 @@ def with_a_takeover(seed: int) -> Scenario:
 def _trouble(shape: Topology, random: Random, at: int, number: int) -> Trouble:
     kind = random.choice((*PROCESSES, "coordinator", *HOSTS, HOSTS[0], "partition", "partition", "pause", "hold"))
     point, count = ("", 1)
-    if number and random.random() < 0.6:  # while it is being taken over
+    if number and random.random() < 0.6:  # during a takeover
         point, count = random.choice(POINTS), random.choice((1, 1, 1, 2, 3))
         at = random.choice((0, 0, 1, 20, 300)) * MILLISECOND
     elif random.random() < 0.2:

@@ -1,6 +1,4 @@
-"""The processes of a simulated job that coordinate, or stand by: what decides in them is what decides in a job
-(core/coordinator/exchange.py, mirror.py).
-"""
+"""Processes of a simulated job that coordinate or stand by, with the real exchange.py and mirror.py that decide."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from recycle_plugin.lab.simulator.simulated_lines import RETRY_US, Side
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.takeovers import Takeovers
 
-AGAIN_US = 500 * MILLISECOND  # until one that stands by elsewhere connects once more
+AGAIN_US = 500 * MILLISECOND  # until a standby elsewhere connects once more
 
 
 class Process:
-    """A process on the host of rank ``host``, which answers who calls: the coordinator, or who stands by."""
+    """A process on the host of rank ``host`` that answers calls: the coordinator, or a standby."""
 
     def __init__(self, takeovers: Takeovers, host: int) -> None:
         self.takeovers, self.host, self.pid = takeovers, host, takeovers.next_pid()
@@ -38,58 +36,58 @@ class Process:
         self._inbox: deque[Callable[[], object]] = deque()
 
     def do(self, happen: Callable[[], object]) -> None:
-        """Does something, once it runs and has done what came before."""
+        """Do something, once the process runs and has done what came before."""
         self._inbox.append(happen)
         if self.takeovers.cluster.now >= self.stopped_until:
             self.go_on()
 
     def go_on(self) -> None:
-        """Does all that waits."""
+        """Do all that waits."""
         while self._inbox and self.alive and self.takeovers.cluster.now >= self.stopped_until:
             self._inbox.popleft()()
 
     def answers(self, side: Side) -> None:
-        """Has ``side`` be this process's."""
+        """Make ``side`` this process's end of a connection."""
         self._sides.append(side)
         side.hear = lambda side, message: self.do(partial(self.heard, side, message))
         side.breaks = lambda side: self.do(partial(self.broken, side))
 
     def heard(self, side: Side, message: Any) -> None:
-        """Takes in what comes over one of its connections."""
+        """Handle what comes over one of its connections."""
 
     def broken(self, side: Side) -> None:
-        """Takes in the end of one of its connections."""
+        """Handle the end of one of its connections."""
 
     def dies(self) -> None:
-        """Ends; the system closes its connections."""
+        """End; the system closes its connections."""
         self.alive = False
         for side in self._sides:
             side.close()
 
 
 class SimulatedCoordinator(Exchange, Process):
-    """A process that coordinates, on the host of rank ``host``; ``known``: it goes on from that, since ``gone`` is."""
+    """A coordinator's process on the host of rank ``host``. ``known``: it goes on from that."""
 
     def __init__(self, takeovers: Takeovers, host: int, board: Switchboard, known: Known | None = None) -> None:
         Process.__init__(self, takeovers, host)
         self._serving: dict[Side, Follower | int] = {}
-        self._again: list[Effects] = []  # what was said before
+        self._again: list[Effects] = []  # effects that were said before
         self.deposed = False
         self.over = board.over is not None
         Exchange.__init__(self, board, known)
 
     def begin(self, gone: str = "") -> None:
-        """Begins to coordinate."""
+        """Begin to coordinate. ``gone``: the host that is gone, if any."""
         self._goes_on(gone)
         self._tick()
 
     def moved(self, gone: str) -> None:
-        """Begins where it stood by on another host than the one that is ``gone``."""
+        """Begin as a former standby on another host than the one that is ``gone``."""
         self._leads()
         self.begin(gone)
 
     def took_over(self) -> None:
-        """Begins where it stood by on the coordinator's host."""
+        """Begin as a former standby on the coordinator's host."""
         self._follows()
         self.begin()
 
@@ -100,7 +98,7 @@ class SimulatedCoordinator(Exchange, Process):
     # --- its connections ------------------------------------------------------------------------------
 
     def heard(self, side: Side, message: Any) -> None:
-        """Takes in what comes over one of its connections."""
+        """Handle what comes over one of its connections."""
         if side not in self._serving:
             self._answer(side, message)
             return
@@ -123,12 +121,12 @@ class SimulatedCoordinator(Exchange, Process):
             self._serving[side] = served
 
     def answer(self, side: Side, hello: Hello) -> None:
-        """Answers one who has come before this process led."""
+        """Answer an end that has come before this process led."""
         self.answers(side)
         self.do(partial(self._answer, side, hello))
 
     def broken(self, side: Side) -> None:
-        """Takes in the end of one of its connections."""
+        """Handle the end of one of its connections."""
         served = self._serving.pop(side, None)
         if isinstance(served, Follower):
             self.mirror.let_go(served)
@@ -144,7 +142,7 @@ class SimulatedCoordinator(Exchange, Process):
     # --- what it has for the exchange -----------------------------------------------------------------
 
     def _now(self) -> float:
-        return self.takeovers.now_s + 7.0 * self.host + self._shift_s  # clocks differ
+        return self.takeovers.now_s + 7.0 * self.host + self._shift_s  # hosts' clocks differ
 
     def _seconds(self) -> float:
         return self.takeovers.now_s
@@ -200,12 +198,11 @@ class SimulatedCoordinator(Exchange, Process):
 
     @property
     def board(self) -> Switchboard:
-        """Its state."""
         return self._board
 
 
 class SimulatedStandby(Process):
-    """A process that stands by, on the coordinator's host or ``elsewhere``."""
+    """A standby's process, on the coordinator's host or ``elsewhere``."""
 
     def __init__(self, takeovers: Takeovers, host: int, address: tuple[str, int], elsewhere: bool) -> None:
         super().__init__(takeovers, host)
@@ -224,7 +221,7 @@ class SimulatedStandby(Process):
         return self.pid
 
     def connect(self) -> None:
-        """Connects to whoever coordinates, once somebody does."""
+        """Connect to the coordinator, once there is one."""
         if not self.alive or self.leads is not None:
             return
         side = self.takeovers.call((STANDBY, self.pid), self.host, self._address)
@@ -268,14 +265,14 @@ class SimulatedStandby(Process):
             self.takeovers.cluster.later(AGAIN_US, self.connect)
 
     def ends(self) -> None:
-        """Ends, since nobody wants it."""
+        """End, since nobody wants it."""
         self.dies()
         self.takeovers.ended(self)
 
     # --- those who turn to it -----------------------------------------------------------------------------
 
     def heard(self, side: Side, message: Any) -> None:
-        """Takes in who comes."""
+        """Handle an end that turns to it."""
         if self.leads is not None:
             self.leads.answer(side, message)
         elif isinstance(message, Hello):

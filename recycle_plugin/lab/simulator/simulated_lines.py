@@ -1,5 +1,5 @@
-"""The connections of a simulated job to its coordinators, as TCP has them: what goes in comes out in order, where hosts
-can't reach each other it waits until they can, and the end of a process closes what it has, but that of a host nothing.
+"""The connections of a simulated job to its coordinators, like TCP. What goes in comes out in order, and waits as long
+as hosts can't reach each other. The end of a process closes its connections, but the loss of a host closes none.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ if TYPE_CHECKING:
 CLOSED = object()  # what a connection's end is told last
 SECOND = 1_000_000  # microseconds
 RETRY_US = 50_000  # between two tries to connect
-ATTEMPT_S = 5.0  # one of them, where nobody answers
-CONNECT_S, RESUME_S = 60.0, 10.0  # how long a new process tries, and one that comes again
-ANSWER_S, SILENT = 1.0, 3  # how late an answer may come, and how many counts may not, before the coordinator is silent
+ATTEMPT_S = 5.0  # one try, if nobody answers
+CONNECT_S, RESUME_S = 60.0, 10.0  # how long a new process tries, and a returning end
+ANSWER_S, SILENT = 1.0, 3  # the coordinator is silent after so late an answer, or so many missing acknowledgements
 Address = tuple[str, int]
 read = lru_cache(maxsize=1 << 12)(decode)
 
 
 class Side:
-    """One end of a connection, that of a process on the host of rank ``host``; ``hear`` and ``breaks`` are called with
-    it.
-    """
+    """A process's end of a connection, on the host of rank ``host``; ``hear`` and ``breaks`` are called with it."""
 
     def __init__(self, hosts: Hosts, way: tuple, host: int) -> None:
         self._hosts, self.way, self.host = hosts, way, host
         self.other: Side
         self.closed = False
-        self.held: list[object] = []  # what has not come yet, since the other's host can't reach this one
+        self.held: list[object] = []  # what waits, since the other's host can't reach this one
         self.hear: Callable[[Side, Any], None]
         self.breaks: Callable[[Side], None]
 
@@ -47,7 +45,7 @@ class Side:
             self._hosts.carry(self, message)
 
     def flush_soon(self) -> None:
-        """Nothing is kept for more."""
+        """Do nothing: nothing is kept for more."""
 
     def close(self) -> None:
         """Close the connection: the other end hears that last."""
@@ -57,22 +55,22 @@ class Side:
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing gets through, either way."""
+        """Whether nothing gets through, in one direction or both."""
         return not self._hosts.reaches(self.host, self.other.host) or not self._hosts.reaches(
             self.other.host, self.host
         )
 
 
 class Hosts:
-    """The hosts of a job, one for each rank, and what is under way between them; ``alive``: whether one is."""
+    """The hosts of a job, one for each rank, and what is under way between them."""
 
     def __init__(self, takeovers: Takeovers) -> None:
         self._cluster = takeovers.cluster
-        self._blocked: set[tuple[str, int]] = set()  # what goes "from" a host, or "to" it, is held up
+        self._blocked: set[tuple[str, int]] = set()  # what goes ("from", host) or ("to", host) is held up
         self._sides: list[Side] = []
 
     def reaches(self, source: int, target: int) -> bool:
-        """Whether what is sent from one host gets to another now."""
+        """Return whether what one host sends gets to another now."""
         cut, lost = self._cluster.cut - self._cluster.lost_hosts, self._cluster.lost_hosts
         if source in lost or target in lost:
             return False
@@ -82,14 +80,14 @@ class Hosts:
         return (source in cut) == (target in cut) and not held
 
     def connected(self, name: tuple, caller: int, listener: int) -> tuple[Side, Side]:
-        """Both ends of a connection."""
+        """Return both ends of a new connection."""
         near, far = Side(self, (*name, "there"), caller), Side(self, (*name, "back"), listener)
         near.other, far.other = far, near
         self._sides += [near, far]
         return near, far
 
     def carry(self, side: Side, what: object) -> None:
-        """Has something travel from one end to the other."""
+        """Have something travel from one end to the other."""
         self._cluster.travel(side.way, partial(self._arrive, side, what))
 
     def _arrive(self, side: Side, what: object) -> None:
@@ -110,12 +108,12 @@ class Hosts:
             target.hear(target, read(what) if isinstance(what, bytes) else what)
 
     def hold(self, way: str, host: int, held: bool) -> None:
-        """Holds what goes ``way``, "from" a host or "to" it, up, or lets it go on."""
+        """Hold up what goes ``way``, "from" a host or "to" it, or let it go on."""
         (self._blocked.add if held else self._blocked.discard)((way, host))
         self.flow()
 
     def flow(self) -> None:
-        """Lets through what has waited for hosts that reach each other again."""
+        """Let through what has waited, between hosts that reach each other again."""
         self._sides = [side for side in self._sides if not (side.closed and side.other.closed)]
         for side in self._sides:
             if side.held and self.reaches(side.other.host, side.host):
@@ -124,14 +122,14 @@ class Hosts:
                     self._hand(side, what)
 
     def dies(self, host: int) -> None:
-        """Takes a host away, without a word."""
+        """Take a host away, without a word."""
         for side in self._sides:
             side.closed = side.closed or side.host == host
 
 
 class SimulatedEnd(LineEnd):
-    """A worker's or a supervisor's end of its connection, first at ``address``; ``news`` gets what is said over it,
-    ``begins`` is called once it is welcomed, and ``lost`` once nobody is found any more.
+    """A worker's or a supervisor's end of its connection, first at ``address``. ``news`` gets what comes over it.
+    ``begins`` is called once it is welcomed, ``lost`` once nobody is found any more.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class SimulatedEnd(LineEnd):
         self._takeovers, self.hello, self._first = takeovers, hello, address
         self._begins, self._news, self._lost = begins, news, lost
         self.address = address()
-        self.said: list[bytes] = []  # all that the coordinator is to count
+        self.said: list[bytes] = []  # all messages that the coordinator is to count
         self.token = ""
         self._early: list[object] = []  # what was said before it was welcomed
         self._side: Side | None = None
@@ -232,7 +230,7 @@ class SimulatedEnd(LineEnd):
     # --- talking --------------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """Send a message to whoever coordinates."""
+        """Send a message to the coordinator."""
         if self.dead:
             return
         if self.line < 0:
@@ -273,8 +271,8 @@ class SimulatedEnd(LineEnd):
             self._side.close()
 
     def look(self, cut_off_s: float) -> None:
-        """Find that nothing gets through, or nothing is heard: turn to somebody else, if there is anybody, or give up
-        after ``cut_off_s``.
+        """See whether nothing gets through or is heard: then turn to another process, or give up after
+        ``cut_off_s``.
         """
         side, now_s = self._side, self._takeovers.now_s
         if self.dead or side is None:
