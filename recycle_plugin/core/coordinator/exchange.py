@@ -94,9 +94,7 @@ class Exchange:
         return self._board.membership
 
     def _goes_on(self, gone: str = "") -> None:
-        """Wait for the other ends of a dead coordinator's connections; only shortly on its host, if that is
-        ``gone``.
-        """
+        """Wait for the other ends of a dead coordinator's connections; only shortly on its host if that is ``gone``."""
         for number, line in self._board.lines.items():
             back_s = GONE_S if gone and line.hello.host == gone else BACK_S
             self._later(back_s, self._see_whether_back, number)
@@ -111,9 +109,7 @@ class Exchange:
             self.mirror.go_on_alone()
 
     def _welcome(self, hello: Hello, control: Port, who: str) -> int | None:
-        """Return the connection's number of ``hello``, in words ``who``; None if the others go on without the
-        worker.
-        """
+        """Return the number of the connection of ``hello``, in words ``who``; None for a worker that is left behind."""
         if hello.line >= 0:
             if self._board.succession.term:  # its answer may have to wait until enough workers know of the term
                 control.send(self._board.term_told)

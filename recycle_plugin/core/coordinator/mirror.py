@@ -101,9 +101,7 @@ class Mirror:
     # --- who stands by ---------------------------------------------------------------------------
 
     def watch(self, changes: Callable[[int], object]) -> None:
-        """Call ``changes`` with the process here that is in step, or 0 for none, before anything goes out
-        without it.
-        """
+        """Call ``changes`` with the local process in step, or 0 for none, before anything goes out without it."""
         self._changes = changes
         for each in self._here:
             if each.in_step:
@@ -214,9 +212,7 @@ class Mirror:
         return bool(self._waiting) and self._clock() - self._waiting[0][1] > HELD_S
 
     def see_late(self) -> None:
-        """Flush what waits for more; let go standbys that are late, never come into step, or are not wanted
-        any more.
-        """
+        """Flush what waits for more; let go standbys that are late, never come into step, or aren't wanted any more."""
         for each in list(self._followers):
             each.control.flush_soon()
             if not each.in_step and self._clock() - each.since > STEP_S:

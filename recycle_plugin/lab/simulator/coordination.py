@@ -76,9 +76,7 @@ class Coordination:
                         cluster.wake(worker)
 
     def say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
-        """Have ``message`` travel to the coordinator on connection ``by``, that of ``worker``'s process or
-        supervisor.
-        """
+        """Have ``message`` travel to the coordinator on connection ``by``, of ``worker``'s process or supervisor."""
         role, process = ("supervisor", None) if by == SUPERVISOR else ("worker", worker)
         if by == SECOND:
             process = WorkerId(rank, SECOND_PROCESS)

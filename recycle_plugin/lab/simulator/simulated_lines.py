@@ -271,9 +271,7 @@ class SimulatedEnd(LineEnd):
             self._side.close()
 
     def look(self, cut_off_s: float) -> None:
-        """See whether nothing gets through or is heard: then turn to another process, or give up after
-        ``cut_off_s``.
-        """
+        """See whether nothing gets through or is heard: then turn to another process, or give up, by ``cut_off_s``."""
         side, now_s = self._side, self._takeovers.now_s
         if self.dead or side is None:
             return
