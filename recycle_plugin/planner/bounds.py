@@ -11,9 +11,8 @@ start of a micro-batch's F at p to the arrival of its gradient:
   at the end: the F that take them, and the W or B that give them back, follow each other on one worker;
 * ties: a stage that shares weights steps when the last of them has reduced. After the first F of stage p, the last W of
   a stage q below comes at least the fill and q's own window later; of a stage q above, p's last I, the gradient's way
-  up, and q's backward;
-* stages that step together: from one barrier of all to the next, each steps, then waits for its first activation, then
-  has its window.
+  and q's backward;
+* stages that step together: between two barriers, each steps, then waits for its first activation, then has its window.
 
 Without a split backward, I stands for the whole backward and W is nothing.
 """

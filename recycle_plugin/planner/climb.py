@@ -3,8 +3,8 @@
 The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; insertion moves after Dell'Amico and Trubian
 1993): only a change on a critical path can shorten a schedule. Here the path is that of the stage with the widest
 window. Unlike the greedy rules it may leave a worker idle on purpose, which pays if costs are unequal. Changes that
-lengthen a little are accepted too, less and less (threshold accepting), from a seeded generator: the same arguments
-give the same order anywhere.
+lengthen a little are accepted too, less and less (threshold accepting), from a seeded generator: orders are
+reproducible.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def measure(net, state, least, firsts, lasts):
 
 @inner
 def critical(net, state, firsts, lasts, random, path):
-    """Fill ``path`` with the widest stage's critical operations that follow others without a gap; return their
-    number.
-    """
+    """Fill ``path`` with the widest stage's critical operations that start at another's end; return their number."""
     worst, ties, operations = 0, 0, state.place.size
     for stage in range(firsts.size):
         window, most = (
@@ -136,8 +134,7 @@ def tidy(state):
 @compiled
 def climb(net, order, who, least, rounds, heat, seed):
     """Make ``rounds`` moves from ``order``, run by the workers ``who``. Leave the best order in ``order`` and return
-    what it measures. ``heat``: by how many microseconds an order may be longer than the current one to be accepted at
-    first.
+    what it measures. ``heat``: microseconds by which an accepted order may be longer at first.
     """
     workers, stages, size, random = net.stage_of.size, net.closing.size, order.size, np.array([seed * 2 + 1], np.uint64)
     state, path = opened(net, order.copy(), who), np.empty(size, np.int64)

@@ -9,8 +9,7 @@ theirs and forwards on those before, so one pass up and one down over the stages
 In exact mode weight gradients are in the sums of blocks (core/vocabulary/blocks.py). A block that a live worker has
 begun goes on there, in order; a block whose worker has died is made again, all of it, by one worker.
 
-All arrays are by stage and *column*, the number of a micro-batch among all of a step. A worker is named by its replica;
--1 is nobody.
+All arrays are by stage and *column*, the number of a micro-batch among all of a step. A worker is its replica, or -1.
 """
 
 from __future__ import annotations

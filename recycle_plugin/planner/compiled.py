@@ -1,5 +1,5 @@
-"""Compilation of the planner's loops by numba: on the first call on a machine, cached on disk; ``planner.warm`` does it
-ahead of a failure.
+"""Compilation of the planner's loops by numba: on the first call on a machine, cached on disk, by ``planner.warm``
+ahead of failures.
 
 Code compiled from other sources is not used: numba looks at a function's own file only, not at what it calls or which
 constants it takes from elsewhere. A damaged file is not used either: the function is compiled again. If nothing can be
@@ -69,7 +69,7 @@ def compiled(function: Callable) -> Any:
 
 def inner(function: Callable) -> Any:
     """Return the function compiled to be called from compiled loops. It counts no references to its array arguments,
-    which for tuples of arrays takes longer than the work itself (greedy: 2.5 times as long). Hence it can't make or
-    return arrays.
+    which for tuples of arrays takes longer than the work itself (greedy: 2.5 times as long). It can't make or return
+    one.
     """
     return _cached(function, _nrt=False)

@@ -2,8 +2,7 @@
 
 A *record* is one (stage, replica, micro-batch): ``(stage * ranks + rank) * micro_batches + index``, where ``rank``
 numbers the replicas in canonical order. An *operation* is ``kind * records + record`` with kinds F, I, W and B (both
-backwards at once). A *worker* is ``stage * ranks + rank``. All times are integer microseconds; memory is in the units
-of ``planner.memory``.
+backwards at once). A *worker* is ``stage * ranks + rank``. Times are integer microseconds.
 """
 
 from __future__ import annotations

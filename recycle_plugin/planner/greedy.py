@@ -19,8 +19,7 @@ F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)
 """Events: the end of an operation (the four kinds), the arrival of what F or I needs, a worker's beginning."""
 FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, COMING, IDLE, HELD, LEAD_NOW, REMAINING, GATE = range(10)
 """Rows of ``tally``, per worker: sizes of its queues (of W: all ever queued, and taken), whether it is idle, memory
-held, F less I begun, F to come, and whether F waits for several free places: 0 open, 1 its last burst has begun, 2
-waiting.
+held, F less I begun, F to come, and whether F waits for several places: 0 open, 1 in its last burst, 2 waiting.
 """
 
 

@@ -8,8 +8,7 @@ made and sent again. The model of a recovery is SWIFT's, with the log's reading 
   bandwidth, and what its logged boundaries have of the step over the bandwidth of reading the log;
 * a failure comes, on average, in the middle between two checkpoints: a recovery loads a checkpoint, and takes the
   group's time for half of the steps between them;
-* the expected time of a recovery is the sum over the stages of the probability that the stage fails, times its group's
-  recovery time;
+* the expected time of a recovery is the sum over stages of a stage's probability to fail times its group's time;
 * the log of a boundary takes what crosses it in a step, both ways, times the steps between two checkpoints.
 
 Logging more is not always better: a log that is read slowly may cost more than a neighbour's replay.
@@ -160,13 +159,11 @@ class _Prefix(NamedTuple):
 
 
 def best(line: Line, budget: int | None = None) -> tuple[int, ...]:
-    """Return the boundaries with the least expected recovery time whose log is within ``budget`` bytes; of equal ones
-    those that take least.
+    """Return the boundaries with the least expected recovery time within ``budget`` bytes, the smallest of equals.
 
     A dynamic program over the last group: of the ways to log what is before it, only those matter to which no other is
-    as small and as quick. Costs S² · F for S stages and F such ways: at most S if all boundaries are alike, else at
-    most as many as there are different sums of their bytes within the budget (a knapsack problem), which is 2^S if all
-    are different.
+    as small and as quick. Costs S² · F for S stages and F such ways: at most S if all boundaries are alike, else the
+    number of different sums of their bytes within the budget (a knapsack problem), at most 2^S.
     """
     room = inf if budget is None else budget // line.every if line.every else inf
     ways: list[list[_Prefix]] = [[_Prefix(0, 0.0, ())]]

@@ -2,9 +2,9 @@
 
 A micro-batch holds its activations from the start of its F to the end of its I or B. After an I it holds what the
 weight gradient needs, until the end of its W. In micro-batches both count 1 (no part is dropped before W). In bytes
-they are ``CostModel.activation_bytes`` and ``pending_bytes``. The second may be smaller (what only I needs is dropped)
-or larger (activation checkpointing: what I has recomputed stays until W). Neither includes the working memory of a
-running instruction.
+they are ``CostModel.activation_bytes`` and ``pending_bytes``. The second may be smaller (what only I needs goes) or
+larger (activation checkpointing: what I has recomputed stays until W). Neither includes an instruction's working
+memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Moves of the local search, compiled: what each changes, and how it is taken back. ``planner.climb`` decides which
-moves.
+"""Moves of the local search, compiled: what each changes, and how it is taken back. ``planner.climb`` decides which.
 
 A state is a sequence of all operations, each after what it needs, and the list of each worker's operations, which is
 part of it. Only operations whose start a move changes are timed again, in the sequence's order, and only until the move

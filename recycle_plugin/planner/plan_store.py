@@ -37,8 +37,7 @@ def pattern(view: ClusterView, costs: CostModel) -> Pattern:
 
 def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
     """Yield the views that single failures lead to, one per pattern, the likeliest first: any worker, then any host. A
-    pattern is as likely as many workers lead to it. ``hosts``: seats that die together. Costs the live workers times
-    the stages.
+    pattern is as likely as many workers lead to it. ``hosts``: seats that die together. Costs workers times stages.
     """
     slow = dict(costs.slowness)
     kinds: dict[tuple, list[Seat]] = {}

@@ -110,9 +110,7 @@ class Recovery:
     undo: frozenset[Seat]
 
     def program(self, seat: Seat) -> tuple[Instruction, ...]:
-        """Return the program of ``seat``: sends of what it kept, computation with transport (planner/lower.py), the
-        closing.
-        """
+        """Return the program of ``seat``: sends of what it kept, computation (planner/lower.py), and the closing."""
         computed = lower(self.computed(seat), self.plan.stages, partial(self._way, seat))
         return (*self._kept(seat), *computed, *self.closing.get(seat, ()))
 

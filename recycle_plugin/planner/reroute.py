@@ -2,8 +2,7 @@
 
 A micro-batch stays at the seat of its own replica while that seat is live. Otherwise a live worker of the same stage
 runs it, which holds the same parameters. Rerouted micro-batches are dealt one by one in the order of their index, so
-that every peer gets them spread over its step (all of them to one peer: 42 slots instead of 36 in the paper's running
-example).
+that every peer gets them spread over its step (all to one peer: 42 slots instead of 36 in the paper's running example).
 
 If workers differ in speed, a stage's micro-batches are shared so that its slowest worker ends earliest. A straggler
 keeps fewer than its replica brings, and gives the others away as a lost worker does, at even distances.

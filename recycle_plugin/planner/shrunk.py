@@ -1,5 +1,4 @@
-"""Plans for batches that shrink (core/vocabulary/step_batches.py): those of a job that has only the whole replicas,
-under their own names.
+"""Plans for batches that shrink (core/vocabulary/step_batches.py): of the whole replicas, under their own names.
 
 The micro-batches of lost replicas have a route too, for a step that had them already when their replica was lost: each
 goes to one whole replica, in turn, so that nothing of it crosses replicas.

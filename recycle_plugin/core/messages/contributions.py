@@ -10,8 +10,7 @@ incomplete set stays good over failures, whenever its parts were sent. Only *dis
 (core/coordinator/facts/step_validation.py) no longer count.
 
 Every shard of a seat contributes, and a set is complete when all have. Losses are equal from all shards that compute
-the same; shards with samples of their own have their mean taken. A norm's shares are added, since each shard has other
-parameters.
+the same; shards with samples of their own have their mean taken. A norm's shares are added: parameters differ by shard.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The head has two letters, the *version* (a checksum of every message's fields, so nobody can forget to count it up) and
 the body's length in bytes. The head and a limit on the length are checked before a byte of the body is read. The body
 is a list: the number of the message's kind on such a line, then its fields (core/messages/typed.py). Texts may be any
-that Python has, and whole numbers any that a float can hold. Long bodies that go to every member and grow with their
-number are packed.
+that Python has, and whole numbers any that a float can hold. Long bodies for all members are packed.
 
 Reading never raises: bytes that are no message become an :class:`~recycle_plugin.core.messages.typed.Unreadable`.
 """
@@ -42,7 +41,9 @@ class Language:
         self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
 
     def encode(self, message: object) -> bytes:
-        """Return the frame of ``message``. Raises TypeError for an odd field, ValueError for too long a message."""
+        """Return the frame of ``message``. Raises TypeError for a field that can't be written, ValueError for
+        length.
+        """
         body: bytes = msgpack.packb(
             (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
         )
@@ -53,9 +54,7 @@ class Language:
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
-        """Return the bytes of the body behind ``head``; an Unreadable for no head of this version, or above
-        ``limit``.
-        """
+        """Return the bytes of the body behind ``head``; an Unreadable if that is no head, or above ``limit``."""
         size: int
         magic, version, size = HEAD.unpack_from(head)
         if magic != MAGIC:
@@ -125,9 +124,7 @@ class Frames:
         return bool(self._rest)
 
     def take(self) -> object | None:
-        """Take the next message out; None while it is not whole. After an Unreadable the next one's place is
-        unknown.
-        """
+        """Take the next message out; None while it is not whole. After an Unreadable the next one can't be found."""
         if len(self._rest) < HEAD.size:
             return None
         size = CONTROL.size(self._rest, self._limit)

@@ -152,9 +152,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class Lease:
-    """Answers a worker's Heartbeat ``number``: the worker is not given up for silence until ``for_s`` seconds after it
-    sent that heartbeat. To a supervisor: the coordinator has received its :class:`Exited` of the process of incarnation
-    ``number``.
+    """Answers a worker's Heartbeat ``number``: silence does not count for ``for_s`` seconds from its sending. To a
+    supervisor: the coordinator has received its :class:`Exited` of the process of incarnation ``number``.
     """
 
     number: int
@@ -270,7 +269,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Tells a newcomer's script, which runs from the top, what is over: before its first step, and again as steps are
+    """Tells a newcomer's script, which runs from the top, what is over, before its first step and as steps are
     committed.
 
     ``step``, ``losses``: the mean losses of the steps from ``step`` on. ``evaluation``, ``evaluations``: the mean

@@ -54,8 +54,7 @@ class LogFolder:
 @dataclass(frozen=True)
 class Ready(ToCoordinator):
     """From a worker whose engine is built: it asks to take part. ``member``: its identity, seat and addresses;
-    ``stepped``: steps applied in its state; ``job``: the job by its settings; ``logged_in``: the folder of its log, if
-    it has one.
+    ``stepped``: steps applied in its state; ``job``: the job by its settings; ``logged_in``: its log's folder, if any.
     """
 
     member: Member
@@ -123,8 +122,7 @@ class Unreplayable(OfWorker):
 
 @dataclass(frozen=True)
 class Durable(OfWorker, running=True):
-    """From the worker that publishes a checkpoint: that of ``step`` in the folder ``path`` is whole, on disk, and was
-    read back.
+    """From the worker that publishes it: the checkpoint of ``step`` in folder ``path`` is on disk and was read back.
 
     The coordinator forwards it to all: what is logged up to ``step`` may go. ``valid_from``: the generation from which
     data is valid at the sender; ``write_s``: seconds for which the slowest worker wrote its share, 0 if unknown;
@@ -262,8 +260,8 @@ class Fingerprint(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class ComputeTime(OfWorker, running=True):
-    """From a worker, before :class:`Stepped`: it has computed for ``spent_us`` microseconds in ``step``, which should
-    take ``nominal_us``.
+    """From a worker, before :class:`Stepped`: ``step`` took ``spent_us`` microseconds of computing and should take
+    ``nominal_us``.
 
     ``again_us``: the part of ``spent_us`` for work that had been another worker's, or that it had done before.
     ``exchange_us``: the time of its sum with the other replicas, which for early workers is mostly waiting. ``own_us``:
@@ -380,9 +378,7 @@ class Vanishing(OfWorker, running=True, ahead=0):
 
 @dataclass(frozen=True)
 class Exited(OfWorker, by=SUPERVISOR):
-    """From a supervisor whose worker's process ended. ``code``: negative for a signal; ``at``: time since the
-    epoch, s.
-    """
+    """From a supervisor whose worker's process ended. ``code``: negative for a signal; ``at``: seconds since 1970."""
 
     code: int
     at: float
@@ -397,9 +393,8 @@ class Unguarded(OfWorker, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class Heartbeat(OfWorker):
-    """From a worker, at intervals, from a thread of its own: it has finished ``done`` instructions, the last ones of
-    ``step``; ``at`` and ``what`` say what it is doing (core/messages/activity.py). ``number`` comes back in
-    :class:`Lease`.
+    """From a worker, at intervals, from a thread of its own: it has finished ``done`` instructions, the last of
+    ``step``; ``at`` and ``what`` say what it does (core/messages/activity.py). ``number`` comes back in :class:`Lease`.
     """
 
     number: int

@@ -20,9 +20,7 @@ NOBODY = StandsBy(0, "", 0, 0.0)
 
 
 class LineEnd:
-    """What an end knows of its connection: its ``line`` (-1 before the Welcome), what was sent and received, the last
-    term.
-    """
+    """What an end knows of its connection: ``line`` (-1 before the Welcome), what was sent and heard, the term."""
 
     def __init__(self) -> None:
         self.line, self._token = -1, ""  # and what proves that it is this end's
@@ -98,9 +96,7 @@ class LineEnd:
 
 
 class Tries:
-    """The tries to connect again since ``began``, in seconds: at the same address first, then there and ``elsewhere``
-    in turn.
-    """
+    """The tries to connect again since ``began`` (s): at the same address, then there and ``elsewhere`` in turn."""
 
     def __init__(self, began: float, timeout_s: float, elsewhere: bool, silent_s: float) -> None:
         self._began, self.goes_elsewhere = began, False

@@ -19,8 +19,8 @@ class Got:
 @dataclass(frozen=True)
 class StandsBy:
     """From the coordinator to all: in this ``term`` a standby on another host listens at ``host`` and ``port``, or
-    there is none (``host`` is empty). ``silent_s``: seconds of the coordinator's silence after which it is taken for
-    dead there.
+    there is none (``host`` is empty). ``silent_s``: seconds of silence after which the coordinator counts as dead
+    there.
     """
 
     term: int

@@ -12,8 +12,8 @@ class ToCoordinator:
 
     ``by``: a WORKER sends it about itself, or a SUPERVISOR about its workers. ``running``: only once training has
     started. ``ahead``: the steps by which its ``step`` may be ahead of the last committed one; None: the handler judges
-    the step. Its ``generation``, if it has one, is at most the newest. ``most``: the bytes that are read of it, since a
-    part of it goes to all.
+    the step. Its ``generation``, if it has one, is at most the newest. ``most``: bytes that are read: all are told a
+    part.
     """
 
     BY: ClassVar[str] = WORKER

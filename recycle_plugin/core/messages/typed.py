@@ -1,5 +1,4 @@
-"""Typed values from plain ones: objects of this package's classes from the numbers, texts, lists and dicts of a wire or
-a file.
+"""Typed values from plain ones: objects of our classes from the numbers, texts, lists and dicts of a wire or a file.
 
 Only what the annotations say is accepted. A dataclass or a named tuple is the list of its fields' values (on the wire),
 or a dict by name (in files, where fields with a default may be missing). An enumeration's member is its value. What

@@ -13,8 +13,7 @@ EVALUATIONS_AHEAD = 2  # from the last evaluation reported as over to the last t
 
 
 def unstarted(committed: int) -> int:
-    """Return the first step that no worker can have started if ``committed`` is the last commit that the coordinator
-    sent.
+    """Return the first step that no worker can have started if ``committed`` is the last commit sent.
 
     A worker that starts step c+3 has applied c+2, and did so only once it knew that c+1 is committed. The coordinator
     sends that commit after whatever it sends now, over the same connection. So every worker reads of a change that
@@ -64,9 +63,7 @@ class StepMachine:
         self.stepped = self.committed = step
 
     def resume(self, committed: int, undo: bool) -> None:
-        """Go on from step ``committed`` in a new generation; ``undo``: take the last step back. Raises AssertionError
-        if the counts do not fit.
-        """
+        """Go on from step ``committed``; ``undo``: take the last step back. Raises AssertionError if that can't be."""
         ahead = self.stepped - committed
         if ahead not in (0, 1) or committed < self.committed or (undo and not ahead):
             raise AssertionError(

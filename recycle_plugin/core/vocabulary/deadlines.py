@@ -141,9 +141,8 @@ def lease_s(deadlines: Deadlines) -> float:
 
 
 def paced_s(every_s: float, ranks: int, deadlines: Deadlines) -> float:
-    """Return the seconds between two heartbeats of one process in a job of ``ranks`` processes: ``every_s`` in small
-    jobs. One coordinator hears all heartbeats, so in large jobs each process sends fewer, yet five within
-    ``heartbeat_timeout_s``.
+    """Return the seconds between two heartbeats of one process in a job of ``ranks``: ``every_s`` in small jobs. One
+    coordinator hears all, so in large jobs each sends fewer, yet five within ``heartbeat_timeout_s``.
     """
     return max(every_s, min(ranks / HEARD_A_SECOND, deadlines.heartbeat_timeout_s / 5))
 

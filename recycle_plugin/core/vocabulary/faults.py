@@ -90,9 +90,7 @@ class FaultScript:
         self._seen: dict[tuple[str, str], int] = {}
 
     def due(self, when: str, where: str) -> Fault | None:
-        """Return the fault that strikes at ``where``, an instruction's or point's text, and drop it; None if
-        none does.
-        """
+        """Return the fault that strikes at ``where``, the text of an instruction or point, and drop it."""
         if not self.pending:
             return None
         self._seen[when, where] = self._seen.get((when, where), 0) + 1

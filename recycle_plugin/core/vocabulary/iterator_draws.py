@@ -5,26 +5,23 @@ stage (the *ends*) call ``next`` once per micro-batch, and both ends of a replic
 
 * A *draw* is one call of ``next``, named by the replica whose iterator it is and its position in the step. Both ends
   make the same draws in the same order: replica r draws first for its own micro-batches, except those that another
-  replica has drawn for, then for others. No position is left out. A worker makes all its draws of a step when it begins
-  the step.
+  replica has drawn for, then for others. No position is left out. A worker draws for a step when it begins it.
 * A draw is the whole batch, inputs and labels. It goes to the worker that runs the micro-batch at that stage (most
   often the drawer) and to the next live worker of the stage; both keep it until the step is committed. Nothing that
   others see (activation, gradient, sum) may follow from the batch before the copies have left the drawer.
 * A replica is a *source* as long as both its ends live. Kept batches of a lost replica are used: the input from the
   worker that drew it for the first stage, the label from the one that drew it for the last, or, if that one is gone,
   from the other end's draw of the same position. A live end of a replica that is no longer a source still makes the
-  draws whose other half is kept. So the interrupted step, and the next if it was begun, are those of a run without the
-  failure.
+  draws whose other half is kept. So steps begun before the failure are those of a run without it.
 * A micro-batch that nobody has drawn, or whose copies are lost before anything was computed with it, is dealt to the
   sources, evenly, at positions behind their own, so the batch keeps its size. The deal follows from the reports of a
   membership change. A draw once made stays, so ends that have come unequally far in a step continue in the same order.
 * The job ends if all copies are gone of a batch that was computed with, or if no source is left.
 * A replica whose iterator has *ended* is no source until its script gives another one. The rest of its share is dealt
   like a lost replica's. When all have ended, the step that can't be filled is dropped, as in DeepSpeed, and every
-  script is told in that step.
+  script hears so.
 * An iterator's *place* is its number, if a script gives several in turn, and how many batches it has given. Ends report
-  it with each step. The coordinator keeps it by replica for committed steps (core/coordinator/facts/places.py), also if
-  both ends are lost.
+  it with each step. The coordinator keeps it by replica for committed steps (core/coordinator/facts/places.py).
 * A worker that comes back brings an iterator at its beginning and reads it up to its replica's place, which nobody has
   moved meanwhile. Once both ends are there the replica is a source again and goes on with what nobody has had of it.
 
@@ -135,8 +132,7 @@ class StepDraws:
 
 
 def share(iterator_state: IteratorState, step: int, iterator: int = 1) -> StepDraws:
-    """Share out the data of ``step``, for which scripts give their ``iterator``-th; all workers compute the same
-    result.
+    """Share out the data of ``step``, for which scripts give their ``iterator``-th, alike on all workers.
 
     Raises :class:`Gone` if data is lost, :class:`Lacking` if all sources' iterators have ended, and :class:`Torn` if
     two workers have different draws for one micro-batch. Costs time in proportion to the micro-batches, times the

@@ -16,8 +16,7 @@ AUTO, ALL, HOSTS = "auto", "all", "hosts"
 
 def at_start(boundaries: str | Sequence[int], hosts: Sequence[str]) -> tuple[int, ...]:
     """Return the boundaries that a job logs from its start, in order: those of a list, all, or those between hosts. For
-    ``auto`` they are all, until the job chooses. ``hosts``: the host of each stage. Raises ValueError for an impossible
-    setting.
+    ``auto`` they are all, until the job chooses. ``hosts``: of each stage. Raises ValueError for other settings.
     """
     everywhere = range(len(hosts) - 1)
     if not isinstance(boundaries, str):

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 
 class LogFigures(NamedTuple):
-    """A worker's figures over ``steps``: seconds ``computed``, bytes sent ``down`` and ``up`` a stage, and
-    ``logged``.
-    """
+    """A worker's figures over ``steps``: seconds ``computed``, bytes sent ``down``, ``up``, and ``logged``."""
 
     steps: int = 0
     computed: float = 0.0

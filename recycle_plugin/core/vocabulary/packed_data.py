@@ -1,8 +1,7 @@
 """Sets of data as messages carry them: the micro-batches of each kind, stage and step together, in one text.
 
-After a loss each worker of a job holds some hundred data. Most questions are answered by the kinds and steps alone, and
-the planner reads the texts into arrays (planner/closure.py). So an object for each datum is made only if somebody
-iterates over them.
+After a loss each worker of a job holds some hundred data. Most questions concern kinds and steps alone, and the planner
+reads the texts into arrays (planner/closure.py). So objects for data are made only on iteration.
 """
 
 from __future__ import annotations

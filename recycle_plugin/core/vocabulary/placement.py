@@ -50,8 +50,7 @@ def most_on_a_host(shape: Topology) -> int:
 
 
 def spread(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return the rank of each slot that the launcher has filled, of which slot i is on ``hosts[i]``; slot 0 keeps rank
-    0.
+    """Return the rank of each slot that the launcher has filled, slot i on ``hosts[i]``; slot 0 keeps rank 0.
 
     DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbouring ranks go to different hosts. If one host
     has more than half of the slots, its runs of neighbouring ranks are as short as possible. So no host with at most

@@ -89,9 +89,8 @@ class Plan:
 
     ``route[stage, micro_batch]`` is the seat that runs it, or would if the step had it. ``starts``: each instruction's
     planned start in microseconds, aligned with ``programs``. ``period_us``: steady-state time per step; ``bound_us``:
-    no schedule of this routing and memory is faster; ``span_us``: first start to last end. All three mappings are
-    packed into arrays (core/vocabulary/program.py). Raises ValueError if the programs are not exactly those of the live
-    seats.
+    no schedule of this routing and memory is faster; ``span_us``: first start to last end. The mappings are packed into
+    arrays (core/vocabulary/program.py). Raises ValueError unless the programs are those of the live seats.
     """
 
     view: ClusterView

@@ -70,8 +70,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of a model on a device: ``layers`` times ``layer`` between ``first`` (embedding) and ``last`` (head and
-    loss).
+    """The costs of a model on a device: ``layers`` times ``layer`` between ``first`` (embedding) and ``last``.
 
     ``boundary_bytes``: one boundary tensor. ``gradient_bytes_each``: of a parameter's gradient on the wire. ``inside``,
     ``across``: links between workers of one host and of two; ``across`` carries the reduction. ``gpus_per_worker``: a
@@ -154,9 +153,8 @@ class Profile:
     def costs(self, stages: int, replicas: int, fused: bool = False, placement: str = "alone") -> CostModel:
         """Return the cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
 
-        ``placement``: who shares a host. "alone": nobody; "replica": the stages of a replica, whose sums then share the
-        host's line; "stage": the replicas of a stage, whose sums then stay inside. ``fused``: B as measured in one
-        piece; otherwise I + W.
+        ``placement``: who shares a host. "alone": nobody; "replica": a replica's stages, whose sums share the host's
+        line; "stage": a stage's replicas, whose sums stay inside. ``fused``: B as measured; otherwise I + W.
         """
         rows = self.parts(stages)
 

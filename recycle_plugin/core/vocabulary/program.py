@@ -77,8 +77,7 @@ class Program(Sequence[Instruction]):
 
 class Packed(Mapping[Seat, Any]):
     """A row of 64-bit integers for each seat. ``data`` holds the rows one after the other in the order of ``seats``
-    (sorted); row i ends before entry ``ends[i]``. A look-up is a binary search over the seats. Raises ValueError if the
-    lengths do not fit.
+    (sorted); row i ends before entry ``ends[i]``. Raises ValueError if lengths do not fit.
     """
 
     __slots__ = ("data", "ends", "seats")

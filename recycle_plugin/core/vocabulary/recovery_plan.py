@@ -67,9 +67,8 @@ def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = Fa
     (core/vocabulary/commit_rule.py). Raises :class:`Torn`.
 
     Stashes of the second step do not outlive an undo of the first: their parameters are about to change. ``rejected``:
-    the first step was rejected (core/coordinator/facts/step_validation.py) and not every worker knows. Then workers
-    that applied it unaware take it back, and nothing later counts from anybody: a lost worker that had stepped may have
-    sent it.
+    the first step was rejected (core/coordinator/facts/step_validation.py) and not every worker knows. Workers that
+    applied it unaware take it back, and nothing later counts: a lost worker that had stepped may have sent it.
     """
     if rejected:
         back, held = _astray(held, committed + 1), without_later(held, committed + 1)

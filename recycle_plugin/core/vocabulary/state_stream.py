@@ -1,5 +1,4 @@
-"""What a source sends to a newcomer that catches up: the state of their stage, unit by unit, and what later steps do to
-it.
+"""What a source sends to a newcomer that catches up: the state of their stage, unit by unit, and what later steps do.
 
 A *unit* is a parameter with all that the optimizer keeps for it, so that steps can be applied to it alone. It is of the
 state after some committed step, which is what the next STEP finds. A script may change that state between the two, and
@@ -41,9 +40,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit ``name`` of the state after ``step``. ``value`` None: damaged on its way; ``again``: changed by the
-    script.
-    """
+    """Unit ``name`` of the state after ``step``. ``value`` None: damaged on its way; ``again``: a script changed it."""
 
     step: int
     name: str
@@ -62,8 +59,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Marker:
-    """The word that ``step`` is committed and was applied with regard to ``norm``; what follows is of the state after
-    it, or later.
+    """The word that ``step``, applied with ``norm``, is committed; what follows is of the state after it, or later.
 
     ``begins``: the first marker of its stream; its step's sums have not come with it. ``ends``: another marker of the
     same step, once the source's script no longer changes the state after it; its ``settings`` are then those of the

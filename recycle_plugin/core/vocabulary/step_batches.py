@@ -18,9 +18,8 @@ from then on, and for each step begun, what becomes of the lost workers' contrib
 * Else they are in none: the step is *void*, all sums of it are dropped, and the rest is added up again.
 
 The decision travels with :class:`core.messages.from_coordinator.Resume`, by which all members go on. A worker's
-programs carry it to whatever computes (core.worker.loop_ports.StepProgram), so nobody counts the live replicas itself.
-A newcomer that follows gets it with each marker (core/vocabulary/state_stream.py). The event ``committed`` records it
-for each step that has fewer.
+programs carry it to whatever computes (core.worker.loop_ports.StepProgram), so nobody else counts live replicas. A
+newcomer that follows gets it with each marker (core/vocabulary/state_stream.py). The event ``committed`` records it.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ class StepBatches:
 
     def gone(self, have: AbstractSet[Datum]) -> set[Datum]:
         """Return what no longer counts of a worker's data ``have``: of void steps all sums, and data of micro-batches
-        that the step does not have. If such data is in a sum, all that was added goes too, because nothing can be
-        subtracted.
+        that the step does not have. If such data is in a sum, all of the sum goes: nothing can be subtracted.
         """
         if not self.void:
             return set()

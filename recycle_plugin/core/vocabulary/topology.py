@@ -2,15 +2,13 @@
 
 Stages that share a weight (DeepSpeed's ``TiedLayerSpec``) form a *tie*. Each has a copy of the weight; the copies stay
 equal because all stages apply the same gradient, the sum of what each stage's REDUCE has left. TIE makes this sum, one
-joint event of all live workers of the tie's stages, between REDUCE and STEP. It adds stages' sums, not workers'
-contributions:
+joint event of all live workers of the tie's stages, between REDUCE and STEP. It adds stages' sums, not contributions:
 
 * Every live worker of a stage has the stage's sum before TIE begins, and keeps it until the commit. So whoever dies,
   the sum can be made again from any one survivor of each stage, with the same bits, since stages are added in order. No
   instruction runs again because of a tie: if a worker lacks the result, all make it again
   (core/vocabulary/recovery_plan.py).
-* Nobody has the result before all have come to TIE. So a worker that has applied it can rely on every other stage's
-  sum.
+* Nobody has the result before all have come to TIE. So a worker that has applied it can rely on every stage's sum.
 * The stage's one STEP applies its own and its tied weights together, as DeepSpeed's optimizer does. A tied weight is
   committed with the step, whose commit waits for all stages anyway.
 
@@ -29,12 +27,10 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 
 @dataclass(frozen=True)
 class Topology:
-    """The logical shape of a job: ``replicas`` pipelines of ``stages`` stages; each replica brings ``micro_batches``
-    micro-batches a step.
+    """The logical shape of a job: ``replicas`` pipelines of ``stages`` stages; each has ``micro_batches`` a step.
 
     It never changes while the job runs: failures change the :class:`ClusterView`. ``ties``: stages that share weights,
-    each stage in at most one tie, in ascending order (:func:`tied`). Raises ValueError for a number below 1, or other
-    ties.
+    each stage in at most one tie, in ascending order (:func:`tied`). Raises ValueError for others.
     """
 
     replicas: int

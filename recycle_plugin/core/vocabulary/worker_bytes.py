@@ -15,8 +15,8 @@ So most is held at one of three moments: computing, summing, stepping. In the fi
 there, staggered steps or not: news of its commit comes while the next gradients are computed.
 
 Exact mode has contributions in one buffer for each block (core/vocabulary/blocks.py), and copies a bucket of them to
-add them up. After a loss a worker has more micro-batches and blocks, and no more of anything else. Weights that stages
-share have one more sum.
+add them up. After a loss a worker has more micro-batches and blocks, and else no more. Shared weights have one more
+sum.
 
 Not counted: what a micro-batch holds (core/vocabulary/profile.py) and boundary tensors, which depend on layers; and
 results of the script's last collectives, 4 MiB for each process group (runtime/collectives/outcomes.py).
@@ -43,8 +43,7 @@ SUM_PIECE = 1 << 20  # numbers that go through the host at once, and that exact 
 
 @dataclass(frozen=True)
 class WorkerBytes:
-    """The memory of a worker for a stage of ``parameters`` parameters, all trained, by Adam, by the settings of its
-    job.
+    """The memory of a worker for a stage of ``parameters`` parameters, all trained by Adam, by its job's settings.
 
     ``blocks``: exact mode's; None if it is off. ``scales``: gradients are clipped or unscaled. ``work``: bytes that the
     optimizer takes in its step. ``apart``: the device's memory is not the host's, through which gradients are summed.
@@ -128,8 +127,8 @@ class WorkerBytes:
     @property
     def _pieces(self) -> int:
         """Exact mode's copies of a bucket of each block, and pieces of the sum. On a device apart one piece comes back
-        from the host; on the host exact mode's pieces come, go (of several blocks a copy) and are given to all, and one
-        is on its way.
+        from the host; on the host exact mode's pieces come, go (of several blocks a copy) and are given out, and one is
+        on its way.
         """
         blocks, piece = self.blocks or 0, min(self.parameters, SUM_PIECE)
         count = blocks + (blocks if blocks > 1 else 0) + 1 + (self.parameters > piece) if blocks else 0

@@ -4,8 +4,7 @@ follows the steps that they commit.
 Its state is that after the committed step ``clock``. Units arrive in streams (core/vocabulary/state_stream.py), from
 the state after ``clock`` or a later one. It advances by a step once every source has sent the marker of the next one:
 the optimizer's own step applies the received sums to the units that are here. Units not yet here arrive later, in a
-later state. A unit is asked for again if it was damaged, if it is older than the clock, or if its source, which would
-send its sums, is gone.
+later state. A unit is asked for again if it was damaged, if it is older than the clock, or if its source is gone.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class _Stream:
 
 
 class CatchingUp:
-    """The catching up of one newcomer, which fills ``state``. ``wants_script()``: whether its script asks a peer's for
-    state.
-    """
+    """The catching up of one newcomer, which fills ``state``. ``wants_script()``: its script wants a peer's state."""
 
     def __init__(self, state: FilledState, wants_script: Callable[[], bool] = lambda: False) -> None:
         self._state, self._wants_script = state, wants_script
@@ -163,9 +160,7 @@ class CatchingUp:
         return [stream.ends[step] for stream in streams if step in stream.ends]
 
     def take_changes(self) -> bool | None:
-        """Apply the source scripts' changes since the last step. Return True once done, None if not yet, False without
-        source.
-        """
+        """Apply source scripts' changes since the last step; return True once done, None before, False if deserted."""
         self.pump(self.clock or 0)
         if ended := self._ends() if self.whole else []:
             self._state.take_settings(ended[0].settings)
@@ -292,9 +287,7 @@ class CatchingUp:
                 stream.inlet.ask(Asked(tuple(leave), leave=True))
 
     def _drop(self, source: WorkerId) -> None:
-        """Ask other sources for all units of a lost one, also received ones: their later sums would have come
-        from it.
-        """
+        """Ask other sources for all units of a lost one, also received ones, whose sums would have come from it."""
         self._streams.pop(source).inlet.close()
         self._lead = None if self._lead == source else self._lead  # the head may never come either
         self.renewed += 1

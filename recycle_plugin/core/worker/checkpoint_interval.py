@@ -51,9 +51,7 @@ class CheckpointInterval:
         return max((begun - 1) // self._fixed + 1, ceil((free - 1) / self._fixed)) * self._fixed + 1
 
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
-        """Set the interval by the workers' ``costs`` of the checkpoint before ``begun``. ``free``: an unstarted
-        step.
-        """
+        """Set the interval by the workers' ``costs`` of the checkpoint before ``begun``. ``free``: unstarted step."""
         self._costs.append(Cost(max(cost.seconds for cost in costs), median(cost.step_s for cost in costs)))
         step_s = median(cost.step_s for cost in self._costs)
         if self._fixed is None:
@@ -70,7 +68,7 @@ class CheckpointInterval:
         return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
 
     def failed(self, begun: int, free: int) -> None:
-        """Go on after a failed checkpoint before ``begun``, which has no cost to learn. ``free``: an unstarted step."""
+        """Go on after a failed checkpoint before ``begun``, which has no cost to learn. ``free``: unstarted step."""
         self.due = self._next(begun, free)
 
     def dropped(self, committed: int) -> None:
@@ -78,9 +76,7 @@ class CheckpointInterval:
         self.due = unstarted(committed)
 
     def joined(self, committed: int) -> None:
-        """Forget all costs, which a worker that has joined does not know: all have to agree. The next is due at
-        once.
-        """
+        """Forget all costs, unknown to a worker that has joined: all have to agree. The next one is due at once."""
         self._costs.clear()
         self.every, self.due = self._fixed or FIRST, unstarted(committed)
 

@@ -1,12 +1,11 @@
-"""Evaluations between steps, by the live workers: every worker gets the losses, or all evaluate once more after a
-failure.
+"""Evaluations between steps, by the live workers: every worker gets the losses, or all evaluate again.
 
 They run through the one executor, as steps with negative numbers: ``1F0.2@-3`` is a forward of the third evaluation.
 
 Stock DeepSpeed reads a micro-batch twice: its inputs by the worker of the replica's first stage, its labels by that of
 the last. Each of these *ends* has read the whole batch, so if one is lost the other serves for both. If both are, the
-replica's batches are out of reach, and the evaluation goes without them. A worker that runs a lost worker's micro-batch
-gets the data from a reader.
+replica's batches are out of reach, and the evaluation goes without them. Whoever runs a micro-batch gets its data from
+a reader.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Evaluations:
 
     def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, Loss]]:
         """Evaluate ``count`` micro-batches of each replica; the value is the loss of each, by name. ``batches``: the
-        ``count`` that this worker has read, if it is an end of its replica. After a membership change all of it runs
-        once more.
+        ``count`` that this worker has read, if it is an end of its replica. A membership change repeats all of it.
         """
         self._number += 1
         while True:

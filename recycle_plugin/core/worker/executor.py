@@ -1,8 +1,7 @@
 """The executor: the one loop that runs programs.
 
 A simulated world yields what it waits for, so that one process drives every seat in virtual time. The torch world
-blocks and yields nothing, so a worker drains its own generator. Fault-free and degraded steps, real and simulated, all
-pass through here.
+blocks and yields nothing, so a worker drains its own generator. All steps, real and simulated, pass through here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A newcomer's stage while sources fill it: its store and step counts are those of a worker that has applied
-the steps.
-"""
+"""A newcomer's stage while sources fill it: its store and step counts are those of a worker that applied the steps."""
 
 from __future__ import annotations
 

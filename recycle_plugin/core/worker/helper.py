@@ -26,9 +26,7 @@ class CantHelp(Exception):
 
 
 class HelpedStage(WorkingMachine, Protocol):
-    """A stage that is not this worker's, made to help; generators as in Machine. Methods raise CantHelp for any
-    error.
-    """
+    """A stage that is not this worker's, made to help; generators as in Machine. Every error in it is a CantHelp."""
 
     @property
     def store(self) -> StepStore:

@@ -1,6 +1,5 @@
 """The handling of a plain iterator by a worker of the first or last stage: draw, hand on, keep (the rules:
-core/vocabulary/iterator_draws.py). Drawn batches are in the worker's store, as data of kind ``drawn`` of its stage,
-until the step is committed.
+core/vocabulary/iterator_draws.py). Drawn batches are in the worker's store, as ``drawn``, until the commit.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class IteratorData:
         """Make this worker's draws for ``step``, and send what others lack, before anything of the step runs.
 
         Raises :class:`core.vocabulary.iterator_draws.Gone` if data is lost, and
-        :class:`core.vocabulary.iterator_draws.Lacking` if the iterator, or all sources' iterators, have ended: then the
-        others have to hear of it.
+        :class:`core.vocabulary.iterator_draws.Lacking` if the iterator, or all sources' iterators, have ended.
         """
         if not self._store.reads_iterator or control_view.is_committed(step):
             return  # by the others, who did not need what is here

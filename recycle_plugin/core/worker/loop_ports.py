@@ -38,8 +38,7 @@ class StepProgram:
 
     ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; empty in a plan's own program.
     ``resumed``: a failure has interrupted the step. ``givers``: the seats that send data which an evaluation needs
-    here. ``share``: which part of the replicas contributes to the step. ``applied``: a worker has applied the step
-    already.
+    here. ``share``: which part of the replicas contributes to the step. ``applied``: a worker has applied it.
     """
 
     step: int

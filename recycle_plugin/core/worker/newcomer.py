@@ -41,8 +41,7 @@ class Newcomer:
     ``open_line``: opens the line to a source, given its Serving. ``skip(place, enters)``: reads its plain iterator up
     to a place, before it enters and as it ``enters``. ``wants_script()``: whether its script asks a peer's for what is
     theirs alone; ``handed`` is that, once it is a member, b"" if the peer went before. ``replay``: replays the stage if
-    nobody has it, in a job that logs. ``from_top``: its script goes through all steps, instead of beginning where the
-    others are.
+    nobody has it, in a job that logs. ``from_top``: its script goes through all steps, not from where the others are.
     """
 
     def __init__(
@@ -114,9 +113,7 @@ class Newcomer:
                 return False
 
     def meets(self, place: str) -> Waits[bool]:
-        """Return whether the others may wait for this worker at the barrier ``place``; it is a member then. Raises
-        JobEnded.
-        """
+        """Return whether others may wait for this worker at ``place``; then it is a member now. Raises JobEnded."""
         if self.replayed is None or self.replayed != self._position or place in self._passed:
             return False
         what = f"the others, who wait for stage {self._loop.seat.stage}"

@@ -48,8 +48,7 @@ class Need(Enum):
 class Script:
     """Where the script is. ``gives``: it has a micro-batch at hand; ``closes``: a step may end in the current call;
     ``left``: micro-batches of the program that this worker has not begun; ``given``: micro-batches run at this seat in
-    all, by its earlier holders in committed steps too; ``behind``: the last applied step, and ``given`` when it was
-    applied.
+    all, by its earlier holders in committed steps too; ``behind``: the last applied step, and ``given`` then.
     """
 
     gives: bool = False

@@ -1,5 +1,4 @@
-"""The replay of an empty stage: from a checkpoint, by the logs, up to the last committed step (SWIFT, PPoPP'23, section
-5).
+"""The replay of an empty stage: from a checkpoint, by logs, to the last committed step (SWIFT, PPoPP'23, section 5).
 
 It is the stage's own work once more, micro-batch by micro-batch, with the same instructions and the same optimizer.
 Inputs from neighbours come from their logs, outputs go to its own log only, and the sum over its workers is all here.
@@ -35,8 +34,7 @@ class Replayed(NamedTuple):
 
 class StageReplay:
     """The replay of the stage of ``store``, whose steps are counted in ``steps``, in a pipeline of ``shape``.
-    ``splits``: backwards are split; ``log``: where its outputs are logged; ``helpers``: workers that may make its
-    gradients too.
+    ``splits``: backwards are split; ``log``: where its outputs are logged; ``helpers``: may make its gradients too.
     """
 
     def __init__(

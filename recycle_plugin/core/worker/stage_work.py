@@ -77,8 +77,8 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed. ``stage``: can make again what is missing; ``checkpoint``: an unreadable
-    one's path.
+    """The stage can't be replayed. ``stage``: can make again what is missing; ``checkpoint``: one that can't be
+    read.
     """
 
     def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
@@ -105,8 +105,7 @@ class Undisturbed:
 
 class StageWork(Undisturbed):
     """What a stage does with micro-batches of committed steps, from the logs, on ``machine`` and in ``store``, in a
-    pipeline of ``shape``. ``splits``: backwards are split; ``keep(datum, value)`` gets what a log has to have, once it
-    is there.
+    pipeline of ``shape``. ``splits``: backwards are split; ``keep(datum, value)`` gets what a log has to have.
     """
 
     def __init__(

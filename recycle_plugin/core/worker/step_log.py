@@ -38,8 +38,7 @@ class CommittedStep:
 
 class CountsFrom:
     """The generation from which data of each step has to be valid to count. ``voids``: (step after which, generation
-    from which) data counts; ``commits``: committed steps, each with the generation from which its data counts. Costs a
-    sort of both.
+    from which) data counts; ``commits``: committed steps, each with its generation. Costs a sort of both.
     """
 
     def __init__(self, voids: Iterable[tuple[int, int]], commits: Iterable[tuple[int, int]] = ()) -> None:

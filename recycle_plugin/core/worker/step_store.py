@@ -1,5 +1,4 @@
-"""The store of a worker's data of uncommitted steps: one rule each for how a datum arrives, is used up, is pinned, and
-goes.
+"""The store of a worker's data of uncommitted steps: how a datum arrives, is used up, is pinned, and goes.
 
 What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``. Values are opaque:
 tensors in a real worker, numbers in a simulated one. A datum goes
@@ -7,11 +6,10 @@ tensors in a real worker, numbers in a simulated one. A datum goes
 * when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
 * when its step is *committed*;
 * when it is *discarded*: computed with rejected weights (core/coordinator/facts/step_validation.py). Data carries the
-  generation ``valid_from`` in which its maker last went on from other weights; data from an earlier one is not
-  accepted;
+  generation ``valid_from`` in which its maker last went on from other weights; earlier data is not accepted;
 * a stash, when the weights that it was made with are about to change;
 * for want of room: boundary tensors that this worker has made and sent stay because a peer may need them again, but
-  over a budget the oldest go. Data that peers were told of is *pinned*: they plan with it, so it stays until it is sent
+  over a budget the oldest go. Data that peers were told of is *pinned*: they plan with it, so it stays until sent
   again.
 
 Of one thread: received data is handed over between two instructions. Each step costs time in proportion to the data
@@ -162,9 +160,7 @@ class StepStore:
     # --- how it comes ------------------------------------------------------------------------------
 
     def put(self, datum: Datum, value: Any = None) -> None:
-        """Add a value made here, not to be changed any more. Raises AssertionError for a weight gradient that is here
-        already.
-        """
+        """Add a value made here, not to be changed any more. Raises AssertionError for a second weight gradient."""
         self._put(datum, value, self.valid_from)
 
     def arrive(self, datum: Datum, value: Any, valid_from: int) -> bool:
@@ -185,9 +181,7 @@ class StepStore:
         self.conclude(instruction, compute(instruction, self, boundary_only), boundary_only)
 
     def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
-        """Drop what ``instruction`` uses up, add what it has ``made`` (if ``boundary_only``, only the boundary
-        tensor).
-        """
+        """Drop what ``instruction`` uses up, add what it ``made``, or just its boundary tensor if ``boundary_only``."""
         for datum in consumes(instruction, self._stages, self.own(instruction)):
             self._remove(datum)
         if instruction.op is Op.STEP:

@@ -1,6 +1,5 @@
 """The stopwatch of a worker: how long it computes in each step and how long its plan expects, how long its sum with the
-other replicas took, and for how long it waited for nobody. All by its own clock, so that clocks of different hosts are
-never compared.
+other replicas took, and for how long it waited for nobody. All by its own clock: hosts' clocks are never compared.
 """
 
 from __future__ import annotations

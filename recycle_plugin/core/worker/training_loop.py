@@ -2,8 +2,8 @@
 
 Recovery: stop at the instruction boundary, plan for the survivors, and report the steps applied here and the data held
 of unfinished ones. Once all workers know that of all, run what is left of the steps (core/vocabulary/recovery_plan.py),
-and go on with the new plan. A worker whose last step stands in the way takes it back first. A further failure meanwhile
-makes another generation.
+and go on with the new plan. A worker whose last step stands in the way takes it back first. A further failure begins
+this again.
 
 Its waits are yielded, like the executor's: one process drives every worker of a simulated cluster, and a real worker,
 whose waits block, drains it (runtime/worker/blocking_loop.py).
@@ -147,8 +147,7 @@ class TrainingLoop:
 
     def barrier(self, place: str, values: dict[str, Any]) -> Waits[BarrierPassed]:
         """Wait at the barrier ``place``, outside a step, for all live workers; the value is the :class:`BarrierPassed`.
-        ``values``: what this worker brings for all. Raises Interrupted if the membership changes before all are there;
-        then nobody passes it.
+        ``values``: what this worker brings for all. Raises Interrupted if the membership changes first.
         """
         number = self._control_view.number
         self._port.send(BarrierReached(self._control_view.rank, number, place, values))
@@ -178,9 +177,8 @@ class TrainingLoop:
         self._plans.clear()
 
     def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
-        """Go on with plans for ``topology``, with another number of micro-batches, as all do that have passed the
-        barrier before with all steps committed. ``batch``: samples in a step; ``full_us``: the planned period with all
-        seats live.
+        """Go on with plans for ``topology``, with another number of micro-batches, like all that have passed the
+        barrier before, at a commit. ``batch``: samples in a step; ``full_us``: the planned period with all seats.
         """
         self.plan_for(topology)
         self._port.send(

@@ -169,8 +169,7 @@ class Worker:
 
     def _meets_again(self) -> bool:
         """Return whether all regroup although nobody is lost: a message did not get through. A worker that hears nobody
-        may be the last to wait for that, and others complain before it does, each time. So all listen to themselves
-        then.
+        may be the last to wait for that, and others complain before it does, each time. So all listen then.
         """
         coming = self._control_view.interruption()
         return coming is not None and self._control_view.roster.workers <= coming.roster.workers
@@ -301,9 +300,7 @@ class Worker:
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raise Interrupted for a membership change, JobEnded at the job's end; serve newcomers, drop committed
-        sums.
-        """
+        """Raise Interrupted for a membership change, JobEnded at the job's end; serve newcomers, drop old sums."""
         if self._lockstep is None:
             self._control_view.check()
         else:
