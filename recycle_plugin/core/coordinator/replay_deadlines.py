@@ -59,9 +59,7 @@ def patience(state: JobState, empty: Sequence[int]) -> Patience:
     if step.how:
         return Patience("the next replayed step", predicted, None, deadlines.wait_timeout_s)
     limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**state.replay.given_up
-    give_up = (
-        None if state.replay.has_companions else limit
-    )  # companions wait for each other: nobody knows who is to blame
+    give_up = None if state.replay.has_companions else limit  # companions wait for each other: who is to blame?
     return Patience("the next replayed step", predicted, give_up, max(deadlines.wait_timeout_s, limit))
 
 

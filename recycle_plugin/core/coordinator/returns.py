@@ -98,9 +98,7 @@ def caught_up(state: JobState, message: CaughtUp) -> None:
     elif newcomer is not None and newcomer.phase is Phase.REPLAYING:
         replays.replayed(state, newcomer, message)
     elif newcomer is not None and newcomer.phase in COMING:
-        if (
-            newcomer.awaited_at is not None
-        ):  # all others have reported for it, and it has lost a part of its state since
+        if newcomer.awaited_at is not None:  # all others have reported, and it has lost a part of its state
             _call_off(state, state.joining.with_(newcomer))
         first = newcomer.phase is Phase.CATCHING_UP
         state.joining.caught_up(newcomer, message.sources, state.roster, state.committed, state.out)

@@ -74,15 +74,11 @@ class Watcher:
         self._changes: dict[tuple[int, int], dict[int, str | None]] = {}  # by (shard, step), then by rank
         self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # by step: the batches of its losses when these were told
-        self._applied: dict[
-            tuple[tuple[Seat, int], int], tuple[int, float | None]
-        ] = {}  # by (what a worker holds, step)
+        self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by (holding, step)
         # steps after which all do something together
         self._pauses = {step for step, what in given.between if what != "pause"}
         self._evaluated: dict[int, Mapping[str, int]] = {}
-        self._moments: dict[
-            tuple[int, int, int], tuple[int, ...]
-        ] = {}  # by (stage, shard, the step that begins with them)
+        self._moments: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by (stage, shard, step that begins)
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which a worker was given up
         self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint
@@ -326,9 +322,7 @@ class Watcher:
                 self._ledger.committed(cluster, self._committed + 1, now)
             self._follow(self._committed + 1, now)
             roster, joining = cluster.membership.roster, cluster.membership.state.joining
-            entered = (
-                member for member in roster if joining.get(member.worker) is None
-            )  # newcomers may be a step behind
+            entered = (member for member in roster if joining.get(member.worker) is None)  # newcomers may be behind
             live = [cluster.workers[member.rank] for member in entered]
             for step in range(self._committed + 1, now + 1):
                 self._alike([worker.held for worker in live], step)

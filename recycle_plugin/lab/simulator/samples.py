@@ -46,9 +46,7 @@ class Samples:
         # replicas that have not always been whole, so their iterators have rested
         self._returned: set[int] = set()
         self._sources: set[int] = set()
-        self._dealt: set[tuple[int, MicroBatch]] = (
-            set()
-        )  # micro-batches dealt to other replicas' data before their own gave data again
+        self._dealt: set[tuple[int, MicroBatch]] = set()  # with other replicas' data, before their own gave any again
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
         """Record that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""

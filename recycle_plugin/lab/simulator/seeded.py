@@ -233,9 +233,7 @@ def _with_groups(given: Scenario, random: Random) -> Scenario:
     """Have two workers hold each seat in one of eight jobs without iterators; in three of four lost seats return."""
     if random.random() >= 1 / 8 or given.iterators:
         return given
-    given = replace(
-        given, shards=2, struck=random.randrange(2), clip=given.clip * 2**0.5
-    )  # over the limit as often as with one shard
+    given = replace(given, shards=2, struck=random.randrange(2), clip=given.clip * 2**0.5)  # as often over it as one is
     if random.random() < 0.25 or given.rejoin != "never":
         return given
     seat, at = random.choice(given.shape.seats), random.randrange(SETTLED_US // 2, CALM_US)
@@ -419,9 +417,7 @@ def _without_stages(given: Scenario, random: Random) -> Scenario:
             program = lowered(
                 plan(shape.full(), given.costs, given.policy), Seat(0, stage), random.randint(1, given.steps)
             )
-            ties = [
-                one for one in program if one.op is Op.TIE
-            ]  # rare among all instructions, and where two stages meet
+            ties = [one for one in program if one.op is Op.TIE]  # rare among all, and where two stages meet
             where = random.choice(("before", "after")), str(random.choice(ties or program))
             first = Fault("kill", Seat(0, stage), *where)
             rest = (

@@ -57,10 +57,7 @@ class Recorder:
         """
         first, ended = max(steps - self._began, 0), len(self._evaluations) - evaluations
         losses = self._losses[first : max(committed - self._began, 0)]
-        numbers = [
-            *self._evaluations[evaluations:],
-            *losses,
-        ]  # evaluations first: a script that hears of a step knows those before it
+        numbers = [*self._evaluations[evaluations:], *losses]  # a script hears of evaluations before later steps
         for begin in range(0, max(len(numbers), 1), PIECE):
             end = min(begin + PIECE, len(numbers))
             middle = min(max(ended, begin), end)

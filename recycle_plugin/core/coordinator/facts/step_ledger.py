@@ -45,11 +45,8 @@ class StepLedger:
         self.recorded = Recorder(committed)
         self.rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
-        self._late: tuple[Roster, int, set[WorkerId]] = (
-            Roster(),
-            0,
-            set(),
-        )  # (roster, committed, members that have not applied the next step)
+        # (roster, committed, members that have not applied the next step)
+        self._late: tuple[Roster, int, set[WorkerId]] = Roster(), 0, set()
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self.figures = StepFigures()

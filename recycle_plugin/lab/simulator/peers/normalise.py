@@ -91,9 +91,7 @@ def _next(
         move = _move(view, stage, hurt)
         after = ClusterView(topology, view.live - {move.worker} | {move.seat})
         moves = (*now.moves, move)
-        if len({one.worker for one in moves} | {one.seat for one in moves}) == 2 * len(
-            moves
-        ):  # no worker or seat moves twice
+        if len({one.worker for one in moves} | {one.seat for one in moves}) == 2 * len(moves):  # nobody moves twice
             options.append(
                 Normalisation(
                     after, moves, now.before_us, _period(after, costs, policy), _copies(start, moves, copy_us)
