@@ -41,9 +41,7 @@ class Language:
         self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
 
     def encode(self, message: object) -> bytes:
-        """Return the frame of ``message``. Raises TypeError for a field that can't be written, ValueError for
-        length.
-        """
+        """Return the frame of ``message``. Raises TypeError for an unwritable field, ValueError if it is too long."""
         body: bytes = msgpack.packb(
             (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
         )

@@ -20,8 +20,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 FIRST = 10  # steps before the first checkpoint: long enough to know how long a step takes
 REMEMBERED = 20  # steps that count as usual
 COSTS = 20  # checkpoints whose costs are remembered: any one may be measured in a bad moment
-# times the usual cost, the most that is believed of one checkpoint; times FIRST, the longest interval after the first
-# one
+# times the usual cost, the most that is believed of a checkpoint; times FIRST, the most after the first one
 DOUBTED = 10
 
 

@@ -77,9 +77,7 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed. ``stage``: can make again what is missing; ``checkpoint``: one that can't be
-    read.
-    """
+    """The stage can't be replayed. ``stage``: can make again what is missing; ``checkpoint``: that can't be read."""
 
     def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
         super().__init__(why)
