@@ -2,7 +2,7 @@
 
 Floating-point sums depend on their order. A *block* is a run of consecutive micro-batches of one logical replica on one
 stage (by default all of them). One worker runs the whole block and adds its weight gradients in ascending order,
-starting from nothing. Then the blocks' sums are added in the order of the blocks. Neither depends on who computes. A
+starting from nothing. Then the blocks' sums are added in the order of the blocks. Neither order depends on workers. A
 larger block leaves routing less freedom. Each block beyond a worker's first costs a buffer for gradients.
 
 Planning without exact mode uses blocks of one micro-batch, which bind nobody.

@@ -30,7 +30,7 @@ class Topology:
     """The logical shape of a job: ``replicas`` pipelines of ``stages`` stages; each has ``micro_batches`` a step.
 
     It never changes while the job runs: failures change the :class:`ClusterView`. ``ties``: stages that share weights,
-    each stage in at most one tie, in ascending order (:func:`tied`). Raises ValueError for others.
+    each stage in at most one tie, in ascending order (:func:`tied`). Raises ValueError for other values.
     """
 
     replicas: int

@@ -106,7 +106,7 @@ class WorkerBytes:
         return self.gradient * (self.blocks or 1)
 
     def computing(self, committed: bool = False) -> dict[str, int]:
-        """Return the bytes by part in a step's last weight gradient. ``committed``: the step before is known to be."""
+        """Return the bytes by part in a step's last W. ``committed``: the step before is known to be committed."""
         new = self.state["weights"] if self.state["masters"] else 0
         return (self.settled if committed else self.between) | {"contributions": self.contributions, "new": new}
 

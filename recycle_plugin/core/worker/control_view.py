@@ -59,8 +59,8 @@ class ControlView:
     :meth:`take_hashes`.
 
     Logs: ``durable`` is the step of the last checkpoint that logs reach back to, ``logged`` the boundaries to log (None
-    while unknown). ``replayed``: how many messages have come of stages that are being replayed; ``expected``: the next
-    one; ``replay``: what this worker is to replay; ``beside``: newcomers of its stage that wait for that.
+    while unknown). ``replayed``: how many messages have come of stages that are being replayed; ``expected``: what
+    comes next; ``replay``: what this worker is to replay; ``beside``: newcomers of its stage that wait for that.
 
     Of a ``newcomer``, which has come back to a started job: ``recorded`` is what its script was told, ``called_off``
     the last generation that held at once without it, ``heard_in`` the last that it is in, ``reported_first`` the first

@@ -40,7 +40,7 @@ class HelpedStage(WorkingMachine, Protocol):
 
 
 class HelpingMachine(Protocol):
-    """The part of a worker's machine that a helper needs; generators as in core.worker.worker.Machine."""
+    """The part of a worker's machine that a helper needs; generators as in core.worker.machine.Machine."""
 
     @property
     def control_view(self) -> ControlView:

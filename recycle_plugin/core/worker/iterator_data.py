@@ -46,7 +46,7 @@ class DataIterator(Protocol):
 class IteratorData:
     """The iterator data of the worker with ``store``. ``hand_on(datum, batch, taker)`` sends a copy to a peer.
     ``say(step, retired, dealt)`` tells the user which replicas are no longer sources, and what is drawn in their place.
-    ``stays_out(why)``: the same of a newcomer.
+    ``stays_out(why)``: that a newcomer's replica is none.
     """
 
     def __init__(

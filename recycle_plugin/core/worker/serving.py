@@ -194,7 +194,7 @@ class Servings:
             self._by_newcomer[newcomer].hand_over(step, state)
 
     def say_changes(self, members: Collection[WorkerId], stepped: int) -> None:
-        """Send to newcomers among ``members`` the script's changes since ``stepped``, before the next first forward."""
+        """Send newcomers among ``members`` the script's changes since ``stepped``, before the next step's forwards."""
         for newcomer in self._by_newcomer.keys() & members:
             self._by_newcomer[newcomer].say_changes(stepped)
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkingMachine(Protocol):
-    """What does a stage's work again from logs; generators as in core.worker.worker.Machine."""
+    """What does a stage's work again from logs; generators as in core.worker.machine.Machine."""
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
         """Yield until ``ready()``, polled, is not None, the value. ``what``: the log entry that it waits for. ``made``:
@@ -40,7 +40,7 @@ class WorkingMachine(Protocol):
 
 
 class ReplayingMachine(WorkingMachine, Protocol):
-    """The part of a worker's machine that a replay needs; generators as in core.worker.worker.Machine."""
+    """The part of a worker's machine that a replay needs; generators as in core.worker.machine.Machine."""
 
     @property
     def control_view(self) -> ControlView:
@@ -77,7 +77,7 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed. ``stage``: can make again what is missing; ``checkpoint``: that can't be read."""
+    """The stage can't be replayed. ``stage``: can make what is missing; ``checkpoint``: path of an unreadable one."""
 
     def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
         super().__init__(why)

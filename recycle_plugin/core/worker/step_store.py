@@ -266,7 +266,7 @@ class StepStore:
         self._remove_all(lambda datum: step <= datum.step < 0)
 
     def _step(self, instruction: Instruction) -> None:
-        """Change the weights, and drop the stashes made with the old ones that a later failure has made needless."""
+        """Keep the old weights for an undo, and drop stashes made with them that a failure has made needless."""
         before = Datum("params", instruction.stage, None, instruction.step)
         self._before = before, self[before]
         self._remove(before)

@@ -205,7 +205,7 @@ class TrainingLoop:
             self._lockstep.pass_over(past)
 
     def catch_up(self) -> Iterator[Any]:
-        """Recover between steps: return when all steps that the script was told of are applied again and committed."""
+        """Recover between steps: return when all steps that the script knows of are applied (again) and committed."""
         stepped = self.machine.stepped
         yield from self.recover()
         yield from self.advance(stepped)
