@@ -28,7 +28,6 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
-    ComputeTime,
     Contribution,
     Exited,
     Heartbeat,
@@ -37,6 +36,7 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides, requires
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
@@ -184,8 +184,7 @@ def of_step(job: JobSpec, ranks: dict[Seat, int], step: int) -> Iterator[object]
         if seat.stage == job.stages - 1:
             losses = {f"{seat.replica}.{index}": 1.0 for index in range(job.micro_batches)}
             yield Contribution(rank, step, "loss", losses, batch)
-        yield ComputeTime(rank, step, 1000 + rank % 7, 1000)
-        yield Stepped(rank, 0, step)
+        yield Stepped(rank, 0, step, time=ComputeTime(1000 + rank % 7, 1000))
 
 
 def one_loss(membership: Membership, lost: int, held: dict[int, dict[str, str]]) -> Iterator[object]:

@@ -41,7 +41,6 @@ from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CatchUp,
     CaughtUp,
-    ComputeTime,
     Contribution,
     Durable,
     Exited,
@@ -71,6 +70,7 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import SUPERVISOR
 from recycle_plugin.core.messages.typed import names_of
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import ALL_ENDED
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -268,10 +268,9 @@ class OthersPlayByTheRules:
         if self.pending is not None and (not self.pending.from_step or machine.stepped + 1 >= self.pending.from_step):
             return
         machine.applied(machine.stepped + 1)
-        self.give(ComputeTime(rank, machine.stepped, 10, 10))
         if machine.stepped in self.asked:
             self.give(StateHash(rank, machine.stepped, "a state"))
-        self.give(Stepped(rank, self.generation, machine.stepped))
+        self.give(Stepped(rank, self.generation, machine.stepped, time=ComputeTime(10, 10)))
 
     def another_trains(self) -> None:
         self.trains(self.random.choice(sorted(self.machines)))

@@ -16,7 +16,6 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.contributions import LOSS, NORM, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
-    ComputeTime,
     Contribution,
     Exited,
     Fingerprint,
@@ -25,6 +24,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -328,8 +328,8 @@ def test_a_seat_is_as_slow_as_its_slowest_shard():
     membership = begun()
     for number in range(1, STEPS + 1):
         for rank in range(8):
-            membership.receive(ComputeTime(rank, number, 200 if rank == 3 else 100, 100), 0.0)
-            out = membership.receive(Stepped(rank, 0, number), 0.0)
+            time = ComputeTime(200 if rank == 3 else 100, 100)
+            out = membership.receive(Stepped(rank, 0, number, time=time), 0.0)
     (generation,) = said(out, Generation)
     assert generation.slowness == ((Seat(1, 0), 200),)
 

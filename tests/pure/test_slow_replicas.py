@@ -6,11 +6,11 @@ import pytest
 
 from recycle_plugin.core.coordinator.facts.slow_replicas import STEPS, SlowReplica, SlowReplicas
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.from_workers import ComputeTime
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.roster import Member, Roster
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
@@ -36,7 +36,8 @@ def walked(
     """
     for rank, (wait, mine) in enumerate(zip(waits, own)):
         nominal = 1000 * (work[rank] if work else 50)
-        slow.add(ComputeTime(rank, step, nominal, nominal, 0, wait * STEP_US // 1000, mine * STEP_US // 1000))
+        time = ComputeTime(nominal, nominal, 0, wait * STEP_US // 1000, mine * STEP_US // 1000)
+        slow.add(WorkerId(rank), step, time)
     slow.committed(step, members, step * STEP_US / 1e6)
     return slow.news(members)
 
@@ -89,8 +90,8 @@ def test_more_work_is_not_slowness() -> None:
 def test_a_step_that_somebody_has_not_told_of_does_not_count() -> None:
     slow, two = SlowReplicas(watches=True), roster(2)
     for step in range(1, 20):
-        slow.add(ComputeTime(0, step, 1, 1, 0, 30_000, 50_000))
-        slow.add(ComputeTime(1, step, 1, 1) if step % 2 else ComputeTime(1, step, 1, 1, 0, 0, 80_000))
+        slow.add(WorkerId(0), step, ComputeTime(1, 1, 0, 30_000, 50_000))
+        slow.add(WorkerId(1), step, ComputeTime(1, 1) if step % 2 else ComputeTime(1, 1, 0, 0, 80_000))
         slow.committed(step, two, step * STEP_US / 1e6)
         assert not slow.news(two) or step >= 2 * STEPS
     assert set(slow.named) == {1}

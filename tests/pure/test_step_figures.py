@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from recycle_plugin.core.coordinator.facts.step_figures import StepFigures
 from recycle_plugin.core.messages.from_coordinator import Committed
-from recycle_plugin.core.messages.from_workers import ComputeTime, Stepped
+from recycle_plugin.core.messages.from_workers import Stepped
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import said, started
 
 SQUARE = {0: 0, 1: 1, 2: 0, 3: 1}  # of each rank its stage
@@ -12,7 +14,7 @@ SQUARE = {0: 0, 1: 1, 2: 0, 3: 1}  # of each rank its stage
 
 def told(work: StepFigures, step: int, spent: dict[int, tuple[int, int]]) -> None:
     for rank, (spent_us, again_us) in spent.items():
-        work.add(ComputeTime(rank, step, spent_us, spent_us, again_us))
+        work.add(WorkerId(rank), step, ComputeTime(spent_us, spent_us, again_us))
 
 
 def test_bubbles_and_redone_work_are_shares_of_all_live_workers():
@@ -56,8 +58,7 @@ def test_everybody_hears_the_figures_and_so_does_the_log():
     membership = started()
     for step, now in ((1, 1.0), (2, 1.5)):
         for rank in range(4):
-            membership.receive(ComputeTime(rank, step, 250_000, 250_000), now)
-            out = membership.receive(Stepped(rank, 0, step), now)
+            out = membership.receive(Stepped(rank, 0, step, time=ComputeTime(250_000, 250_000)), now)
     expected = {"workers": 4, "step_s": 0.5, "bubble_share": 0.5, "redone_share": 0.0}
     assert [commit.figures for commit in said(out, Committed)] == [expected]
     assert [event.details for event in out.events if event.kind == "committed"] == [
@@ -70,6 +71,6 @@ def test_paces_deal_nothing_out_anew_unless_that_is_wanted():
         membership = started(rebalance=wanted)
         for step in (1, 2, 3):
             for rank in range(4):
-                membership.receive(ComputeTime(rank, step, 2000 if rank == 2 else 1000, 1000), 0.0)
-                membership.receive(Stepped(rank, 0, step), 0.0)
+                time = ComputeTime(2000 if rank == 2 else 1000, 1000)
+                membership.receive(Stepped(rank, 0, step, time=time), 0.0)
         assert membership.generation == int(wanted)

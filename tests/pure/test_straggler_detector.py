@@ -10,9 +10,10 @@ from recycle_plugin.core.coordinator.facts.straggler_detector import WIDTH, Stra
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation
-from recycle_plugin.core.messages.from_workers import ComputeTime, Exited, Leaving, Stepped
+from recycle_plugin.core.messages.from_workers import Exited, Leaving, Stepped
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.roster import Roster
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from tests.support.membership import agree, member, said, started
 
 ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))
@@ -26,7 +27,7 @@ def walked(
     instructions.
     """
     for rank, (slow, count) in enumerate(zip(times, work)):
-        paces.add(ComputeTime(rank, step, round(count * slow * PERIOD_US), count * PERIOD_US))
+        paces.add(WorkerId(rank), step, ComputeTime(round(count * slow * PERIOD_US), count * PERIOD_US))
     paces.committed(step, Roster(ROSTER.members[: len(times)]))
     return paces.news()
 
@@ -89,8 +90,8 @@ def stepped(membership: Membership, step: int, ranks: list[int], slow: int) -> l
     """Each of ``ranks`` has applied ``step``, ``slow`` at half of the others' speed."""
     found = []
     for rank in ranks:
-        membership.receive(ComputeTime(rank, step, 2000 if rank == slow else 1000, 1000), 0.0)
-        found += membership.receive(Stepped(rank, membership.generation, step), 0.0).messages
+        time = ComputeTime(2000 if rank == slow else 1000, 1000)
+        found += membership.receive(Stepped(rank, membership.generation, step, time=time), 0.0).messages
     return found
 
 

@@ -76,6 +76,9 @@ class Worker:
     def place_behind(self, step: int) -> None:
         return None
 
+    def time_of(self, step: int) -> None:
+        return None
+
     def clock(self) -> float:
         return 0.0
 

@@ -11,13 +11,13 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
-    ComputeTime,
     Durable,
     Exited,
     Logged,
     Ready,
     Stepped,
 )
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import job, member, started, step
 
@@ -92,7 +92,6 @@ def trained(write_s: float = 0.0, **more: object) -> Membership:
     for number in (1, 2, 3):
         for rank in range(4):
             spent = 250_000 * (1 + rank // 2)
-            membership.receive(ComputeTime(rank, number, spent, spent), 2.0 * number)
             membership.receive(Logged(rank, number), 2.0 * number)
-            membership.receive(Stepped(rank, 0, number), 2.0 * number)
+            membership.receive(Stepped(rank, 0, number, time=ComputeTime(spent, spent)), 2.0 * number)
     return membership

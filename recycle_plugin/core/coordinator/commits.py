@@ -9,12 +9,14 @@ from math import isfinite
 
 from recycle_plugin.core.coordinator import comparisons, ends, generations
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped
+from recycle_plugin.core.messages.from_workers import Contribution, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 
 
 def stepped(state: JobState, message: Stepped) -> None:
     """Record that a worker has applied a step, and commit what all have applied."""
+    if message.time is not None:
+        state.steps.add_compute_time(message.worker, message.step, message.time)
     member = state.roster.member(message.worker)
     if member is None or state.halted or state.ending.failed:
         return
@@ -78,11 +80,6 @@ def _reject(state: JobState, step: int, norm: float) -> None:
     )
     if not state.halted:
         generations.regroup(state, f"rejection of step {step}", keeps_plan=True)
-
-
-def compute_time(state: JobState, message: ComputeTime) -> None:
-    """Record how long a worker has computed in a step."""
-    state.steps.add_compute_time(message)
 
 
 def fingerprint(state: JobState, message: Fingerprint) -> None:

@@ -33,7 +33,6 @@ from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
     CheckpointLoaded,
-    ComputeTime,
     Contribution,
     Crashed,
     Durable,
@@ -75,7 +74,6 @@ Handler = Callable[[JobState, Any], None]
 OF_MEMBERS: dict[type, Handler] = {
     Heartbeat: heartbeats.of_member,
     SupervisorHeartbeat: heartbeats.of_supervisor,
-    ComputeTime: commits.compute_time,
     Fingerprint: commits.fingerprint,
     Contribution: commits.contribute,
     Stepped: commits.stepped,
@@ -133,7 +131,7 @@ OF_ALL: dict[type, Handler] = {
 }
 """The handlers of messages that anybody may send."""
 
-OF_STEPS = (StateHash, Stepped, Contribution, ComputeTime, Fingerprint)
+OF_STEPS = (StateHash, Stepped, Contribution, Fingerprint)
 
 
 def handle(state: JobState, message: object) -> None:

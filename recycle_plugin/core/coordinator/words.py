@@ -23,7 +23,6 @@ from recycle_plugin.core.coordinator.facts import boards
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_workers import (
-    ComputeTime,
     Contribution,
     Durable,
     Hello,
@@ -32,6 +31,7 @@ from recycle_plugin.core.messages.from_workers import (
     Ready,
     Resized,
     Serving,
+    Stepped,
     SurvivorReport,
     Through,
     Unreplayable,
@@ -144,7 +144,9 @@ FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
     Post: _has_room,
     ReadBoard: _has_room,
     Serving: _serves,
-    ComputeTime: lambda message, *_: min(message.spent_us, message.nominal_us, message.again_us) >= 0,
+    Stepped: lambda message, *_: (
+        (time := message.time) is None or min(time.spent_us, time.nominal_us, time.again_us) >= 0
+    ),
     Resized: lambda message, *_: message.micro_batches >= 1,
     Through: lambda message, speaker, job, state: job.log,
     Durable: lambda message, speaker, job, state: all(0 <= each < job.stages - 1 for each in message.boundaries or ()),

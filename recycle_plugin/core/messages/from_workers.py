@@ -8,6 +8,7 @@ from typing import Any
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import SUPERVISOR, ToCoordinator
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
@@ -238,13 +239,15 @@ class Resized(OfWorker, running=True):
 
 @dataclass(frozen=True)
 class Stepped(OfWorker, running=True, ahead=1):
-    """From a worker that has applied ``step``. ``place``: where its plain iterator stood once all was drawn for that
-    step; None if it has none, or not at its replica's place.
+    """A worker has applied ``step``.  ``place``: where its plain iterator stood when all was drawn for the step; None
+    if the worker has no plain iterator, or it does not stand at its replica's place.  ``time``: what the step took;
+    None when a step is reported again after a regroup.
     """
 
     generation: int
     step: int
     place: Place | None = None
+    time: ComputeTime | None = None
 
 
 @dataclass(frozen=True)
@@ -256,29 +259,6 @@ class Fingerprint(OfWorker, running=True):
     step: int
     digest: str
     tied: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ComputeTime(OfWorker, running=True):
-    """From a worker, before :class:`Stepped`: ``step`` took ``spent_us`` microseconds of computing and should take
-    ``nominal_us``.
-
-    ``again_us``: the part of ``spent_us`` for work that had been another worker's, or that it had done before.
-    ``exchange_us``: the time of its sum with the other replicas, which for early workers is mostly waiting. ``own_us``:
-    the part of the time since the step before in which it waited for nobody. The last two are None for a step that a
-    failure interrupted, ``own_us`` also for the first step.
-    """
-
-    step: int
-    spent_us: int
-    nominal_us: int
-    again_us: int = 0
-    exchange_us: int | None = None
-    own_us: int | None = None
-
-
-AHEAD_OF_STEPPED = (ComputeTime,)
-"""Sent right before :class:`Stepped`, so that one packet can have both."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.from_coordinator import Generation, Replay
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
@@ -75,6 +76,9 @@ class StepRunner(Protocol):
 
     def place_behind(self, step: int) -> Place | None:
         """Return where its plain iterator stood after ``step``; None if it has none, or not at its replica's place."""
+
+    def time_of(self, step: int) -> ComputeTime | None:
+        """What ``step``, which was applied, took, the first time that it is asked for; None if nobody measures that."""
 
     @property
     def ended(self) -> int:

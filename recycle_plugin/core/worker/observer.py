@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
@@ -30,6 +31,12 @@ class Observer:
 
     def applied(self, step: int, norm: Any) -> None:
         """``step`` was applied with regard to ``norm``, and may yet be taken back."""
+
+    def time_of(self, step: int) -> ComputeTime | None:
+        """Return what ``step``, which was applied, took, the first time that it is asked for; None if the observer
+        does not measure that.
+        """
+        return None
 
     def rejected(self, after: int, valid_from: int) -> None:
         """Data of the steps after ``after`` counts only from generation ``valid_from`` on."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Protocol
 
-from recycle_plugin.core.messages.from_workers import ComputeTime
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
@@ -16,7 +16,7 @@ from recycle_plugin.core.worker.observer import Observer
 
 
 class Clock(Protocol):
-    """The clock of a worker, and its way to the coordinator."""
+    """The clock of a worker."""
 
     def now_us(self) -> int:
         """Return the time, in integer microseconds."""
@@ -24,15 +24,15 @@ class Clock(Protocol):
     def waited_us(self) -> int:
         """Return how long this worker has waited for others so far, in integer microseconds."""
 
-    def send(self, message: object) -> None:
-        """Send ``message`` to the coordinator."""
-
 
 class Stopwatch(Observer):
-    """Measures the computing of the worker of ``rank`` in each step, in microseconds, against its stage's ``costs``."""
+    """A count of the microseconds that a worker computes in each step, by its ``clock``.  ``costs``: of each stage,
+    whoever computes for it.
+    """
 
-    def __init__(self, costs: CostModel, clock: Clock, rank: int) -> None:
-        self._costs, self._clock, self._rank = costs, clock, rank
+    def __init__(self, costs: CostModel, clock: Clock) -> None:
+        self._costs, self._clock = costs, clock
+        self._taken: dict[int, ComputeTime] = {}  # of the last applied step, until it is reported
         self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._meant: dict[int, frozenset[Instruction]] = {}
         self._done: dict[int, set[Instruction]] = defaultdict(set)
@@ -67,7 +67,7 @@ class Stopwatch(Observer):
             self._exchanged.setdefault(instruction.step, took_us)
 
     def applied(self, step: int, norm: Any) -> None:
-        """Report how long ``step``, which has been applied, was computed on here, and drop the count."""
+        """Sum up the time of ``step``, for :meth:`time_of`, and drop the count."""
         now_us, waited_us = self._clock.now_us(), self._clock.waited_us()
         exchange, since = self._exchanged.pop(step, None), self._since
         self._since = now_us, waited_us
@@ -75,4 +75,8 @@ class Stopwatch(Observer):
         if exchange is not None and since is not None:
             own = max(0, now_us - since[0] - (waited_us - since[1]))
         spent, nominal, again = self._spent.pop(step, (0, 0, 0))
-        self._clock.send(ComputeTime(self._rank, step, spent, nominal, again, exchange, own))
+        self._taken = {step: ComputeTime(spent, nominal, again, exchange, own)}
+
+    def time_of(self, step: int) -> ComputeTime | None:
+        """Return what ``step`` took, once."""
+        return self._taken.pop(step, None)

@@ -132,7 +132,8 @@ class TrainingLoop:
         self._tell_applied(self._control_view.number, step)
 
     def _tell_applied(self, generation: int, step: int) -> None:
-        self._port.send(Stepped(self._control_view.rank, generation, step, self._runner.place_behind(step)))
+        place, time = self._runner.place_behind(step), self._runner.time_of(step)
+        self._port.send(Stepped(self._control_view.rank, generation, step, place, time))
 
     def settle(self) -> Iterator[Any]:
         """Return when all steps applied here are committed: only then may their effects be shown or saved."""

@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_coordinator import Replay, Serve
 from recycle_plugin.core.messages.from_workers import Contribution, OutOfData
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
@@ -183,6 +184,10 @@ class Worker:
         """Return where the plain iterator stood after ``step``; None without one, or if not at its replica's place."""
         data = self.iterator_data
         return data.place_behind(step) if data is not None and self.store.reads_iterator else None
+
+    def time_of(self, step: int) -> ComputeTime | None:
+        """What ``step``, which was applied, took, the first time that it is asked for; None if nobody measures that."""
+        return next((time for each in self._observers if (time := each.time_of(step)) is not None), None)
 
     @property
     def ended(self) -> int:

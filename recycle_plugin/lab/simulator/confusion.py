@@ -18,7 +18,6 @@ from typing import Any
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
-    ComputeTime,
     Contribution,
     Crashed,
     Durable,
@@ -49,9 +48,9 @@ WORDS = 0.5  # share of a confused worker's messages that come with a wrong one
 LATE_US = 300_000  # the most by which a wrong message is delayed
 FAR = (0, 1, 7, 10**6)
 BELIEVED = (Crashed, Fatal, Leaving, Left, LogBroken, Terminate, Through, Unreplayable, Vanishing)
-OF_A_STEP = (ComputeTime, Durable, Fingerprint, Heartbeat, Logged, StateHash)  # in addition to those that declare AHEAD
-OVER = (ComputeTime, Contribution, StateHash, Stepped)  # messages that may also be of a past step
-Word = tuple[str, object]  # (connection, message)
+OF_A_STEP = (Durable, Fingerprint, Heartbeat, Logged, StateHash)  # beside those that declare how far ahead
+OVER = (Contribution, StateHash, Stepped)  # what may also be of a step that is over
+Word = tuple[str, object]  # on whose connection it is said
 
 
 class Confusion:

@@ -134,7 +134,7 @@ class SimulatedMachine(SimulatedReplays):
         judging = Judging(clips and scenario.policy.together, clips and not scenario.policy.together)
         observers: list[Observer] = [] if self.log is None else [self.log]
         if scenario.rebalances or scenario.slow:
-            observers.append(Stopwatch(scenario.costs, self, self.rank))
+            observers.append(Stopwatch(scenario.costs, self))
         shape, data = scenario.shape, self.iterator_data
         return self.worker_class(self, shape, self.store, self.steps, judging, data, observers, self.lockstep)
 

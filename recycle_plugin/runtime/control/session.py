@@ -20,7 +20,6 @@ from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
 from recycle_plugin.core.messages.from_workers import (
-    AHEAD_OF_STEPPED,
     Hello,
     Leaving,
     Left,
@@ -156,7 +155,7 @@ class Session:
         self._refuse_forks()
         if isinstance(message, OfWorker) and message.incarnation != self.view.incarnation:
             message = replace(message, incarnation=self.view.incarnation)
-        self._control.send(message, SEND_S, more=isinstance(message, AHEAD_OF_STEPPED))
+        self._control.send(message, SEND_S)
 
     def note(self, kind: str, text: str, **details: object) -> None:
         """Say something to the user, through the coordinator."""

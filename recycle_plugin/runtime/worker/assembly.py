@@ -84,7 +84,7 @@ def assembled(
 def _worker(
     parts: Parts, machine: StepMachine, judging: Judging, costs: CostModel, lockstep: Lockstep | None
 ) -> Worker:
-    pushed, stopwatch = parts.framework.pushed, Stopwatch(costs, parts.world, parts.session.rank)
+    pushed, stopwatch = parts.framework.pushed, Stopwatch(costs, parts.world)
     log = None if parts.log is None else parts.log.steps
     observers = [each for each in (log, stopwatch, parts.trace) if each is not None]  # the log first
     worker = (Worker if pushed is None else PushedWorker)(

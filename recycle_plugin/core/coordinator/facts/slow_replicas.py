@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
-from recycle_plugin.core.messages.from_workers import ComputeTime
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 LATE = 0.1  # of a step
@@ -94,10 +94,10 @@ class SlowReplicas:
         self._recent: dict[int, deque[Lateness]] = {}  # by replica
         self._committed_at: float | None = None
 
-    def add(self, message: ComputeTime) -> None:
+    def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
         """Record how long a worker's sum took, if that is known."""
-        if self._watches and message.exchange_us is not None and message.own_us is not None:
-            self._said.setdefault(message.step, {})[message.worker] = message
+        if self._watches and time.exchange_us is not None and time.own_us is not None:
+            self._said.setdefault(step, {})[worker] = time
 
     def committed(self, step: int, roster: Roster, now: float) -> None:
         """Compare the replicas in ``step``, committed at ``now`` (s), if all times are known. O(members *
@@ -164,20 +164,20 @@ def counterparts(roster: Roster, told: Mapping[WorkerId, ComputeTime]) -> list[l
             there = roster.working_peers(stage, shard)
             if len(there) < 2 or any(member.worker not in told for member in there.values()):
                 return []
-            shards.append(_evened({replica: told[member.worker] for replica, member in there.items()}))
+            shards.append(_evened({replica: (one.worker, told[one.worker]) for replica, one in there.items()}))
         stages.append(shards)
     return stages
 
 
-def _evened(group: Mapping[int, ComputeTime]) -> Counterparts:
+def _evened(group: Mapping[int, tuple[WorkerId, ComputeTime]]) -> Counterparts:
     """Return the times that ``group`` would have taken with the work of the one that has the least."""
-    least = min(time.nominal_us for time in group.values())
-    pace = min((time.spent_us / time.nominal_us for time in group.values() if time.nominal_us), default=0.0)
-    more = {replica: round((time.nominal_us - least) * pace) for replica, time in group.items()}
-    return {
-        replica: Took(time.worker, (time.exchange_us or 0) + more[replica], (time.own_us or 0) - more[replica])
-        for replica, time in group.items()
-    }
+    least = min(time.nominal_us for _, time in group.values())
+    pace = min((time.spent_us / time.nominal_us for _, time in group.values() if time.nominal_us), default=0.0)
+    evened = {}
+    for replica, (worker, time) in group.items():
+        more = round((time.nominal_us - least) * pace)
+        evened[replica] = Took(worker, (time.exchange_us or 0) + more, (time.own_us or 0) - more)
+    return evened
 
 
 def compared(stages: Sequence[Sequence[Counterparts]], step_us: int) -> dict[int, Lateness]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from recycle_plugin.core.messages.from_workers import ComputeTime
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 RECENT = 20  # steps for the median: a loss or a checkpoint makes a few take longer
@@ -32,14 +32,16 @@ class StepFigures:
         """Return what all workers of a stage together compute in a step, in seconds; None until known."""
         return median(self._work[stage]) / 1e6 if stage in self._work else None
 
-    def add(self, message: ComputeTime) -> None:
-        """Record a worker's compute time in a step; if it applies the step again, the second message adds to it."""
-        said = self._said.setdefault(message.step, {})
-        before = said.get(message.worker)
+    def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
+        """Record what ``step`` took a worker.  A step that is applied twice is reported twice, each time with what is
+        new.
+        """
+        said = self._said.setdefault(step, {})
+        before = said.get(worker)
         if before is not None:
-            spent_us, again_us = before.spent_us + message.spent_us, before.again_us + message.again_us
-            message = replace(message, spent_us=spent_us, again_us=again_us)
-        said[message.worker] = message
+            spent_us, again_us = before.spent_us + time.spent_us, before.again_us + time.again_us
+            time = replace(time, spent_us=spent_us, again_us=again_us)
+        said[worker] = time
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the known figures of ``step``, and more that only the event log has; drop the messages behind them.
@@ -49,13 +51,13 @@ class StepFigures:
         compute time, spent on a lost worker's work or on work done before. More: ``redone_s``, that time in seconds of
         all workers together; ``stage_bubbles``: the bubble share of each stage.
         """
-        times = [
-            time for told in [each for each in self._said if each <= step] for time in self._said.pop(told).values()
+        told = [
+            pair for older in [each for each in self._said if each <= step] for pair in self._said.pop(older).items()
         ]
-        spent, again = (sum(getattr(time, name) for time in times) for name in ("spent_us", "again_us"))
+        spent, again = sum(time.spent_us for _, time in told), sum(time.again_us for _, time in told)
         took = now - self._committed_at if self._committed_at is not None else 0.0
         self._committed_at = now
-        by_stage = _by_stage(times, live)
+        by_stage = _by_stage(told, live)
         for stage, computed in by_stage.items():
             self._work.setdefault(stage, deque(maxlen=RECENT)).append(computed)
         figures: dict[str, Any] = {"workers": len(live)}
@@ -75,12 +77,12 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
     return round(max(0.0, 1 - spent_us / (workers * took_s * 1e6)), 4)
 
 
-def _by_stage(times: Iterable[ComputeTime], live: Mapping[int, int]) -> Counter[int]:
+def _by_stage(told: Iterable[tuple[WorkerId, ComputeTime]], live: Mapping[int, int]) -> Counter[int]:
     """Return what the live workers of each stage have computed, in microseconds, without zeros."""
     spent: Counter[int] = Counter()
-    for time in times:
-        if time.worker.rank in live:
-            spent[live[time.worker.rank]] += time.spent_us
+    for worker, time in told:
+        if worker.rank in live:
+            spent[live[worker.rank]] += time.spent_us
     return +spent
 
 

@@ -15,8 +15,9 @@ from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
 from recycle_plugin.core.coordinator.facts.straggler_detector import StragglerDetector
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed
-from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped
+from recycle_plugin.core.messages.from_workers import Contribution, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.losses import Loss, mean, number
 from recycle_plugin.core.vocabulary.packed_data import PackedData
@@ -59,14 +60,16 @@ class StepLedger:
 
     # --- what workers say --------------------------------------------------------------------------
 
-    def add_compute_time(self, message: ComputeTime) -> None:
-        """Record a worker's compute time in a step that somebody may have begun; drop others."""
-        if not self.committed <= message.step < unstarted(self.committed):
+    def add_compute_time(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
+        """Record what ``step`` took a worker; ignore steps that nobody can have begun, or that were committed long
+        ago.
+        """
+        if not self.committed <= step < unstarted(self.committed):
             return
-        self.figures.add(message)
-        self.slow_replicas.add(message)
+        self.figures.add(worker, step, time)
+        self.slow_replicas.add(worker, step, time)
         if self.rebalances:
-            self.straggler_detector.add(message)
+            self.straggler_detector.add(worker, step, time)
 
     def add_fingerprint(self, message: Fingerprint) -> None:
         """Record the hash of a worker's state after a step."""

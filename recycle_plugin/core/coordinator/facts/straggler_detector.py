@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median, median_low
 
-from recycle_plugin.core.messages.from_workers import ComputeTime
+from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Roster, WorkerId
 
@@ -31,9 +31,9 @@ class StragglerDetector:
         self._recent: dict[Seat, deque[float]] = {}
         self._compared = False  # since the last call of news()
 
-    def add(self, message: ComputeTime) -> None:
-        """Record how long a worker has computed in a step."""
-        self._said.setdefault(message.step, {})[message.worker] = message
+    def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
+        """Record what ``step`` took a worker."""
+        self._said.setdefault(step, {})[worker] = time
 
     def committed(self, step: int, roster: Roster) -> None:
         """Compare compute times up to ``step`` within stages, now that all members have sent theirs. O(members)."""
