@@ -6,9 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from recycle_plugin.core.vocabulary.profile import Wire
 
-START_UP_S = (
-    9.0  # from a process's start until its model is ready, until a job has measured it: 4 to 8 s with small models
-)
+START_UP_S = 9.0  # from a process's start until its model is ready, unmeasured: 4 to 8 s with small models
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ class Roster:
 
     @cached_property
     def addresses(self) -> frozenset[str]:
+        """The addresses at which members are reached."""
         return frozenset(self._by_address)
 
     def stage(self, stage: int) -> Group:
@@ -203,6 +204,7 @@ class Roster:
 
     @cached_property
     def live_stages(self) -> tuple[int, ...]:
+        """The stages that have a member, in order."""
         return tuple(sorted(self._by_stage))
 
     def first_of(self, stage: int, shard: int = 0) -> Member:

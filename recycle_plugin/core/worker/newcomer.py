@@ -229,9 +229,8 @@ class Newcomer:
             self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
         closer = self._follow()
-        if (
-            self._catching_up.deserted and self._catching_up.renewed > renewed
-        ):  # also if only the lines to live ones broke
+        # also if only the lines to live sources broke
+        if self._catching_up.deserted and self._catching_up.renewed > renewed:
             self._port.send(CatchUp(self._view.rank))
         self._said &= self._renewed == self._catching_up.renewed
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
