@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recycle_plugin.authentication.secret import SETTING
+from recycle_plugin.runs import environment
 from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, difference, faults, held, hold
 from tests.support.launching import launching
@@ -127,6 +131,41 @@ def test_a_worker_comes_back_behind_the_death_of_the_coordinators_host(launch, r
     run.hear("caught_up")
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR), {"0.0", "3.0"})
+
+
+def test_operators_find_the_next_coordinator(launch, reference, four, tmp_path):
+    """A seat leaves and is admitted again behind a takeover, as asked on a host that the coordinator is not on."""
+    steps, gates = "steps=150", [held(tmp_path, step, f"go{step}") for step in (10, 30)]
+    run = launch(DEADLINE, steps, script=WRAPPED, shape=FOUR, RECYCLE_TEST_WRAP=json.dumps(gates))
+
+    def recycle(*command: str) -> tuple[int, str]:
+        on = [*four.entering("gamma"), sys.executable, "-m", "recycle_plugin.cli", *command]
+        variables = environment(**{SETTING: str(run.folder / "secret")})
+        done = subprocess.run(on, env=variables, capture_output=True, text=True, timeout=120)
+        assert not done.stderr
+        return done.returncode, done.stdout.strip()
+
+    after_step(run, 4)
+    stands_by(run, 1)
+    run.crash("alpha")
+    (told,) = run.hear("coordinator")
+    folder = str(run.folder)
+    code, said = recycle("status", folder, "--json")
+    known = json.loads(said)
+    assert (code, known["state"], known["coordinator"]["host"]) == (0, "running", "beta"), known
+    assert recycle("top", folder, "--once")[0] == 0
+    assert recycle("leave", "3.0", "--run", folder) == (0, "seat 3.0 (rank 3) leaves at the next commit")
+    (tmp_path / "go10").touch()
+    run.hear("left")
+    assert recycle("admit", "3.0", "--run", folder) == (0, "seat 3.0: its supervisor starts it again")
+    run.hear("newcomer")
+    address = told["text"].partition("have turned to ")[2].partition(": process")[0]
+    code, said = recycle("status", address, "--json")
+    assert code == 0 and "3.0" in [each["seat"] for each in json.loads(said)["joining"]], said
+    (tmp_path / "go30").touch()
+    result = run.finish()
+    assert_same_training(result, reference(steps, shape=FOUR), {"0.0"}, left={"3.0"})
+    assert [each["seat"] for each in result.of("rejoined")] == ["3.0"]
 
 
 def test_the_coordinators_host_gets_a_notice_and_goes(launch, reference, tmp_path):

@@ -1,18 +1,20 @@
 """Mistakes in who takes the coordinator's place, and with what.
 
-As tests/mistakes; found in jobs in which coordinators die, or are cut off.  Of which membership enough is, and of which
-term, tests/pure/test_succession.py has: jobs are rare in which that alone decides.
+As tests/mistakes; found in jobs in which coordinators die, or are cut off.  That a process counts as in step before it
+has all that went out is harmless here: lines carry what was sent before a process died.  tests/runtime/test_mirror.py
+has that rule.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from recycle_plugin.core.coordinator import stalls
 from recycle_plugin.core.coordinator.exchange import Exchange
 from recycle_plugin.core.coordinator.mirror import Known, Mirror
 from recycle_plugin.core.coordinator.succession import Electorate
 from recycle_plugin.core.messages.kept import Kept
-from recycle_plugin.core.messages.line_end import LineEnd
+from recycle_plugin.core.messages.line_end import LineEnd, Tries
 from recycle_plugin.core.messages.mirroring import Turns
 from tests.mistakes import Mistakes, changed
 
@@ -35,6 +37,18 @@ def one_is_enough(self, before, workers, more):
 
 instead("a coordinator goes on although nobody knows that it does so alone", Mirror, "_is_agreed", seen=13)(
     lambda self: True
+)
+
+
+@around("the newest membership alone decides", Electorate, "gives", seen=9)
+def newest_alone(self, before, workers, more):
+    newest = Electorate()
+    newest.add(*self._since[-1])
+    return before(newest, workers, more)
+
+
+instead("a worker whose turn has come through goes home again", Tries, "are_over", seen=249)(
+    lambda self, answer: answer is not None
 )
 
 
@@ -89,6 +103,7 @@ def dead(self, before, line, message):
 @mistake("others are given up while nothing gets out", seen=223)
 def given_up(monkeypatch) -> None:
     monkeypatch.setattr(Mirror, "holds_up", property(lambda self: False))
+    monkeypatch.setattr(stalls, "_unless_deaf", lambda state, suspicions: suspicions)  # which saves most of them
 
 
 @around("a term that begins alone is told to those alone that were answered", Exchange, "_release", seen=1)
@@ -99,3 +114,8 @@ def answered_alone(self, before, effects, to=None):
 @mistake("one that is stuck elsewhere is waited for", seen=1)
 def stuck(monkeypatch) -> None:
     changed(monkeypatch, Mirror, "see_late", lambda self, before: None)
+
+
+instead("most of the others are given up for their silence at once", stalls, "_unless_deaf", seen=1025)(
+    lambda state, suspicions: suspicions
+)

@@ -126,3 +126,28 @@ def test_the_last_worker_may_come_back_until_then():
     played.gone = set()
     played.live_for(1.0)
     assert played.events == [] and played.doubts() == [("suspected", "1.1"), ("cleared", "1.1")]
+
+
+def test_where_most_fall_silent_together_the_coordinators_host_may_be_deaf_and_nobody_is_given_up_for_a_while():
+    """Without all of them the job would end; by then they have ended by themselves."""
+    played = Played().first_step()
+    played.gone = {1, 2, 3}
+    limit_s = played.membership.state.attendance.failure_detector.deadlines.cut_off_s
+    played.live_for(limit_s - 1)
+    assert played.events == [] and len(played.doubts()) == 3
+    assert all(
+        f"it is given up after {limit_s:.1f} s" in one.text and "hears nothing" in one.text for one in played.said
+    )
+    played.gone = set()
+    played.live_for(1.0)
+    assert played.events == [] and [kind for kind, _ in played.doubts()[3:]] == ["cleared"] * 3
+    played.gone = {1, 2, 3}
+    played.live_for(limit_s + 1)
+    assert len(played.given_up()) > 1
+
+
+def test_half_of_the_workers_that_fall_silent_are_given_up_as_soon_as_one_is():
+    played = Played().first_step()
+    played.gone = {1, 2}
+    played.live_for(4.0)
+    assert len(played.given_up()) == 2

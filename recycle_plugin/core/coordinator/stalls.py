@@ -1,6 +1,8 @@
 """Workers that do nothing: one that is suspected for too long, and all of them if everybody waits.
 core/coordinator/facts/failure_detector.py finds suspects. A stage's last worker has a longer deadline than others.
 After that the job ends, unless the stage can be replayed.
+If most workers fall silent together, it may be the coordinator's own host that hears nothing. To give all of them up
+would end the job, so they have until they would end by themselves.
 """
 
 from __future__ import annotations
@@ -9,16 +11,28 @@ from recycle_plugin.core.coordinator import ends, generations, losses, replays
 from recycle_plugin.core.coordinator.facts.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.facts.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
+
+DEAF = "and of most others neither, so it may be the coordinator's host that hears nothing"
 
 
 def see_suspects(state: JobState) -> None:
     """Report who is suspected, and act on each suspicion."""
-    suspicions = state.attendance.failure_detector.tick(state.now)
+    suspicions = _unless_deaf(state, state.attendance.failure_detector.tick(state.now))
     state.suspicions.update(suspicions, state.attendance, state.out)
     for worker, suspicion in suspicions.items():
         if not state.ending.failed:
             _act_on(state, worker, suspicion)
+
+
+def _unless_deaf(state: JobState, suspicions: dict[WorkerId, Suspicion]) -> dict[WorkerId, Suspicion]:
+    """Give silent workers until they would end by themselves if without all of them too few are left to go on."""
+    silent = [worker for worker, each in suspicions.items() if each.cause is Cause.SILENT]
+    if not silent or not state.attendance.outnumbered_without(len(silent)):
+        return suspicions
+    limit_s = state.attendance.failure_detector.deadlines.cut_off_s
+    return suspicions | {worker: suspicions[worker]._replace(limit_s=limit_s, known=DEAF) for worker in silent}
 
 
 def _act_on(state: JobState, worker: WorkerId, suspicion: Suspicion) -> None:

@@ -11,7 +11,7 @@ from recycle_plugin.core.coordinator.exchange import Exchange
 from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.mirror import STANDBY, Follower, Following, Known, Port
-from recycle_plugin.core.coordinator.switchboard import News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import WORKER, News, Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import UNCOUNTED
@@ -279,6 +279,12 @@ class SimulatedStandby(Process):
             self._turned.append((side, message))
             self.takeovers.reach("turned")
             self._count()
+
+    def hangs_up(self) -> set[int]:
+        """Breaks the connections of those that have turned to it; returns their ranks."""
+        for side, _ in self._turned:
+            side.close()
+        return {hello.rank for _, hello in self._turned if hello.role == WORKER}
 
     def _count(self) -> None:
         turned = [hello for _, hello in self._turned]

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 STARTING_US = 40 * MILLISECOND  # until a process that is forked runs
 ENDING_US = 15 * SECOND  # how long a worker that is told to end may take
 HOME_PORT = 1
+DEAF_US = int(APART * SILENCE_S * SECOND)  # so long a coordinator that hears nobody gives nobody up
+MOMENT_US = 2 * SECOND  # so long a line may be cut, and nobody is given up
 
 
 class Takeovers(Coordination):
@@ -63,7 +65,9 @@ class Takeovers(Coordination):
         self._told: set[bytes] = set()
         self.struck: list[tuple[int, Trouble]] = []  # what has happened to coordinators, and when
         self._apart: set[int] = set()  # hosts that were cut off, or from which others were
+        self._sides: list[set[int]] = []  # of each partition that has lasted, one
         self._decided = 0  # the last step that was
+        self._members = 0
         self._must_go_on = True  # behind the first of these
         self.last_leader_at = 0
 
@@ -315,6 +319,9 @@ class Takeovers(Coordination):
     def decided(self, coordinator: SimulatedCoordinator) -> None:
         """Takes in that a coordinator has taken something in: what follows is decided, and seen once it is out."""
         if coordinator is self.leader:
+            if (members := len(coordinator.membership.roster)) > self._members > 0:
+                self.reach("grows")
+            self._members = members
             self.cluster.note_departures()
             if coordinator.membership.committed >= self._decided:  # else one before has died with that
                 self._decided = coordinator.membership.committed
@@ -363,10 +370,12 @@ class Takeovers(Coordination):
 
     def _nobody_healthy_is_lost(self) -> None:
         """Checks that takeovers cost nobody but those on hosts that are gone, or were cut off."""
-        apart = self._apart | self.cluster.lost_hosts | self._doomed
-        for worker in sorted(self.membership.lost):
-            if worker.rank not in apart:
-                self.cluster.watcher.say(f"rank {worker.rank} is lost, and nothing has happened to it")
+        lost = {worker.rank for worker in self.membership.lost} - self._apart - self.cluster.lost_hosts - self._doomed
+        for side in self._sides:
+            if len(self.struck) > 1 or lost <= side or not lost & side:  # the job goes on with one of both
+                lost = set()
+        for rank in sorted(lost):
+            self.cluster.watcher.say(f"rank {rank} is lost, and nothing has happened to it")
 
     # --- troubles -------------------------------------------------------------------------------------------------
 
@@ -395,12 +404,14 @@ class Takeovers(Coordination):
             self._host_dies(struck.host)
         elif struck is not None:
             self.kill_process(struck)
+        elif trouble.kind == "reset":
+            self._apart |= set() if candidate is None else candidate.hangs_up()
         elif trouble.kind == "pause":
             leader.stopped_until = self.cluster.now + trouble.for_us
             self.cluster.later(trouble.for_us, leader.go_on)
         elif trouble.kind == "hold":
             way = "from" if trouble.percent else "to"
-            self._apart |= {leader.host} if trouble.for_us < 2 * SECOND else self.cluster.workers.keys()
+            self._apart |= {leader.host} if trouble.for_us < DEAF_US else self.cluster.workers.keys()
             self.hosts.hold(way, leader.host, True)
             self.cluster.later(trouble.for_us, partial(self.hosts.hold, way, leader.host, False))
         elif trouble.kind == "partition":
@@ -449,7 +460,8 @@ class Takeovers(Coordination):
 
     def _cut(self, ranks: set[int], for_us: int) -> None:
         self.cluster.cut |= ranks
-        self._apart |= self.cluster.workers.keys()
+        if for_us >= MOMENT_US:
+            self._sides.append(ranks)
         for rank in ranks:
             self.cluster.touch_sums(rank)
         self.cluster.later(for_us, partial(self._mend, ranks))

@@ -82,3 +82,8 @@ def lose_tied(seats: list[str], step: int) -> None:
         return tie(self, of)
 
     Gradients.tie = changed
+
+
+def begin_late(until: str) -> None:
+    """The script does not begin before the file ``until`` is there."""
+    wait_until(Path(until).exists, until)

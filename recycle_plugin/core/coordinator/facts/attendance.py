@@ -371,9 +371,13 @@ class Attendance:
         """Whether too few are left for now: nobody goes on until deaths are known or the grace period is over."""
         return self._outnumbered_at is not None
 
+    def outnumbered_without(self, members: int) -> bool:
+        """Whether too few are left if so many more ``members`` can't be reached."""
+        return len(self.unreachable) + members > len(self.roster) - members
+
     def enough(self) -> bool:
         """Return whether those left are enough to go on. If not, the grace period begins, if it has not yet."""
-        if len(self.unreachable) <= len(self.roster):
+        if not self.outnumbered_without(0):
             self._outnumbered_at = None
         elif self._outnumbered_at is None:
             self._outnumbered_at = self.failure_detector.clock

@@ -1,0 +1,62 @@
+"""The coordinator's host dies where no process can take its place: all others say so, and end."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from functools import partial
+
+import psutil
+import pytest
+
+from tests.support.hosts import HostsRun
+from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, hold
+from tests.support.launching import launching
+
+GONE = "recycle: the job ends: the coordinator's host is gone, and no other process has taken its place"
+END_S = 90  # of a worker that finds nobody, and of its supervisor: 10 s each, and 15 s for a signal
+
+
+@pytest.fixture
+def start(plain_server, tmp_path):
+    """``start(hosts, *wraps)``: a job with a worker on each of the ``hosts``."""
+    with ExitStack() as jobs:
+
+        def launch(hosts, *wraps: dict) -> HostsRun:
+            started = jobs.enter_context(launching(plain_server, tmp_path, partial(HostsRun, hosts), PLAIN))
+            shape = Shape(len(hosts.names), 1)
+            return started(script=WRAPPED, shape=shape, RECYCLE_TEST_WRAP=json.dumps(wraps))
+
+        yield launch
+
+
+def are_connected(run, workers: int) -> bool:
+    """Whether all workers and supervisors speak with the coordinator, and the process that stands by on its host."""
+    found = psutil.Process(run.launcher.pid).children(recursive=True)
+    ends = [end for process in found if process.name() == "recycle-host" for end in process.net_connections("tcp")]
+    return len([end for end in ends if end.raddr and end.laddr.port == run.port]) == 2 * workers + 1
+
+
+def all_end(run, hosts) -> None:
+    """Crash the first host; every process on the others ends, with a line from each worker."""
+    first, *others = hosts.names
+    run.crash(first)
+    assert run.launcher.wait(END_S) != 0
+    assert all(launcher.wait(END_S) != 0 for launcher in run.others.values())
+    for name in others:
+        said = run.said_on(name)
+        assert said.count(GONE) == 1 and "Traceback" not in said, said[-4000:]
+
+
+def test_of_two_hosts_the_other_one_ends(start, pair, tmp_path):
+    run = start(pair, hold(tmp_path))
+    after_step(run, 4)
+    assert "single point of failure: host alpha runs the coordinator and the store; its loss ends the job" in run.output
+    all_end(run, pair)
+
+
+def test_before_the_first_step_all_others_end(start, four, tmp_path):
+    """No process of another host stands by yet: scripts have not begun."""
+    run = start(four, {"name": "begin_late", "until": str(tmp_path / "go")})
+    run.wait_for(lambda: are_connected(run, 4), "connection of each process")
+    all_end(run, four)
