@@ -139,7 +139,7 @@ RARE = {"script": RARER, "samples": 48, "epochs": EPOCHS}  # 3 steps an epoch, b
 OF_RARE = ("losses", "gathered", "norms", "rates", "objects", "sent", "words", "padded", "stops", "evaluated", "rest")
 
 
-@pytest.mark.parametrize("stage, kill", [(1, [0, "step", 3]), (2, [1, "step", 3])])
+@pytest.mark.parametrize("stage, kill", [(1, [0, "step", 3]), (2, [1, "step", 3]), (2, [3, "step", 3])])
 def test_what_loops_use_less_often_is_gone_through_too(start, stage, kill):
     """skip_first_batches, split_batches, even_batches=False, broadcasts, objects, padding, triggers."""
     calm = start(stage=stage, **RARE)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 RANKS, SKIPPED = 4, 2  # batches of the first epoch
 PIECE = 3  # samples of an evaluation's batch for each rank
-TRIGGERS = {4: 3, job["epochs"] * 3 - 2: 0}  # steps, and the rank that pulls then; the job ends with the second one
+TRIGGERS = {4: 3, job["epochs"] * 3 - 2: 0}  # steps, and the rank that pulls then; the job ends with the last one
 
 
 class Loop:
@@ -70,7 +70,7 @@ class Loop:
             record["trained"].append(batch["input_ids"][:, 0].tolist())
             if accelerator.sync_gradients:
                 self.end_step(loss)
-                if record["stops"].count(True) == len(TRIGGERS):
+                if record["stops"][-1] and self.steps == max(TRIGGERS):
                     return True
         return False
 

@@ -47,7 +47,7 @@ def install(team: Team, session: Session, engine: Any) -> None:
     for name in PASSED_OVER:
         wrap_method(type(engine), name, made.pass_over)
     wrap_method(accelerator.Accelerator, "save_model", made.pass_over)
-    for name in ("save_state", "get_state_dict", "clip_grad_norm_"):
+    for name in ("save_state", "get_state_dict", "clip_grad_norm_", "check_trigger"):
         wrap_method(accelerator.Accelerator, name, getattr(made, name))
     for name in ("is_main_process", "is_local_main_process"):
         setattr(PartialState, name, made.is_main(getattr(PartialState, name)))
@@ -149,6 +149,13 @@ class Passing:
     def clip_grad_norm_(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
         """The norm, which is the same on all ranks."""
         return self._team.kept("clip_grad_norm_", self._engine.device, lambda: stock(of, *arguments, **named))
+
+    def check_trigger(self, stock: Callable[..., Any], of: Any) -> bool:
+        """Whether a process has set its trigger; one set in a step that is over does not count any more."""
+        found: bool = stock(of)
+        if self._replay is not None:
+            of.flag_tensor = None  # as it is before the first call; stock keeps it where nobody else has set one
+        return found
 
     def is_main(self, stock: property) -> property:
         """The property that says whether a process is the main one, which none is in steps that are over."""
