@@ -118,8 +118,7 @@ def exit_code(history: RunHistory) -> int:
 
 def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
     """Yield name and text of what ran, where and when, and of how losses were noticed."""
-    shape = history.shape
-    yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
+    yield "topology", history.shape.text
     yield "model", model(history)
     yield "batch", batch(history)
     yield "precision", "; ".join(dict.fromkeys(event["precision"] for event in history.of("stage"))) or UNKNOWN

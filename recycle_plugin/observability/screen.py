@@ -106,15 +106,15 @@ def grid(states: Sequence[SeatState], lines: int) -> Iterator[Line]:
     rows: dict[int, list[SeatState]] = {}
     for state in states:
         rows.setdefault(Seat.parse(state.seat).replica, []).append(state)
-    yield plain("stage    " + "".join(f"{stage:<{RULED}}" for stage in range(0, len(rows[0]), RULED)))
+    yield plain(f"{'stage':>11}  " + "".join(f"{stage:<{RULED}}" for stage in range(0, len(rows[0]), RULED)))
     shown = [*rows]
     if len(rows) + 1 > lines:
         odd = [replica for replica, row in rows.items() if {state.mark for state in row} != {Mark.TRAINS}]
         shown = odd[: max(1, lines - 2)]
     for replica in shown:
-        yield [(f"{replica:>7}  ", Mark.TRAINS), *((state.sign, state.mark) for state in rows[replica])]
+        yield [(f"replica {replica:>3}  ", Mark.TRAINS), *((state.sign, state.mark) for state in rows[replica])]
     if left := len(rows) - len(shown):
-        yield plain(f"         and {left} replicas more" + ", which all train" * (len(shown) == len(odd)))
+        yield plain(f"and {left} replica{'s' * (left > 1)} more" + ", which all train" * (len(shown) == len(odd)))
 
 
 def listed(states: Sequence[SeatState], history: RunHistory) -> Iterator[Line]:

@@ -175,7 +175,7 @@ def _title(panel: Panel, length: float, unit: str) -> str:
         (one.stage, one.micro_batch, one.step)
         for one in (span.instruction for span in panel.spans if is_rerouted(span))
     }
-    moved = f", {len(rerouted)} micro-batches rerouted" if rerouted else ""
+    moved = f", {len(rerouted)} micro-batch{'es' * (len(rerouted) > 1)} rerouted" if rerouted else ""
     took = f"{length:.0f}" if length >= 100 else f"{length:.3g}"
     waited = idle_share(panel.spans, panel.deaths)
     return fill(f"{panel.title}: {took} {unit}, waiting {waited:.0%} of the time{moved}{lost}", TITLE)

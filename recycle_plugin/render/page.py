@@ -26,7 +26,7 @@ STYLE = (
 :root {{ color-scheme: light dark; {COLOURS["light"]} }}
 @media (prefers-color-scheme: dark) {{
 :root {{ {COLOURS["dark"]} }}
-img {{ filter: invert(.9) hue-rotate(180deg); }}
+img {{ filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }}
 }}
 """
     + """

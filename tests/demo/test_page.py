@@ -14,6 +14,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from recycle_plugin.cli import main
 from recycle_plugin.commands.report import EVERY_S
@@ -237,6 +238,21 @@ def test_a_browser_shows_it_light_or_dark(tmp_path):
     scheme = "--blink-settings=preferredColorScheme={}"
     dark, light = (measured(page("", "", []), tmp_path, scheme.format(number)) for number in (0, 1))
     assert dark[WIDE]["background"] == "rgb(21, 27, 33)" and light[WIDE]["background"] == "rgb(255, 255, 255)"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome to open the report with")
+@pytest.mark.timeout(180)
+def test_a_chart_lies_on_the_pages_own_colour_in_the_dark(tmp_path):
+    path, picture = tmp_path / "page.html", tmp_path / "page.png"
+    path.write_text(page("", "", [("", [Chart("", {1: 1.0, 2: 2.0})])]))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=600,400"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
+    dark = "--blink-settings=preferredColorScheme=0"
+    subprocess.run([*command, dark, path.as_uri()], capture_output=True, timeout=150, check=True)
+    with Image.open(picture) as shown:
+        found = sorted(((count, colour[:3]) for count, colour in shown.getcolors(1 << 24)), reverse=True)
+    (most, colour), (next_most, _) = found[:2]
+    assert colour == (21, 27, 33) and most > 50 * next_most, found[:5]
 
 
 def test_tables_and_paragraphs_are_escaped():

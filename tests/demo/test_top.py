@@ -92,8 +92,8 @@ def test_thirty_two_by_forty_eight(wide):
     lines = shown(wide, 80, 50)
     assert lines[2] == "? 1 suspected   0-9 1 catches up (tenths)   s 2 starts again   < 1 leaves"
     assert lines[3] == ". 1531 trains"
-    assert lines[5] == "stage    0         10        20        30        40"
-    assert lines[6:38] == [f"{replica:>7}  {ROWS.get(replica, '.' * 48)}" for replica in range(32)]
+    assert lines[5] == "      stage  0         10        20        30        40"
+    assert lines[6:38] == [f"replica {replica:>3}  {ROWS.get(replica, '.' * 48)}" for replica in range(32)]
     assert lines[38:40] == ["", "seat    rank  host        step  what it does"]
     seats = [line.split()[0] for line in lines[40:]]
     assert seats == ["7.9", "0.1", "30.24", "31.47", "1.1"] and "345  node43" in lines[40]
@@ -108,14 +108,14 @@ def test_a_screen_has_no_more_lines_than_the_terminal(wide, height):
     lines = shown(wide, 80, height)
     assert len(lines) <= height
     if height == 24:
-        assert [int(line.split()[0]) for line in lines[6:11]] == [*ROWS]
-        assert lines[11] == "         and 27 replicas more, which all train"
+        assert [int(line.split()[1]) for line in lines[6:11]] == [*ROWS]
+        assert lines[11] == "and 27 replicas more, which all train"
 
 
 def test_a_grid_is_whole_where_no_list_is_needed(tmp_path):
     told = ToldJob(5, 7, tmp_path)
     told.train(2)
-    assert shown(told, 80, 24)[4:] == ["stage    0", *(f"{replica:>7}  {'.' * 7}" for replica in range(5))]
+    assert shown(told, 80, 24)[4:] == ["      stage  0", *(f"replica {replica:>3}  {'.' * 7}" for replica in range(5))]
 
 
 STATES = [

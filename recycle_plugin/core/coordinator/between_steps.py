@@ -47,7 +47,8 @@ def _take_size(state: JobState, message: Resized) -> None:
     state.logs.resized(step)
     state.say(
         "batch",
-        f"from step {step} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
+        f"from step {step} on {message.batch} samples a step, {message.micro_batches} "
+        f"micro-batch{'es' * (message.micro_batches > 1)} of each replica",
         step=step,
         batch=message.batch,
         micro_batches=message.micro_batches,

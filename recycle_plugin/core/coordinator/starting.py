@@ -93,13 +93,11 @@ def _make_parts(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> 
 
 
 def _say_start(state: JobState, roster: Roster, job: JobSpec) -> None:
-    shape = job.shape
     seats = {str(seat): roster.holding(seat).rank for seat in roster.seats}
     others = {str(seat): [other.rank for other in roster.group(seat)[1:]] for seat in roster.seats}
     state.say(
         "start",
-        f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder "
-        f"{job.run_dir}",
+        f"{job.shape.text}; run folder {job.run_dir}",
         job=asdict(job),
         seats=seats,
         **({"others": others} if roster.shards > 1 else {}),

@@ -48,6 +48,14 @@ class Topology:
                 "of them, all in order"
             )
 
+    @property
+    def text(self) -> str:
+        """Return the shape in words, as "2 replicas of 3 stages, 1 micro-batch each"."""
+        return (
+            f"{self.replicas} replica{'s' * (self.replicas > 1)} of {self.stages} stage{'s' * (self.stages > 1)}, "
+            f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} each"
+        )
+
     def tie(self, stage: int) -> tuple[int, ...]:
         """Return the stages with which ``stage`` shares weights, itself included; empty if it shares none."""
         return next((tie for tie in self.ties if stage in tie), ())
