@@ -1,6 +1,8 @@
 """Workers that do nothing: one that is suspected for too long, and all of them if everybody waits.
+
 core/coordinator/facts/failure_detector.py finds suspects. A stage's last worker has a longer deadline than others.
 After that the job ends, unless the stage can be replayed.
+
 If most workers fall silent together, it may be the coordinator's own host that hears nothing. To give all of them up
 would end the job, so they have until they would end by themselves.
 """

@@ -48,9 +48,9 @@ WORDS = 0.5  # share of a confused worker's messages that come with a wrong one
 LATE_US = 300_000  # the most by which a wrong message is delayed
 FAR = (0, 1, 7, 10**6)
 BELIEVED = (Crashed, Fatal, Leaving, Left, LogBroken, Terminate, Through, Unreplayable, Vanishing)
-OF_A_STEP = (Durable, Fingerprint, Heartbeat, Logged, StateHash)  # beside those that declare how far ahead
-OVER = (Contribution, StateHash, Stepped)  # what may also be of a step that is over
-Word = tuple[str, object]  # on whose connection it is said
+OF_A_STEP = (Durable, Fingerprint, Heartbeat, Logged, StateHash)  # in addition to those that declare AHEAD
+OVER = (Contribution, StateHash, Stepped)  # messages that may also be of a past step
+Word = tuple[str, object]  # (connection, message)
 
 
 class Confusion:

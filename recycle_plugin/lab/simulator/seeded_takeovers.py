@@ -17,7 +17,7 @@ POINTS = (
     "home", "back",
 )  # fmt: skip
 PROCESSES = ("coordinator", "standby", "candidate")
-RARER = 10  # each so many-th job is drawn so that two sides can decide if a rule is left out that others need seldom
+RARER = 10  # one in so many jobs needs a rule that others seldom need, without which two sides could decide
 
 
 def with_a_takeover(seed: int) -> Scenario:
@@ -57,8 +57,9 @@ def with_a_takeover(seed: int) -> Scenario:
 
 
 def _rarer(random: Random, seed: int) -> Scenario:
-    """Connections to the process that is turned to break while the coordinator comes back; or hosts part as a worker
-    that has come back is a member again, so that both sides may go by memberships of which neither has the other.
+    """Draw a job in which connections to a standby that workers turn to break while the coordinator comes back. Or
+    hosts part when a returned worker is a member again, so that each side may go by a membership that the other does
+    not know.
     """
     grows = random.random() < 0.5
     shape = random.choice((Topology(2, 2, 2), Topology(4, 1, 2), Topology(3, 2, 2)) if grows else (Topology(2, 2, 2),))

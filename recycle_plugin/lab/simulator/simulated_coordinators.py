@@ -281,7 +281,7 @@ class SimulatedStandby(Process):
             self._count()
 
     def hangs_up(self) -> set[int]:
-        """Breaks the connections of those that have turned to it; returns their ranks."""
+        """Break the connections of those that have turned to it. Return the ranks of the workers among them."""
         for side, _ in self._turned:
             side.close()
         return {hello.rank for _, hello in self._turned if hello.role == WORKER}

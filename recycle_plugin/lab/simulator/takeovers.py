@@ -1,9 +1,9 @@
-"""The coordinator of a simulated job that may die, and those that take its place: what trains, but for clock and lines.
+"""The coordinators of a simulated job that may die, and take each other's place, without real clock and lines.
 
-Each rank has a host.  A host's guard may have the coordinator, and one that stands by for it there; another host has
-one that stands by elsewhere.  All of these, and the ends of all connections, run what decides in a job: the switchboard
-and its state, who is in step, who may lead, which tries come next (core/coordinator/exchange.py, mirror.py,
-succession.py, core/messages/line_end.py).
+Each rank has a host. A host's guard may have the coordinator, and a standby for it; another host has a standby
+elsewhere. All of these, and the ends of all connections, run the real code that decides: the switchboard and its state,
+who is in step, who may lead, which try comes next (core/coordinator/exchange.py, mirror.py, succession.py,
+core/messages/line_end.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.cluster import Cluster
     from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 
-STARTING_US = 40 * MILLISECOND  # until a process that is forked runs
+STARTING_US = 40 * MILLISECOND  # until a forked process runs
 ENDING_US = 15 * SECOND  # how long a worker that is told to end may take
 HOME_PORT = 1
 DEAF_US = int(APART * SILENCE_S * SECOND)  # so long a coordinator that hears nobody gives nobody up
-MOMENT_US = 2 * SECOND  # so long a line may be cut, and nobody is given up
+MOMENT_US = 2 * SECOND  # a line may be cut for so long, and nobody is given up
 
 
 class Takeovers(Coordination):
-    """The coordinators of the job that ``cluster`` runs, one after the other, or two that believe."""
+    """The coordinators of the job that ``cluster`` runs: one after the other, or two that both believe they lead."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = self._cluster = cluster
@@ -53,11 +53,11 @@ class Takeovers(Coordination):
         self._near = MessageDelays(CLOSE, cluster.scenario.torn)
         board = Switchboard(len(cluster.workers), 1, "a job", 0.0, "host0")
         self.leader = SimulatedCoordinator(self, 0, board)
-        self.all = [self.leader]  # that have coordinated
+        self.all = [self.leader]  # all that have coordinated
         self.one.board = board
-        self.homes: dict[int, SimulatedCoordinator] = {0: self.leader}  # by the host of whose guard each is
-        self._beside: dict[int, SimulatedStandby] = {}  # who stands by for it there
-        self._in_step: dict[int, int] = {}  # the process of which the guard has heard that it is in step
+        self.homes: dict[int, SimulatedCoordinator] = {0: self.leader}  # by the host of their guard
+        self._beside: dict[int, SimulatedStandby] = {}  # by host, its standby there
+        self._in_step: dict[int, int] = {}  # by host, the process that the guard has heard is in step
         self.candidates: list[SimulatedStandby] = []
         self.ends: dict[tuple[str, int], SimulatedEnd] = {}
         self._tokens: dict[str, SimulatedEnd] = {}
@@ -65,29 +65,27 @@ class Takeovers(Coordination):
         self._told: set[bytes] = set()
         self.struck: list[tuple[int, Trouble]] = []  # what has happened to coordinators, and when
         self._apart: set[int] = set()  # hosts that were cut off, or from which others were
-        self._sides: list[set[int]] = []  # of each partition that has lasted, one
-        self._decided = 0  # the last step that was
+        self._sides: list[set[int]] = []  # one side of each partition that has lasted
+        self._decided = 0  # the last step that was decided
         self._members = 0
-        self._must_go_on = True  # behind the first of these
+        self._must_go_on = True  # whether the job must go on after the first of these
         self.last_leader_at = 0
 
     @property
     def membership(self) -> Membership:  # type: ignore[override]
-        """The state machine of whoever coordinates."""
         return self.leader.membership
 
     @property
     def now_s(self) -> float:
-        """The time in seconds."""
         return self.cluster.now / 1e6
 
     def next_pid(self) -> int:
-        """Another process's number."""
+        """Return another process's number."""
         self._pids += 1
         return self._pids
 
     def begin(self) -> None:
-        """Begins the coordinator, and the supervisors."""
+        """Begin the coordinator and the supervisors."""
         self._watch(self.leader)
         self.leader.begin()
         for rank in self.cluster.workers:
@@ -110,7 +108,7 @@ class Takeovers(Coordination):
     # --- calls ------------------------------------------------------------------------------------------
 
     def call(self, name: tuple, caller: int, address: tuple[str, int]) -> Side | None:
-        """A connection to whoever listens at ``address``; None where nobody does, or the host can't be reached."""
+        """Connect to the process at ``address``; None if nobody listens, or the host can't be reached."""
         listener = self._listening(address)
         if listener is None or self.is_silent(caller, address) or listener.stopped_until > self.cluster.now:
             return None
@@ -119,7 +117,7 @@ class Takeovers(Coordination):
         return near
 
     def is_silent(self, caller: int, address: tuple[str, int]) -> bool:
-        """Whether nothing at all comes from there."""
+        """Return whether nothing at all comes from there."""
         host, there = int(address[0].removeprefix("host")), self._listening(address)
         if there is not None and there.stopped_until > self.cluster.now:
             return True
@@ -133,7 +131,7 @@ class Takeovers(Coordination):
         return next((each for each in self.candidates if each.alive and each.port == address[1]), None)
 
     def _port(self, coordinator: SimulatedCoordinator) -> int:
-        """Where a coordinator listens: at the launcher's port, or where it stood by, and those that follow it too."""
+        """Return where a coordinator and its successors listen: the launcher's port, or where it stood by."""
         return self._ports.get(coordinator.host, HOME_PORT)
 
     @property
@@ -147,7 +145,7 @@ class Takeovers(Coordination):
         self.cluster.later(STARTING_US, partial(self._have_one_stand_by, coordinator))
 
     def _changes(self, coordinator: SimulatedCoordinator, pid: int) -> None:
-        """Does what a guard does where another process is in step."""
+        """Do what a guard does when another process is in step."""
         host = coordinator.host
         if self._in_step.get(host) and not pid and host in self._beside:
             self.kill_process(self._beside[host])
@@ -162,13 +160,13 @@ class Takeovers(Coordination):
             self._beside[host] = SimulatedStandby(self, host, address, False)
 
     def kill_process(self, process: Process) -> None:
-        """Kills a coordinator, or one that stands by; its guard sees that soon."""
+        """Kill a coordinator or a standby; its guard sees that soon."""
         if process.alive:
             process.dies()
             self.cluster.later(MILLISECOND, partial(self.ended, process))
 
     def ended(self, process: Process) -> None:
-        """Does what a guard does where one of its processes has ended."""
+        """Do what a guard does when one of its processes has ended."""
         if isinstance(process, SimulatedStandby):
             if self._beside.get(process.host) is process:
                 del self._beside[process.host]
@@ -199,7 +197,7 @@ class Takeovers(Coordination):
         self.reach("home")
 
     def moves(self, candidate: SimulatedStandby, made: SimulatedCoordinator, known: Known) -> None:
-        """Takes in that who stood by elsewhere coordinates."""
+        """Handle that a standby elsewhere coordinates now."""
         self.homes[candidate.host] = made
         self._leads_now(made, known)
         self.cluster.exercised[ProtocolRule.MOVED] += 1
@@ -208,7 +206,7 @@ class Takeovers(Coordination):
     def _leads_now(self, made: SimulatedCoordinator, known: Known, of: SimulatedCoordinator | None = None) -> None:
         self.all.append(made)
         if of is not None and of is not self.leader:
-            return  # one that goes on where another host's coordinates already
+            return  # another host's process coordinates already
         self.leader, self.last_leader_at = made, self.cluster.now
         told = [event for _, event in self.cluster.events[-100:]]
         self.cluster.tell([event for event in known.events if event not in told])
@@ -218,21 +216,21 @@ class Takeovers(Coordination):
     # --- what workers and supervisors say and hear ------------------------------------------------------------
 
     def reaches(self, rank: int) -> bool:
-        """Whether the host of ``rank`` is there: what is said there is kept until it gets through."""
+        """Return whether the host of ``rank`` is there: what is said there is kept until it gets through."""
         return rank not in self.cluster.lost_hosts
 
     def joined(self, ranks: frozenset[int]) -> bool:
-        """Whether these reach each other."""
+        """Return whether these ranks reach each other."""
         some = min(ranks)
         lost = self.cluster.lost_hosts
         return all(rank in lost or some in lost or self.hosts.reaches(some, rank) for rank in ranks)
 
     def begins_with(self, worker: SimulatedMachine) -> bool:
-        """Has a worker come to the coordinator; it is let in later."""
+        """Have a worker come to the coordinator; it is let in later."""
         return self.begins(worker)
 
     def begins(self, worker: SimulatedMachine) -> bool:
-        """Has a worker's next process come to the coordinator; it is let in later."""
+        """Have a worker's next process come to the coordinator; it is let in later."""
         rank, incarnation = worker.rank, worker.control_view.incarnation
         hello = Hello(rank, WORKER, self.next_pid(), f"host{rank}", incarnation)
         if (before := self.ends.get((WORKER, rank))) is not None:
@@ -248,7 +246,7 @@ class Takeovers(Coordination):
         return False
 
     def _address_of(self, rank: int) -> tuple[str, int]:
-        """Where the supervisor of ``rank`` finds the coordinator."""
+        """Return where the supervisor of ``rank`` finds the coordinator."""
         supervisor = self.ends.get((SUPERVISOR, rank))
         return ("host0", HOME_PORT) if supervisor is None else supervisor.address
 
@@ -266,29 +264,29 @@ class Takeovers(Coordination):
         self.cluster.later(ENDING_US, partial(self.cluster.kill, rank))
 
     def end_of(self, token: str) -> SimulatedEnd | None:
-        """Whose connection has that token."""
+        """Return the end of the connection that has that token, or None."""
         if token not in self._tokens:
             self._tokens |= {end.token: end for end in self.ends.values() if end.token}
         return self._tokens.get(token)
 
     def say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
-        """Says something to whoever coordinates."""
+        """Send a message to the coordinator."""
         role = SUPERVISOR if isinstance(message, Exited) else by
         if (end := self.ends.get((role, rank))) is not None:
             end.send(message)
 
     def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
-        """Says something on a board; that takes its time too."""
+        """Send a message about a board, which takes time here too."""
         self.say(rank, message, WORKER, WorkerId(rank))
 
     def disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
-        """Closes the connection of a process that has died."""
+        """Close the connection of a process that has died."""
         end = self.ends.get((line, rank))
         if end is not None and self.reaches(rank) and (worker is None or end.hello.incarnation == worker.incarnation):
             end.close()
 
     def lose_supervisor(self, rank: int) -> None:
-        """Nothing: that of a lost host says nothing more."""
+        """Do nothing: the supervisor of a lost host says nothing more."""
 
     def _supervise(self, rank: int, message: object) -> None:
         cluster = self.cluster
@@ -309,7 +307,7 @@ class Takeovers(Coordination):
     # --- what is seen of it -------------------------------------------------------------------------------------
 
     def takes(self, coordinator: SimulatedCoordinator, news: News) -> None:
-        """Takes in that a coordinator hears something."""
+        """Record that a coordinator hears something."""
         line = coordinator.board.lines.get(news.line)
         if coordinator is self.leader and news.kind == "said" and line is not None and line.hello.rank >= 0:
             lost = getattr(news.message, "worker", None) in coordinator.membership.lost
@@ -317,18 +315,18 @@ class Takeovers(Coordination):
                 self.cluster.heard(line.hello.rank, news.message, lost)
 
     def decided(self, coordinator: SimulatedCoordinator) -> None:
-        """Takes in that a coordinator has taken something in: what follows is decided, and seen once it is out."""
+        """Record that a coordinator has taken something in: what follows is decided, and seen once it is out."""
         if coordinator is self.leader:
             if (members := len(coordinator.membership.roster)) > self._members > 0:
                 self.reach("grows")
             self._members = members
             self.cluster.note_departures()
-            if coordinator.membership.committed >= self._decided:  # else one before has died with that
+            if coordinator.membership.committed >= self._decided:  # else one before has died with that decision
                 self._decided = coordinator.membership.committed
                 self.cluster.watcher.committed(self.cluster)
 
     def released(self, coordinator: SimulatedCoordinator, effects: Effects, again: bool) -> None:
-        """Takes in that others see what has followed from something; ``again``: some of it for the second time."""
+        """Record that others see the effects of news. ``again``: some of them for the second time."""
         if coordinator is not self.leader:
             return
         cluster, board = self.cluster, coordinator.board
@@ -348,13 +346,13 @@ class Takeovers(Coordination):
 
     @property
     def may_end(self) -> bool:  # type: ignore[override]
-        """Whether the job may end for want of a coordinator: more than one thing has happened to those that coordinate,
-        or stand by, or one that leaves no side enough.
+        """Whether the job may end for want of a coordinator: several troubles struck, or one that leaves no side enough
+        workers.
         """
         return len(self.struck) > 1 or not self._must_go_on
 
     def finished(self) -> None:
-        """Checks, at the end, that somebody coordinates; where nobody may, the job has ended as failed."""
+        """Check at the end that there is a coordinator; if none may lead, the job ends as failed."""
         leader, alone = self.leader, all(end.dead for (role, _), end in self.ends.items() if role == WORKER)
         if not leader.alive or leader.deposed or leader.stopped_until > self.cluster.now or (alone and self.may_end):
             self.leader.board.fail("nobody coordinates any more", self.now_s, Effects())
@@ -363,16 +361,16 @@ class Takeovers(Coordination):
 
     @property
     def _doomed(self) -> set[int]:
-        """The ranks to which something else happens, at any time."""
+        """The ranks to which other troubles happen, at any time."""
         scenario = self.cluster.scenario
         seats = {seat for each in scenario.troubles if each.kind not in TAKEOVERS for seat in each.seats}
         return {self.cluster.rank_of[seat] for seat in seats | {each.seat for each in scenario.faults}}
 
     def _nobody_healthy_is_lost(self) -> None:
-        """Checks that takeovers cost nobody but those on hosts that are gone, or were cut off."""
+        """Check that takeovers cost only workers on hosts that are gone, or were cut off."""
         lost = {worker.rank for worker in self.membership.lost} - self._apart - self.cluster.lost_hosts - self._doomed
         for side in self._sides:
-            if len(self.struck) > 1 or lost <= side or not lost & side:  # the job goes on with one of both
+            if len(self.struck) > 1 or lost <= side or not lost & side:  # the job goes on with one of two sides
                 lost = set()
         for rank in sorted(lost):
             self.cluster.watcher.say(f"rank {rank} is lost, and nothing has happened to it")
@@ -380,14 +378,14 @@ class Takeovers(Coordination):
     # --- troubles -------------------------------------------------------------------------------------------------
 
     def reach(self, point: str) -> None:
-        """Comes to a step of taking over."""
+        """Reach a step of a takeover, at which troubles may begin."""
         self._reached[point] += 1
         for trouble in self.cluster.scenario.troubles:
             if (trouble.point, trouble.number) == (point, self._reached[point]):
                 self.cluster.later(trouble.at_us, partial(self.cluster.strike, trouble))
 
     def strike(self, trouble: Trouble) -> None:
-        """Lets a trouble strike whoever coordinates, or stands by, at this time."""
+        """Let a trouble strike the present coordinator or standby."""
         leader, candidate = self.leader, next((each for each in self.candidates if each.alive and not each.leads), None)
         beside = self._beside.get(leader.host)
         struck = {"coordinator": leader, "standby": beside, "candidate": candidate}.get(trouble.kind)
@@ -397,7 +395,7 @@ class Takeovers(Coordination):
             return
         self._must_go_on = self._leaves_enough(trouble, struck)
         self.struck.append((self.cluster.now, trouble))
-        term = leader.board.succession.term  # who has not heard of it does not know where to turn
+        term = leader.board.succession.term  # a worker that has not heard of it does not know where to turn
         self._apart |= {rank for (role, rank), end in self.ends.items() if role == WORKER and end._term.term < term}
         if trouble.kind in HOSTS and struck is not None:
             self.cluster.lose_host(struck.host)
@@ -419,10 +417,10 @@ class Takeovers(Coordination):
             self._cut(ranks - self.cluster.lost_hosts, trouble.for_us)
 
     def _leaves_enough(self, trouble: Trouble, struck: Process | None) -> bool:
-        """Whether one side has enough to go on behind this, whoever else was lost; ``struck``: whom it strikes."""
+        """Return whether one side has enough workers to go on after this. ``struck``: the process that it strikes."""
         leader, told = self.leader, self.leader.board.succession.address
         if leader.membership.committed >= self.cluster.scenario.steps - 1:
-            return False  # some may have gone, and are members still
+            return False  # some may have left, and still be members
         if not leader.membership.started:
             return trouble.kind in ("standby", "candidate")
         members = {member.rank for member in leader.membership.roster}

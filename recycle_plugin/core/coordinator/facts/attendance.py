@@ -372,7 +372,7 @@ class Attendance:
         return self._outnumbered_at is not None
 
     def outnumbered_without(self, members: int) -> bool:
-        """Whether too few are left if so many more ``members`` can't be reached."""
+        """Return whether too few would be left if ``members`` more could not be reached."""
         return len(self.unreachable) + members > len(self.roster) - members
 
     def enough(self) -> bool:

@@ -33,9 +33,7 @@ class StepFigures:
         return median(self._work[stage]) / 1e6 if stage in self._work else None
 
     def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
-        """Record what ``step`` took a worker.  A step that is applied twice is reported twice, each time with what is
-        new.
-        """
+        """Record what ``step`` took a worker; if it applies the step again, the second time adds to the first."""
         said = self._said.setdefault(step, {})
         before = said.get(worker)
         if before is not None:

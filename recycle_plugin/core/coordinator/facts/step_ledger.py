@@ -61,9 +61,7 @@ class StepLedger:
     # --- what workers say --------------------------------------------------------------------------
 
     def add_compute_time(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
-        """Record what ``step`` took a worker; ignore steps that nobody can have begun, or that were committed long
-        ago.
-        """
+        """Record what ``step`` took a worker; drop steps that nobody can have begun or that are long committed."""
         if not self.committed <= step < unstarted(self.committed):
             return
         self.figures.add(worker, step, time)
