@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import select
 import selectors
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ from typing import NamedTuple
 import psutil
 
 from recycle_plugin.authentication.secret import Secret
-from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Ready, SupervisorHeartbeat, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -96,7 +94,6 @@ class _Workers:
         self._job, self._seats = job, {rank: seat for seat, rank in ranks.items()}
         self._way = ControlWay(address, Secret(SECRET))
         self._selector = selectors.DefaultSelector()
-        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._number = self._committed = 0
 
     def __enter__(self) -> _Workers:
@@ -111,7 +108,6 @@ class _Workers:
         for each in (*self._supervisors.values(), *self._workers.values()):
             each.close()
         self._selector.close()
-        self._datagrams.close()
 
     def _come(self, role: str, rank: int) -> SocketControl:
         control = connect(self._way, DEADLINE_S)
@@ -149,10 +145,7 @@ class _Workers:
         self._say(Heartbeat(rank, self._number, 1, "computes", f"{rank}F0.0@1", 1))
 
     def _watch(self, rank: int) -> None:
-        control, message = self._supervisors[rank], SupervisorHeartbeat(rank, False, time.monotonic())
-        control.send(message, DEADLINE_S)
-        assert control.datagrams is not None
-        self._datagrams.sendto(control.datagrams.sealed(encode(message)), self._way.address)
+        self._supervisors[rank].send(SupervisorHeartbeat(rank, False, time.monotonic()), DEADLINE_S)
 
     def step(self, number: int, said: Iterable[OfWorker]) -> None:
         """Say what is said in step ``number``, and wait until all have heard that it is committed."""

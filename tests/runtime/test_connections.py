@@ -480,6 +480,19 @@ async def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
     again.close()
 
 
+def test_it_knows_what_the_network_holds_up(ends):
+    """An end that takes nothing is like a cut line: some bytes are not acknowledged."""
+    ends.near.send(Lease(1, 0.0))
+    assert isinstance(ends.far.receive(PATIENCE_S), Lease)
+    assert not ends.near.held_up
+    if isinstance(ends.near, SocketControl):
+        while ends.near.send(MIDDLE):
+            pass
+        assert ends.near.held_up
+        ends.near.close()
+        assert ends.near.held_up
+
+
 # --- only over sockets, which take no more than they have room for -----------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from recycle_plugin.authentication.handshake import Port, answer_in_loop
 from recycle_plugin.authentication.secret import SETTING
-from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Restart, Stay, Welcome
+from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Pace, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
 from recycle_plugin.core.messages.mirroring import StandsBy
 from recycle_plugin.runs import free_port
@@ -330,14 +330,12 @@ async def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
 
 
 async def test_it_follows_the_coordinator_to_another_host(monkeypatch):
-    """Heartbeats go there by datagram too, and the next worker is started for there, with that host's store."""
+    """Heartbeats go there, and the next worker is started for there, with that host's store."""
     async with supervised(monkeypatch) as (coordinator, far, worker, running):
         starts = Starts(monkeypatch)
         starts.go_on.set()
-        with socket.create_server(("127.0.0.2", 0)) as listener, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        with socket.create_server(("127.0.0.2", 0)) as listener:
             address = listener.getsockname()
-            datagrams.bind(address)
-            datagrams.settimeout(PATIENCE_S)
             far.send(Welcome(1, "job", line=3))  # its number is known from now on
             far.send(StandsBy(1, *address, 1.0))
             await hear(far, SupervisorHeartbeat)
@@ -347,7 +345,6 @@ async def test_it_follows_the_coordinator_to_another_host(monkeypatch):
             elsewhere.line, elsewhere.store_port = 3, 77
             there = await elsewhere.accept()
             await hear(there, SupervisorHeartbeat)
-            assert await asyncio.to_thread(datagrams.recv, 1000)
             await end(worker, there, 0)
             there.send(Restart(1, 0.0, incarnation=1))
             worker = await starts.next(1)
@@ -357,3 +354,28 @@ async def test_it_follows_the_coordinator_to_another_host(monkeypatch):
             await end(worker, there, 1)
             assert await asyncio.wait_for(running, PATIENCE_S) == 0
             there.close()
+
+
+async def test_it_reports_by_datagram_only_while_its_connection_is_held_up(monkeypatch):
+    async with supervised(monkeypatch) as (coordinator, far, worker, running):
+        with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+            datagrams.setblocking(False)
+            far.send(Pace(0.5))  # kernels put an acknowledgement off for up to 0.2 s
+            it = running.get_coro().cr_frame.f_locals["self"]
+            while it._every_s != 0.5:
+                await hear(far, SupervisorHeartbeat)
+            await hear(far, SupervisorHeartbeat)
+            datagrams.bind(coordinator.listener.getsockname())
+            for _ in range(3):
+                await hear(far, SupervisorHeartbeat)
+            with pytest.raises(BlockingIOError):
+                datagrams.recv(1000)
+            far._leave()  # it reads no more
+            while it._control._control.send(Terminate(1, "x" * 500_000, "a host")):
+                pass
+            received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(datagrams, 1000), PATIENCE_S)
+            assert received
+        far.send(Over(0))
+        worker.ended.set_result(0)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()

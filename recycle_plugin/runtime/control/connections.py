@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import termios
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fcntl import ioctl
 
 from recycle_plugin.authentication.handshake import Port, Proved, Stranger, call
 from recycle_plugin.authentication.secret import Known, NoSecret, NotThere
@@ -145,6 +147,14 @@ class SocketControl(Framed):
         silent_ms = int(1000 * self._term.silent_s) if self._term.host else 0
         with suppress(OSError):  # it is broken
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
+
+    @property
+    def held_up(self) -> bool:
+        """See Control; the kernel counts the bytes that it may have to send again."""
+        try:
+            return any(ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
+        except (OSError, ValueError):  # it is closed
+            return True
 
     def fileno(self) -> int:
         """The socket's descriptor, -1 once it is closed."""

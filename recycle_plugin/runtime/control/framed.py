@@ -84,6 +84,12 @@ class Control(Protocol):
         """Send what :meth:`send` has kept, as far as the other end takes it; False where some of it is left."""
 
     @property
+    def held_up(self) -> bool:
+        """Whether something was sent that the other end's host has not acknowledged; also while the connection is
+        broken.  False within a process.
+        """
+
+    @property
     def sent(self) -> int:
         """How many messages this end has sent since it was welcomed."""
 

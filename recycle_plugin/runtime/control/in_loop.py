@@ -56,6 +56,11 @@ class InLoop:
         return self._control.address
 
     @property
+    def held_up(self) -> bool:
+        """See Control."""
+        return self._control.held_up
+
+    @property
     def elsewhere(self) -> tuple[str, int] | None:
         """See Control."""
         return self._control.elsewhere

@@ -59,6 +59,7 @@ class InProcess(Framed):
     """
 
     here = "127.0.0.1"
+    held_up = False
     there: tuple[str, int] | None = None
     address: tuple[str, int] | None = None
 

@@ -1,4 +1,4 @@
-"""A supervisor's heartbeats by datagram, beside those over its connection.
+"""A supervisor's heartbeats by datagram, beside those over its connection if the network holds that one up.
 
 After a break in the network a connection's next try may be as far away as the break was long, and its host would be
 given up although it is back; a datagram gets through as soon as anything does.  It is sealed under a key of the

@@ -415,18 +415,19 @@ class Supervisor:
         await exit_code
 
     async def _send_heartbeats(self, worker: Process) -> None:
-        """Tell the coordinator now and then that the worker's process is there, and whether it runs; over a network
-        also by datagram.
+        """Report at intervals that the worker's process is there, and whether it runs; also by datagram if the last
+        report is still under way.
         """
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
         while not self._over.done():
-            if self._heartbeats is None and self._control.there is not None:
-                self._heartbeats = await HeartbeatSender.to(self._control.there)
+            held_up = self._control.held_up
             state, cpu_s = life_of(worker.pid)
             on_disk_s += self._every_s * (state == "D")
             used_s = None if cpu_s is None else cpu_s + on_disk_s
             self._tell(message := SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation))
-            if self._heartbeats is not None and self._datagrams is not None:
+            if held_up and self._datagrams is not None and self._control.there is not None:
+                if self._heartbeats is None:
+                    self._heartbeats = await HeartbeatSender.to(self._control.there)
                 self._heartbeats.send(message, self._datagrams)
             await asyncio.sleep(self._every_s)
             self._control.give_up_unless_heard(SILENT * BEATS)
