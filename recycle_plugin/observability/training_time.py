@@ -32,6 +32,7 @@ class TrainingTime:
         self._began = self._ended = nan
         self._step = self._batch = 0
         self._samples = 0
+        self._sizes: list[tuple[int, int]] = []  # (step, samples of each from it on) of steps that stand
 
     def take(self, kind: str, details: Mapping[str, Any], now: float) -> None:
         """Count an event that happened at ``now``, in seconds since the epoch."""
@@ -41,11 +42,12 @@ class TrainingTime:
             case "batch":
                 self._batch = details["batch"]
             case "committed":
-                self._samples += trained(self._batch, details)
-                self._step = details["step"]
-            case "loaded":  # an earlier step, if the load costs anything
-                self._samples = max(0, self._samples - max(0, self._step - details["step"]) * self._batch)
-                self._step = details["step"]
+                self._step, size = details["step"], trained(self._batch, details)
+                self._samples += size
+                if not self._sizes or self._sizes[-1][1] != size:
+                    self._sizes.append((self._step, size))
+            case "loaded":
+                self._take_back(details["step"])
             case "lost" | "leaving":
                 self._disturbed = True
             case "end" | "finished":
@@ -53,6 +55,17 @@ class TrainingTime:
         self._disturbed |= kind == "loaded" and self._samples > 0
         if not self._disturbed and kind in ("start", "batch", "committed") and len(self._undisturbed) < TIMED:
             self._undisturbed.append({"time": now, "event": kind, **details})
+
+    def _take_back(self, to: int) -> None:
+        """Go on from step ``to``: an earlier one, if the load costs anything."""
+        while self._step > to and self._sizes:
+            first, size = self._sizes[-1]
+            after = max(first - 1, to)
+            self._samples = max(0, self._samples - (self._step - after) * size)
+            self._step = after
+            if after < first:
+                self._sizes.pop()
+        self._step = to
 
     def ratio(self) -> float:
         """Return the ratio now, NaN if not known."""

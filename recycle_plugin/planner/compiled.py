@@ -2,14 +2,16 @@
 ahead of failures.
 
 Code compiled from other sources is not used: numba looks at a function's own file only, not at what it calls or which
-constants it takes from elsewhere. A damaged file is not used either: the function is compiled again. If nothing can be
-cached, since the disk is full or read-only for numba, each process compiles for itself.
+constants it takes from elsewhere, so all files are compared here. Comments and docstrings don't count. A damaged file
+is not used either: the function is compiled again. If nothing can be cached, since the disk is full or read-only for
+numba, each process compiles for itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,21 @@ from numba import njit
 
 from recycle_plugin.core import vocabulary
 
+DOCSTRING, COMMENT = re.compile(rb'"{3}[\s\S]*?"{3}'), re.compile(rb"#.*")  # to parse all files takes 0.4 s
+
 
 @lru_cache
 def sources() -> str:
-    """Return a hash of all files that compiled loops have code or constants of: the planner's and the vocabulary's."""
+    """Return a hash of the code in all files that compiled loops have code or constants of: the planner's and the
+    vocabulary's.
+    """
     folders = Path(__file__).parent, Path(vocabulary.__file__).parent
-    return hashlib.sha256(
-        b"".join(path.read_bytes() for folder in folders for path in sorted(folder.glob("*.py")))
-    ).hexdigest()
+    return code_hash([path.read_bytes() for folder in folders for path in sorted(folder.glob("*.py"))])
+
+
+def code_hash(files: Iterable[bytes]) -> str:
+    """Return a hash of Python files without comments and docstrings; compiled loops have no strings."""
+    return hashlib.sha256(b"\0".join(COMMENT.sub(b"", DOCSTRING.sub(b"", each)) for each in files)).hexdigest()
 
 
 def _cached(function: Callable, **options: Any) -> Any:
@@ -33,7 +42,7 @@ def _cached(function: Callable, **options: Any) -> Any:
         made = njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # numba has no place to write to
         return njit(nogil=True, **options)(function)
-    made._cache._cache_file._version += f" {sources()}"
+    made._cache._cache_file._source_stamp = sources()  # instead of the function's own file's time and size
     made._cache.load_overload = _or_none(made._cache)
     made._cache.save_overload = _where_possible(made._cache.save_overload)
     return made

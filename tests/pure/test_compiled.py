@@ -43,6 +43,24 @@ def test_the_words_that_loops_have_constants_of_are_sources(monkeypatch):
     assert {Path(program.__file__), Path(how.__file__)} <= set(read)
 
 
+CODE = 'def wait():\n    """Wait."""\n    return 1  # second\n'
+
+
+@pytest.mark.parametrize(
+    "old, new, same",
+    (("Wait.", "Return.", True), ("second", "s", True), ("1", "2", False), ("    ret", "  ret", False)),
+)
+def test_sources_are_the_same_while_only_comments_and_docstrings_change(old, new, same):
+    changed = CODE.replace(old, new)
+    assert changed != CODE and (how.code_hash([changed.encode()]) == how.code_hash([CODE.encode()])) == same
+
+
+def test_a_touched_file_is_not_compiled_again(loops):
+    assert hits(loops) == 0
+    loops.write_text(loops.read_text() + "\n# nothing\n")
+    assert hits(loops) == 1
+
+
 @pytest.mark.parametrize("same", (True, False))
 def test_what_was_compiled_from_other_sources_is_compiled_again(loops, monkeypatch, same):
     assert hits(loops) == 0

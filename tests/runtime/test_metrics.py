@@ -223,6 +223,15 @@ def test_the_effective_training_time_counts_samples(fed):
     assert ettr(fed, 14.0) == pytest.approx((10 * 8 + 2 * 16) * (1 / 8) / 14)
 
 
+@pytest.mark.parametrize("to, samples", ((12, 10 * 8 + 2 * 6), (10, 10 * 8), (3, 3 * 8), (0, 0)))
+def test_a_load_takes_back_what_its_steps_had(fed, to, samples):
+    """Ten whole steps, of 1 s each, and then three without a replica."""
+    for step in range(1, 14):
+        fed.committed(step, float(step), **{"contributed": [0, 1, 2], "replicas": 4} if step > 10 else {})
+    fed.say("loaded", 14.0, step=to)
+    assert ettr(fed, 16.0) == pytest.approx(samples / 8 / 16)
+
+
 def test_who_is_lost_before_a_step_was_timed_leaves_no_usual_pace(fed):
     fed.lost("0.1", 1.0)
     for step in range(1, 9):
