@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -149,13 +149,13 @@ class JobRun:
         """Ask the launcher to end the run on all hosts, and return when it has ended, or after ``grace_s``."""
         if self.launcher.poll() is None:
             self.launcher.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):  # leaving the block kills it
                 self.launcher.wait(grace_s)
-            except subprocess.TimeoutExpired:  # leaving the block kills it
-                pass
 
     def clean(self) -> None:
-        """Kill the remaining processes of the run, found by their environment, for at most 10 s."""
+        """Kill the remaining processes of the run, found by their environment. Raises RunFailed if one is left after
+        10 s.
+        """
         if self.launcher.poll() is not None:
             await_reports(self.mark)
         deadline = time.monotonic() + 10
@@ -166,7 +166,11 @@ class JobRun:
                 except psutil.NoSuchProcess:
                     pass
             psutil.wait_procs(left, timeout=1)
-        self.launcher.wait(10)
+        with suppress(subprocess.TimeoutExpired):
+            self.launcher.wait(10)
+        if left or self.launcher.poll() is None:
+            pids = sorted({self.launcher.pid, *(each.pid for each in left)})
+            raise self.failed(f"leaves processes that SIGKILL has not ended within 10 s: {pids}")
 
     def failed(self, how: str) -> RunFailed:
         """Return an error that says how this run failed, with the last lines of its output."""

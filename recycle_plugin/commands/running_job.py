@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import SecretFile
@@ -48,9 +49,9 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
         control, _ = _connected(ControlWay(access.address, access.secret))
     except OSError as error:
         return Answer(f"the job of {folder} can't be reached, if it runs at all: {error}", False)
-    control.send(make(what), ANSWER_S)
-    said = control.receive(ANSWER_S)
-    control.close()
+    with closing(control):
+        control.send(make(what), ANSWER_S)
+        said = control.receive(ANSWER_S)
     if not isinstance(said, Answer):
         return Answer(f"the coordinator has given no answer within {ANSWER_S:.0f} s, and may have done it", False)
     return said
@@ -59,9 +60,11 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
 def _connected(way: ControlWay) -> tuple[SocketControl, str]:
     """Return a connection to a coordinator, and its run folder. Raises ConnectionError, NoCredentials."""
     control = connect(way, CONNECT_S)
-    control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
-    said = control.receive(ANSWER_S)
-    if not isinstance(said, RunFolder):
-        control.close()
-        raise ConnectionError("{}:{} answers, but is no coordinator of a job".format(*way.address))
-    return control, said.path
+    with ExitStack() as unless_known:
+        unless_known.callback(control.close)
+        control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
+        said = control.receive(ANSWER_S)
+        if not isinstance(said, RunFolder):
+            raise ConnectionError("{}:{} answers, but is no coordinator of a job".format(*way.address))
+        unless_known.pop_all()
+        return control, said.path

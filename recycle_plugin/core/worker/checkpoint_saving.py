@@ -65,8 +65,8 @@ def end_of_saving(place: str) -> str:
 
 
 def why_not(passed: BarrierPassed) -> str:
-    """Return the reason why what was written before the barrier can't be used; "" if it can."""
-    return next(iter(passed.values.values()), "")
+    """Return the reasons why what was written before the barrier can't be used, by rank; "" if it can."""
+    return "; ".join(dict.fromkeys(why for _, why in sorted(passed.values.items(), key=lambda said: int(said[0]))))
 
 
 def _said(control_view: ControlView, error: str) -> dict[str, str]:
