@@ -156,6 +156,19 @@ def test_what_waits_for_the_device_is_counted_by_its_place():
     assert dict(watched.found) == {f"{__file__}:waits": 2}
 
 
+@pytest.mark.parametrize(
+    "file, cut", (("recycle_plugin/runtime/x.py", 3), ("recycle_plugin/lab/gpu/watched_job.py", 0))
+)
+def test_the_watched_jobs_own_waits_are_no_waits_of_the_plugin(file, cut):
+    path = f"/a/{file}"
+    with Watched() as watched:
+        exec(
+            compile("waits = lambda: warn('called a synchronizing CUDA operation')\nwaits()", path, "exec"),
+            {"warn": warnings.warn},
+        )
+    assert [*watched.found] == [f"{path[cut:]}:<lambda>"]
+
+
 def test_places_that_may_wait_are_there():
     for place in ALLOWED:
         file, _, function = place.partition(":")

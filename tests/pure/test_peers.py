@@ -55,7 +55,7 @@ def policies() -> list:
 @pytest.mark.parametrize("model", published.OOBLECK_MEASURED)
 @pytest.mark.parametrize("place", range(5), ids=["6h", "3h", "1h", "30min", "10min"])
 def test_oobleck_reproduces_its_own_simulator_from_its_measured_tables(model: str, place: int) -> None:
-    """Papers.md section 2: within 2%."""
+    """Within 2%."""
     every_s = published.OOBLECK_EVERY_S[place]
     policy = Oobleck(
         published.oobleck_measured(model), published.OOBLECK_BATCH[model], published.OOBLECK_PAUSE_S[model], 30

@@ -6,6 +6,7 @@ synchronisations can only refuse or warn; here it warns, and each warning is cou
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+OF_THE_JOB = re.compile(r"recycle_plugin/(checks|lab)/")  # which may wait for the device
 SYNCHRONISES = "called a synchronizing"
 ALLOWED = {
     "recycle_plugin/runtime/devices/accelerator.py:_from": "a copy for which there is no pinned room left",
@@ -59,6 +61,6 @@ def _place() -> str:
     frames = [
         frame for frame in traceback.extract_stack() if not frame.filename.endswith(("warnings.py", "watched.py"))
     ]
-    own = [frame for frame in frames if "recycle_plugin/" in frame.filename and "/checks/" not in frame.filename]
+    own = [frame for frame in frames if "recycle_plugin/" in frame.filename and not OF_THE_JOB.search(frame.filename)]
     frame = (own or frames)[-1]
     return f"{frame.filename[frame.filename.rfind('recycle_plugin/') :] if own else frame.filename}:{frame.name}"

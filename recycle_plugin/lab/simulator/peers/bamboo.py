@@ -1,6 +1,6 @@
 """Bamboo (NSDI'23): every node also computes its successor's stage, so that a lone failure costs time but no state.
 
-Rules from papers.md section 3 (its paper and public repository):
+Rules from its paper and public repository:
 * redundant computing leaves a part of the fault-free rate: 0.65 in ReCycle's figure, 0.25 to 0.32 in Oobleck's;
 * a node that covers two stages works 1.5 times as long on each micro-batch;
 * losing such a node, or the one before it, is fatal: 30 s of global rendezvous;
@@ -48,7 +48,7 @@ class Bamboo:
     rate: float = FAULT_FREE_IN_RECYCLE
     fits: bool = True
     name: str = "Bamboo"
-    source: str = "NSDI'23 and its public repository, by the rules of papers.md section 3"
+    source: str = "NSDI'23 and its public repository"
     validated: str = (
         "fault-free rate as published; "
         "degraded within 6% of ReCycle's figure at 17 to 23 GPUs, 11 to 14% too fast below"

@@ -18,7 +18,7 @@ class CheckFreq(RestartFromCheckpoint):
 
     overhead: float = 0.05
     name: str = "CheckFreq"
-    source: str = "papers.md section 5: profiled interval, overhead held under 5%; rates assumed (peers/machine.py)"
+    source: str = "FAST'21: profiled interval, overhead held under 5%; rates assumed (peers/peer_machine.py)"
 
     def speed(self, state: int) -> float:
         """Return the samples per second with ``state`` workers, snapshots included."""

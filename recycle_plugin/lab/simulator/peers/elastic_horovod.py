@@ -17,7 +17,7 @@ class ElasticHorovod(RestartFromCheckpoint):
 
     commit_steps: int = 10
     name: str = "Elastic Horovod"
-    source: str = "papers.md section 5: commit, restore, sync; interval and reset assumed (peers/machine.py)"
+    source: str = "its documentation: commit, restore, sync; interval and reset assumed (peers/peer_machine.py)"
 
     def speed(self, state: int) -> float:
         """Return the samples per second with ``state`` workers, commits included."""

@@ -1,4 +1,4 @@
-"""Published and recomputed figures of other systems, as data. Never input to a cost model; papers.md has the tags.
+"""Published and recomputed figures of other systems, as data. Never input to a cost model.
 ``published_recycle.json`` is digitised from the ReCycle authors' public slides and poster, +-0.02 samples/s.
 """
 

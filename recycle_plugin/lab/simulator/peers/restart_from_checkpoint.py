@@ -21,7 +21,7 @@ class RestartFromCheckpoint:
     job: PeerJob
     costs: Transitions = Transitions()
     name: str = "restart from checkpoint"
-    source: str = "common practice; restart, storage and interval assumed (peers/machine.py)"
+    source: str = "common practice; restart, storage and interval assumed (peers/peer_machine.py)"
     validated: str = ""
 
     def start(self) -> int:
