@@ -24,7 +24,6 @@ from recycle_plugin.core.vocabulary.deadlines import APART, TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.coordination import SUPERVISOR, WORKER, Coordination
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
-from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
 from recycle_plugin.lab.simulator.one_history import OneHistory
 from recycle_plugin.lab.simulator.scenario import HOSTS, MILLISECOND, TAKEOVERS, Trouble
 from recycle_plugin.lab.simulator.simulated_coordinators import Process, SimulatedCoordinator, SimulatedStandby
@@ -50,7 +49,6 @@ class Takeovers(Coordination):
         self.cluster = self._cluster = cluster
         self._pids = 100
         self.hosts, self.one = Hosts(self), OneHistory(cluster.watcher.say)
-        self._near = MessageDelays(CLOSE, cluster.scenario.torn)
         board = Switchboard(len(cluster.workers), 1, "a job", 0.0, "host0")
         self.leader = SimulatedCoordinator(self, 0, board)
         self.all = [self.leader]  # all that have coordinated
