@@ -1,4 +1,4 @@
-"""A worker's side of the coordinator's boards (core/coordinator/facts/boards.py): what it posts, and what it reads."""
+"""A worker's access to the coordinator's boards (core/coordinator/facts/boards.py): what it posts and reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.control.waiting import Waiting
 
-LOOK_S = 1.0  # between two looks at whether somebody still wants what is awaited
+LOOK_S = 1.0  # s between checks that the reading is still wanted
 
 
 class BoardAccess:
-    """The boards as the worker whose ``view`` of the job it is sees them.  Every thread may call anything."""
+    """The boards for the worker with this ``view`` of the job. Any thread may call any method."""
 
     def __init__(self, view: ControlView, send: Callable[[object], None], waiting: Waiting) -> None:
         self._view, self._send, self._waiting = view, send, waiting
@@ -29,20 +29,19 @@ class BoardAccess:
         self._send(Post(self._view.rank, generation, board, value))
 
     def read(self, board: str, ranks: Sequence[int], generation: int) -> Reading:
-        """Ask for what ``ranks`` post on ``board``.  Whoever reads it drops it by :meth:`forget`."""
+        """Ask for what ``ranks`` post on ``board``. The caller drops the reading by :meth:`forget`."""
         with self._lock:
             reading = self._readings.setdefault(board, Reading())
         self._send(ReadBoard(self._view.rank, generation, board, tuple(ranks)))
         return reading
 
     def forget(self, board: str) -> None:
-        """Keep nothing more of ``board``."""
+        """Drop the reading of ``board``."""
         with self._lock:
             self._readings.pop(board, None)
 
     def predecessors(self, board: str) -> bytes | None:
-        """What the first process of this worker's rank has posted on ``board`` for newcomers; None if nothing.
-
+        """Return what the first process of this worker's rank has posted on ``board`` for newcomers, None if nothing.
         Blocks until the coordinator has answered; raises WaitTimeout.
         """
         reading = self.read(board, [self._view.rank], ALWAYS)
@@ -52,7 +51,7 @@ class BoardAccess:
         return reading.values.get(self._view.rank)
 
     def take(self, posted: Posted) -> None:
-        """Take an answer of the coordinator's."""
+        """Handle an answer of the coordinator."""
         with self._lock:
             reading = self._readings.get(posted.board)
         if reading is None:
@@ -66,8 +65,8 @@ class BoardAccess:
     def wait(
         self, what: str, reading: Reading, ranks: Collection[int], timeout_s: float, wanted: Callable[[], bool]
     ) -> None:
-        """Block until all of ``ranks`` have posted.  Raises WaitTimeout that names ``what`` and who is missing, also as
-        soon as it is not ``wanted`` any more or the job has ended.
+        """Block until all ``ranks`` have posted. Raises WaitTimeout, which names ``what`` and a missing rank, also once
+        the reading is no longer ``wanted`` or the job has ended.
         """
         view, deadline = self._view, time.monotonic() + timeout_s
         with self._waiting.changed:

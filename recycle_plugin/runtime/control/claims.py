@@ -1,7 +1,6 @@
-"""Claims on the folders that a job writes to: while it runs, no other job writes there.
-
-The coordinator's process holds a lock (flock) on a file in each.  The kernel drops it with the process, however that
-ends, so a dead job holds none.
+"""Claims on the folders that a job writes to: while it runs, no other job writes there. The coordinator's process holds
+a lock (flock) on a file in each folder. The kernel drops the lock when the process ends, however it ends, so a dead job
+holds none.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EB
 
 
 class Claims:
-    """The folders that a job has claimed.  ``warn`` gets a line for each that can't be locked; ``owner``: who claims,
-    for others to read.
+    """The folders that a job has claimed. ``warn`` gets a line for each that can't be locked; ``owner``: the owner's
+    name in the lock files.
     """
 
     def __init__(self, warn: Callable[[str], None], owner: str = "") -> None:
         self._warn, self._owner = warn, owner
-        self._held: dict[Path, int] = {}  # by lock file: its descriptor
-        self._before: list[Path] = []  # those that the process holds, or has held, in whose place this one is
+        self._held: dict[Path, int] = {}  # by lock file: its open descriptor
+        self._before: list[Path] = []  # lock files that this job's earlier process held
 
     def take(self, job: JobSpec, job_id: str) -> str:
-        """Claim all folders of ``job``, and make them; return why the job can't have one, or ""."""
+        """Create and claim all folders of ``job``. Return why one can't be claimed, or ""."""
         self._owner = f"job {job_id}, process {os.getpid()} on host {socket.gethostname()}"
         for setting, folder in (("run_dir", job.run_dir), *job.folders):
             if why := self.claim(setting, Path(folder)):
@@ -40,9 +39,9 @@ class Claims:
         return ""
 
     def release(self) -> None:
-        """Let go of all, also of what the process before has left behind."""
+        """Release all folders, also those that the job's earlier process has left behind."""
         for path in self._before:
-            with suppress(OSError):  # it is there still
+            with suppress(OSError):  # the earlier process is still there
                 self._lock(path)
         for path, descriptor in self._held.items():
             with suppress(OSError):
@@ -51,7 +50,7 @@ class Claims:
         self._held.clear()
 
     def claim(self, setting: str, folder: Path) -> str:
-        """Claim ``folder``, which ``setting`` names, and make it; return why that can't be, or ""."""
+        """Create and claim ``folder``, which ``setting`` names. Return why that fails, or ""."""
         path = Path(os.path.realpath(folder), LOCK)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,7 @@ class Claims:
         except BlockingIOError:
             if _holder(path).split(",")[0] == self._owner.split(",")[0]:
                 self._before.append(path)
-                return ""  # a process of the same job, in whose place this one is
+                return ""  # an earlier process of this job
             return (
                 f"recycle.{setting}: {folder} is the folder of {_holder(path)}, which runs: write another folder, or "
                 "wait until that job has ended"
@@ -73,7 +72,7 @@ class Claims:
         return ""
 
     def _lock(self, path: Path) -> None:
-        """Lock the file at ``path``, unless the job before removes it at this moment.  Raises OSError."""
+        """Lock the file at ``path``, unless the job before removes it at this moment. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +86,7 @@ class Claims:
 
 
 def _holder(path: Path) -> str:
-    """The job that holds the lock at ``path``, in words."""
+    """Return the job that holds the lock at ``path``, in words."""
     try:
         return path.read_text(errors="replace")[:200] or "another job"
     except OSError:

@@ -1,9 +1,8 @@
 """The coordinator's server: it carries the messages of ``core.coordinator.exchange`` between processes.
 
-It lives in a process of rank 0's guard (runtime/processes/guard.py) and imports no torch.  Each worker and each
-supervisor holds one connection.  A worker's death shows twice: its supervisor sees the process end and knows how, and
-its connection closes.  What it said before it died is read to the end first, because a number that it contributed to a
-finished step still counts.
+It runs in a child of rank 0's guard (runtime/processes/guard.py) and imports no torch. Each worker and each supervisor
+holds one connection. A worker's death shows twice: its supervisor sees how the process ends, and its connection closes.
+All that the worker said before is read first, since a number that it contributed to a finished step still counts.
 """
 
 from __future__ import annotations
@@ -34,20 +33,19 @@ from recycle_plugin.runtime.control.mirror import serve
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 from recycle_plugin.runtime.system import clock
 
-LOOK_S, GONE = 1.0, 2  # between two looks at the checkpoints; so many find none where one was removed
-CLOSING_S = 5.0  # how long closed connections may take to be noticed
-HELLO_S = 60.0  # how long who has connected may take to say who it is
-# how long nothing need be heard of one that is there: silence is core.coordinator.facts.failure_detector's business
+LOOK_S, GONE = 1.0, 2  # s between looks at a checkpoint; looks in a row without it until it counts as removed
+CLOSING_S = 5.0  # how long tasks may take to notice closed connections
+HELLO_S = 60.0  # how long a new connection may take to say hello
+# how long silence is normal; the failure detector (core/coordinator/facts/failure_detector.py) judges it
 LISTEN_S = 60.0
 
 
 class Coordinator(Exchange):
-    """The coordinator's server for a job of ``ranks`` workers; ``say(event, now)`` gets every event.
+    """The coordinator's server for a job of ``ranks`` workers.
 
-    ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which;
-    ``secret``: what whoever connects has to know; ``claim(job, job_id)``: claims the job's folders (claims.py),
-    and returns why it can't have one, or "".  ``known``: what is known of a coordinator that has died, which this one
-    goes on from.
+    ``store_port``: the port of the job's key-value store. ``say(event, now)`` gets every event. ``secret``: what each
+    process that connects has to know. ``claim(job, job_id)`` claims the job's folders (claims.py) and returns why that
+    fails, or "". ``known``: the state of a dead coordinator from which this one goes on.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class Coordinator(Exchange):
                 self._over.set()
         self._say, self._claim = say, claim
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
-        self._line_of: dict[Hello, int] = {}  # of supervisors whose datagrams count
+        self._line_of: dict[Hello, int] = {}  # by the hello of supervisors whose datagrams count
         super().__init__(board, known)
-        self.deposed = asyncio.Event()  # the others may go on without it
+        self.deposed = asyncio.Event()  # once the others may go on without it
         self._alone_from = 0.0
         self._loop = asyncio.get_running_loop()
         self._entrance: Entrance | None = None
@@ -93,7 +91,7 @@ class Coordinator(Exchange):
         self._loop.call_later(after_s, happen, line)
 
     def _tell(self, event: Event, now: float) -> None:
-        self._say(event, clock.now())  # and not the state's time, where that was another host's
+        self._say(event, clock.now())  # not the state's time, which may be another host's
 
     def _claimed(self, job: JobSpec, job_id: str) -> str:
         return self._claim(job, job_id)
@@ -125,19 +123,18 @@ class Coordinator(Exchange):
 
     @property
     def run_dir(self) -> str:
-        """The run folder, once workers have said which; else where one would be."""
+        """The run folder once workers have named it, else where it would be."""
         return self._board.run_dir
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens, once it has started."""
+        """The (host, port) where it listens, once started."""
         assert self._entrance is not None
         return self._entrance.address
 
     async def start(self, host: str, port: int, claimed: Callable[[], object] = lambda: None) -> None:
-        """Listen for workers and supervisors at the address ``host``; raises OSError when the port is taken.
-
-        ``claimed`` is called once the port is this job's, before anybody can connect to it.
+        """Listen for workers and supervisors at the address ``host``. Raises OSError if the port is taken. ``claimed``
+        is called once the port is this job's, before any process can connect to it.
         """
         self._heartbeats = await HeartbeatListener.listen((host, port), self._take_datagram, self._refuse_datagram)
         try:
@@ -151,8 +148,8 @@ class Coordinator(Exchange):
         self._begin()
 
     async def lead(self, entrance: Entrance, gone: str) -> None:
-        """Go on at an ``entrance`` to which others have turned already (:meth:`answer`): this process stood by on
-        another host than the one that is ``gone``, of which nobody may come.
+        """Go on as a former standby on another host than ``gone``, whose processes need not come. Processes have
+        already turned to the ``entrance`` (:meth:`answer`).
         """
         self._entrance = entrance
         self._leads()
@@ -166,9 +163,9 @@ class Coordinator(Exchange):
         self._begin(gone)
 
     def claim_anew(self) -> None:
-        """Claim the folders that the process before had claimed."""
+        """Claim the folders that the dead coordinator had claimed."""
         board = self._board
-        board.claimed = board.claimed and board.job is not None  # else the next one who says it has them claimed
+        board.claimed = board.claimed and board.job is not None  # otherwise they are claimed when a worker names them
         if board.job is not None and board.claimed and (taken := self._claim(board.job, board.job_id)):
             self.fail(taken)
 
@@ -179,8 +176,8 @@ class Coordinator(Exchange):
         self._watching = asyncio.create_task(self._watch_checkpoints())
 
     async def _watch_checkpoints(self) -> None:
-        """See now and then whether checkpoints are still there: what was removed is nothing to go on from."""
-        looks: dict[str, int] = {}  # how many in a row have not found one that was there; on this host it may never be
+        """Check now and then whether checkpoints still exist: the job can't go on from a removed one."""
+        looks: dict[str, int] = {}  # by path seen here: looks in a row without it
         while True:
             await asyncio.sleep(LOOK_S)
             for path in self.membership.checkpoints:
@@ -197,7 +194,7 @@ class Coordinator(Exchange):
             self._heartbeats.close()
 
     def connect(self) -> InProcess:
-        """A connection to the coordinator from within this process, for any thread."""
+        """Return a connection to the coordinator from within this process, for any thread."""
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     def _warn(self, text: str) -> None:
@@ -208,13 +205,12 @@ class Coordinator(Exchange):
 
     @property
     def code(self) -> int:
-        """The exit code that the job has ended with, 0 where it has not ended."""
+        """The exit code with which the job has ended, 0 if it has not ended."""
         return self._board.over.code if self._board.over is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
-        """Return when every supervisor that can be reached has closed its connection.
-
-        It waits for ``goodbye_s`` seconds after the end of the job at the latest.
+        """Return once every reachable supervisor has closed its connection, at the latest ``goodbye_s`` seconds after
+        the end of the job.
         """
         if not self._board.awaited:
             return
@@ -225,7 +221,7 @@ class Coordinator(Exchange):
         over.cancel()
 
     async def close(self) -> None:
-        """Close every connection and wait for those that serve them: cancelled later, they would say so."""
+        """Close every connection and wait for the tasks that serve them: if cancelled later, they would report it."""
         self._closing = True
         await self._close_ports()
         if self._ticking is not None:
@@ -246,7 +242,7 @@ class Coordinator(Exchange):
             self._begin_to_serve(InLoop(control))
 
     def answer(self, control: InLoop, hello: Hello) -> None:
-        """Answer one who has said ``hello`` before this coordinator was there."""
+        """Serve a connection whose ``hello`` came before this coordinator was there."""
         self._begin_to_serve(control, hello)
 
     def _begin_to_serve(self, control: InLoop, hello: Hello | None = None) -> None:
@@ -272,11 +268,11 @@ class Coordinator(Exchange):
             await self._hear(line, hello, control)
 
     async def _hear(self, line: int, hello: Hello, control: InLoop) -> None:
-        """Take all messages until the connection is broken."""
+        """Handle all messages until the connection is broken."""
         while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
             if message is None:
                 if hello.role == OPERATOR:
-                    break  # whose requests come soon, one after another
+                    break  # an operator's requests come soon after each other
                 continue
             self._said(line, message)
         self._complain_of(hello, control)
@@ -291,12 +287,12 @@ class Coordinator(Exchange):
             self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
-        """Tell the user of a connection that speaks nonsense, and so is as good as closed."""
+        """Tell the user if a connection has broken over bytes that are no message."""
         if control.broken is not None and control.broken.unreadable is not None:
             self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), self._now())
 
     def _refuse_datagram(self, sender: tuple[Any, ...], why: OSError | str) -> None:
-        """Refuse a datagram; none of those that are still sealed for a coordinator that has died."""
+        """Refuse a datagram, unless it may still be sealed for a coordinator that has died."""
         if self._now() > self._alone_from:
             self._door.refuses(sender, why)
 

@@ -1,4 +1,4 @@
-"""The coordinator's entrance: it listens, and lets in who proves to be of this job, each in a task of its own."""
+"""The coordinator's entrance: it listens, and authenticates each process that connects in a task of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BACKLOG = 4096
 
 
 class Entrance:
-    """Listens at the address ``host``, from :meth:`open` on.  ``answer`` gets each connection that has authenticated,
-    and ``warn`` a line where one could not be accepted.  Raises OSError when the port is taken.
+    """Listens at the address ``host`` from :meth:`open` on. ``answer`` gets each authenticated connection, ``warn`` a
+    line for each failed accept. Raises OSError if the port is taken.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class Entrance:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Its own, with the port that it got if it asked for any."""
+        """The (host, port) where it listens, with the real port if 0 was asked for."""
         host, port = self._listener.getsockname()[:2]
         return host, port
 
     def open(self) -> None:
-        """Let who comes in from now on.  Raises OSError when the port is taken."""
+        """Accept connections from now on. Raises OSError if the port is taken."""
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
         self._begin(self._accept())
 
     async def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop accepting."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -76,7 +76,7 @@ class Entrance:
             if (proved := await self._door.lets_in_loop(connection, peer)) is not None:
                 self.answer(SocketControl(proved))
                 taken = True
-        except OSError:  # it has gone since
+        except OSError:  # the caller has gone
             pass
         finally:
             if not taken:

@@ -1,9 +1,9 @@
-"""The connections that carry the messages of core/messages/protocol.py: the port, and what all implementations share.
+"""Connections for the messages of core/messages/protocol.py: their port, and what all implementations share.
 
-A worker's threads wait in ``send`` and ``receive``, each with a deadline.  The event loops of the coordinator and of
-the supervisors wait for nobody: there a connection is in an InLoop (in_loop.py).  Both implementations, over sockets
+A worker's threads block in ``send`` and ``receive``, each with a deadline. The event loops of the coordinator and of
+the supervisors must not block: they wrap a connection in an InLoop (in_loop.py). The implementations, over sockets
 (connections.py) and within a process (in_process.py), carry the same frames (core/messages/encoding.py), so malformed
-bytes are dealt with in one place.
+bytes are handled in one place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from recycle_plugin.core.messages.line_end import LineEnd
 from recycle_plugin.core.messages.mirroring import Got
 from recycle_plugin.core.messages.typed import Unreadable
 
-UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
+UNSENT = 4 * LIMIT  # bytes that may wait for an end that takes nothing
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """Why nothing comes any more over a connection.  ``unreadable``: what has come, where that was no message."""
+    """Why a connection is broken. ``unreadable``: the bytes that came, if they were no message."""
 
     why: str
     unreadable: Unreadable | None = None
@@ -40,12 +40,11 @@ class Disconnected:
 class Control(Protocol):
     """One end of a connection for messages between processes.
 
-    What is sent comes out of the other end in the same order, each message whole and once; when the connection breaks,
-    the last ones may not have got there.  Every thread may call anything at any time, and nothing raises because the
-    connection is broken.
+    Messages arrive in the order in which they were sent, each whole and once. If the connection breaks, the last ones
+    may be lost. Any thread may call any method at any time, and a broken connection raises nothing.
 
-    ``here`` is this end's address, on the interface that reaches the other; ``there`` is host and port of the other,
-    None within a process.  ``datagrams``: what seals those of this connection's caller, others after each
+    ``here`` is this end's address, on the interface that reaches the other end. ``there`` is the other end's (host,
+    port), None within a process. ``datagrams`` seals datagrams of the end that has connected, with new keys after each
     :meth:`resume`; None within a process.
     """
 
@@ -55,38 +54,35 @@ class Control(Protocol):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """The address, host and port, at which the last listener has let this end in; None at the other end, and
-        within a process.
+        """The (host, port) of the last listener that has let this end in; None at the listening end and within a
+        process.
         """
 
     @property
     def elsewhere(self) -> tuple[str, int] | None:
-        """Where the last one listens that has stood by on another host, as far as this end knows; None where nobody
-        has.
-        """
+        """The (host, port) of the last standby on another host that this end knows of, None without one."""
 
     @property
     def broken(self) -> Disconnected | None:
-        """Why the connection is broken; None as long as something may come.
-
-        A peer's death breaks it once all that it has said is handed out, and so does what is no message.
+        """Why the connection is broken; None as long as something may come. A peer's death breaks it once all that the
+        peer has sent is received. Bytes that are no message break it too.
         """
 
     def send(self, message: object, timeout_s: float = 0.0, more: bool = False) -> bool:
-        """Send a message; False where the other end has not taken all that was sent.
+        """Send a message, or a frame that core.messages.encoding.encode has made of one. Return False if the other end
+        has not taken all that was sent.
 
-        That breaks the connection after ``timeout_s`` seconds; with 0 the rest is kept for :meth:`push`.  ``message``
-        may also be the frame that core.messages.encoding.encode has made of one for several; raises what that does.
-        ``more``: another one follows at once, and it goes along with that.
+        In that case the connection breaks after ``timeout_s`` seconds; with 0 the rest is kept for :meth:`push`.
+        ``more``: hold the message back, to go out with the next one. Raises what encode raises.
         """
 
     def push(self) -> bool:
-        """Send what :meth:`send` has kept, as far as the other end takes it; False where some of it is left."""
+        """Send what :meth:`send` has kept, as far as the other end takes it. Return False if some of it is left."""
 
     @property
     def held_up(self) -> bool:
-        """Whether something was sent that the other end's host has not acknowledged; also while the connection is
-        broken.  False within a process.
+        """Whether the other end's host has not acknowledged all that was sent; also while the connection is broken.
+        False within a process.
         """
 
     @property
@@ -95,44 +91,41 @@ class Control(Protocol):
 
     @property
     def unheard(self) -> int:
-        """How many of these the other end has not said it has."""
+        """How many of the sent messages the other end has not confirmed."""
 
     def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
-        """Whether the other end says within ``timeout_s`` seconds that it has the first ``count`` messages; somebody
-        has to receive meanwhile.
+        """Return whether the other end confirms the first ``count`` messages within ``timeout_s`` seconds. Another
+        thread has to receive meanwhile.
         """
 
     def receive(self, timeout_s: float = 0.0) -> object | None:
-        """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
+        """Return the next message; None if the connection is broken, or nothing comes within ``timeout_s`` seconds."""
 
     def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
-        """Make the connection again, with ``hello`` as its first message, and return the answer to that, None where it
-        does not stand.
+        """Connect again, with ``hello`` as the first message. Return the answer, None if the connection is not
+        restored. Only the end that has connected can resume.
 
-        Only the side that has made it can.  Where whoever answers still has the connection, which the answer's ``line``
-        says, all goes on as if it had never been broken: what was under way either way is sent again.  Else it is a new
-        one: the coordinator puts a supervisor that comes again in the place of the one before, and its worker does not
-        notice; a worker's broken connection is its end, since others are told of its loss at once.
+        If the answering coordinator still knows the connection (the answer has the same ``line``), all goes on as if it
+        had never been broken: both ends send again what was under way. Otherwise the connection is new. A supervisor
+        that comes again takes its predecessor's place, and its worker does not notice. A worker's broken connection is
+        its end, since others hear of its loss at once.
         """
 
     def give_up(self, why: str) -> None:
-        """Take it for broken, where :meth:`resume` may turn to somebody else; whoever receives finds that."""
+        """Break the connection if :meth:`resume` may turn to another process; whoever receives then finds it broken."""
 
     def close(self) -> None:
-        """Close it, also for those who wait in it now; the other end gets all that is on its way, and then finds the
-        end.
-        """
+        """Close the connection, also for threads that wait in it. The other end still gets all that is on its way."""
 
     def fileno(self) -> int:
-        """A descriptor for ``select``: readable when something can be received, writable when something can be
+        """Return a descriptor for ``select``: readable if something can be received, writable if something can be
         pushed.
         """
 
 
 class Framed(LineEnd):
-    """What both implementations have in common: messages in, frames out.
-
-    Subclasses move bytes, as non-blocking sockets do.  With ``seals`` every frame has one behind it.
+    """What the implementations have in common: messages in, frames out. Subclasses move bytes, as non-blocking sockets
+    do. With ``seals`` a seal follows each frame.
     """
 
     def __init__(self, limit: int, seals: Seals | None = None) -> None:
@@ -149,7 +142,7 @@ class Framed(LineEnd):
         self.broken: Disconnected | None = None
 
     def _go_on(self, fresh: Framed, welcome: Welcome) -> None:
-        """Go on with what a ``fresh`` connection has, whose answer is ``welcome``; call it under both locks."""
+        """Go on with the state of a ``fresh`` connection, answered by ``welcome``. The caller holds both locks."""
         self._seals, self._unsent, self._mute = fresh._seals, bytearray(), False
         self._frames, self.datagrams, self.broken = fresh._frames, fresh.datagrams, None
         for frame in self._since(welcome):
@@ -226,7 +219,7 @@ class Framed(LineEnd):
 
     def close(self) -> None:
         self._break(Disconnected("it was closed on this side"))
-        with self._sending, self._receiving:  # those who wait in it have been woken
+        with self._sending, self._receiving:  # the waiting threads have been woken
             self._release()
 
     def _push(self, timeout_s: float) -> bool:
@@ -254,7 +247,7 @@ class Framed(LineEnd):
         return False
 
     def _fill(self, deadline: float) -> bool:
-        """Read what is there, or wait for it; False when the deadline has passed."""
+        """Read what is there, or wait for it. Return False if the deadline has passed."""
         try:
             data = self._read()
         except BlockingIOError:
@@ -278,7 +271,7 @@ class Framed(LineEnd):
         self._shut()
 
     def _await(self, what: int, deadline: float) -> None:
-        """Wait until the descriptor is so, or the connection is shut."""
+        """Wait until the descriptor is ready or the connection is shut."""
         poll = select.poll()
         poll.register(self.fileno(), what)
         poll.poll(max(1.0, (deadline - time.monotonic()) * 1000))
@@ -290,11 +283,11 @@ class Framed(LineEnd):
         raise NotImplementedError
 
     def _read(self) -> bytes:
-        """The bytes that have come; empty at the end."""
+        """Return the bytes that have come; empty at the end."""
         raise NotImplementedError
 
     def _shut(self) -> None:
-        """Wake whoever waits, here and at the other end.  What has come can still be read, and then the end."""
+        """Wake all that wait, at both ends. Bytes that have come can still be read, then follows the end."""
 
     def _release(self) -> None:
-        """Give the descriptors back, when nobody is in it any more.  May be called again."""
+        """Close the descriptors, once no thread uses them. May be called again."""

@@ -1,8 +1,8 @@
-"""A worker's heartbeats: they tell the coordinator what it is at, and keep its lease.
+"""A worker's heartbeats: they tell the coordinator what the worker is at, and keep its lease.
 
-They come from a thread, so that long code of the script's is not taken for a death
-(core/coordinator/facts/failure_detector.py).  Each answer extends the lease: for so long the others don't go on without
-this worker.  A process that was stopped, or cut off, finds when it goes on that its lease has run out, and asks again
+A thread sends them, so that long code of the script is not taken for a death
+(core/coordinator/facts/failure_detector.py). Each answer extends the lease: until its end the others don't go on
+without this worker. A process that was stopped or cut off finds its lease expired when it goes on, and asks again
 before it does anything that others could see.
 """
 
@@ -19,14 +19,15 @@ from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.control_view import ControlView
 
 SCRIPT = "the training script"
-ANSWER_S = 1.0  # how long a heartbeat that was due may be answered late, before the coordinator is silent
+ANSWER_S = 1.0  # s that an answer may be late before the coordinator counts as silent
 
 
 class Heartbeats:
-    """The heartbeats of the worker whose ``view`` of the job it is; only the main thread reports what it is at.
+    """The heartbeats of the worker with this ``view`` of the job. Only the main thread reports what it is at.
 
-    ``done``: how many instructions it has finished.  ``lease_until``: when the lease ends, by time.monotonic in
-    seconds, infinite before :meth:`start`.  ``silent`` is called, in a thread, where the coordinator says nothing.
+    ``done``: how many instructions the worker has finished. ``lease_until``: the end of the lease in seconds of
+    time.monotonic, infinite before :meth:`start`. ``silent`` is called, in a thread, if the coordinator does not
+    answer.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Heartbeats:
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
     def start(self, lease_s: float, every_s: float) -> None:
-        """Send heartbeats from now on, ``every_s`` seconds.  ``lease_s``: the shortest lease that the coordinator
-        gives, in seconds.
+        """Send heartbeats from now on, ``every_s`` seconds apart. ``lease_s``: the shortest lease that the coordinator
+        gives.
         """
         self._lease_s, self.lease_until = lease_s, time.monotonic() + lease_s
         threading.Thread(
@@ -56,10 +57,9 @@ class Heartbeats:
 
     @contextmanager
     def at(self, at: str, what: object) -> Iterator[None]:
-        """Report that the main thread is at ``what`` inside of this context; does nothing in other threads.
-
-        ``at`` is one of the words of core/messages/activity.py; ``what``, or what it returns, is only made a text when
-        it is sent, in another thread.
+        """Report that the main thread is at ``what`` inside this context; does nothing in other threads. ``at`` is a
+        word of core/messages/activity.py. ``what``, or the result of calling it, becomes a text only when the other
+        thread sends it.
         """
         before = self.turn_to((at, what))
         try:
@@ -68,11 +68,9 @@ class Heartbeats:
             self.turn_to(before)
 
     def turn_to(self, at: tuple[str, object]) -> tuple[str, object]:
-        """Note what the main thread is at from now on, as :meth:`at` has it, and return what it was at; other threads
-        change nothing.
-
-        The end of computing is sent at once: whatever comes next may hold the interpreter up, and no heartbeat gets
-        out.
+        """Record what the main thread is at from now on (see :meth:`at`) and return what it was at. Other threads
+        change nothing. The end of computing is sent at once: the next thing may hold the interpreter up, and then no
+        heartbeat gets out.
         """
         before = self._at
         if threading.get_ident() != self._main:
@@ -90,8 +88,8 @@ class Heartbeats:
 
     def beat(self) -> None:
         """Send one heartbeat now."""
-        with self._beating:  # in the order of their numbers
-            self._said_to_compute = True  # until it is known better: a change meanwhile is said afterwards
+        with self._beating:  # they go out in the order of their numbers
+            self._said_to_compute = True  # for now: if turn_to() comes meanwhile, it sends another one
             at, what = self._at
             self._said_to_compute = at == COMPUTES
             self._number += 1
@@ -109,14 +107,14 @@ class Heartbeats:
             )
 
     def heard(self, answer: Lease) -> None:
-        """Extend the lease by the coordinator's answer; it counts from when the heartbeat was sent."""
+        """Extend the lease by the coordinator's answer; it counts from the time when the heartbeat was sent."""
         with self._lock:
             sent = self._sent[answer.number]
             self._sent = {number: when for number, when in self._sent.items() if number > answer.number}
             self.lease_until = sent + answer.for_s
 
     def connected_anew(self) -> None:
-        """Give whoever coordinates as much time to answer as at the start."""
+        """Give the coordinator behind a new connection as much time to answer as at the start."""
         self._connected = time.monotonic()
 
     def _beat_on(self, every_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Connections (runtime/control/connections.py) in an event loop, where waiting for one lets all other tasks go on."""
+"""Connections (runtime/control/connections.py) in an event loop: waiting for one does not block other tasks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.runtime.control.connections import ATTEMPT_S, ControlWay, connect
 from recycle_plugin.runtime.control.framed import Control, Disconnected
 
-AT_ONCE = 100  # messages that are taken in before they are asked for
+AT_ONCE = 100  # messages that are read before they are asked for
 
 
 class InLoop:
-    """A connection in the running event loop: waiting for it lets all other tasks go on."""
+    """A connection in the running event loop."""
 
     @classmethod
     async def connect(cls, way: ControlWay, timeout_s: float) -> InLoop:
-        """Connect as runtime.control.connections.connect does, in threads of one attempt each.
-
-        A caller that gives up waits for no more than one attempt, 5 s.
+        """Connect as runtime.control.connections.connect does, in a thread per attempt. If cancelled, at most one
+        attempt (5 s) still runs.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -39,10 +38,10 @@ class InLoop:
     def __init__(self, control: Control) -> None:
         self._control, self._loop = control, asyncio.get_running_loop()
         self._waiting: asyncio.Future[Any] | None = None
-        self._come: deque[object] = deque()  # messages that nobody has asked for yet
-        self._more = True  # there may be some that were not taken in
-        self._later = False  # whether something waits for the end of this turn of the loop
-        self._looked_at = -1  # the descriptor that the loop looks at
+        self._come: deque[object] = deque()  # messages that are not asked for yet
+        self._more = True  # there may be messages that were not read
+        self._later = False  # whether a flush waits for the end of this turn of the loop
+        self._looked_at = -1  # the descriptor that the loop watches
         self.here, self.there = control.here, control.there
 
     @property
@@ -52,7 +51,7 @@ class InLoop:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Where whoever listens has let this end in, None at the other end and within a process."""
+        """See Control."""
         return self._control.address
 
     @property
@@ -67,18 +66,18 @@ class InLoop:
 
     @property
     def broken(self) -> Disconnected | None:
-        """Why the connection is broken, None as long as something may come."""
+        """Why the connection is broken, None as long as a message may come."""
         return None if self._come else self._control.broken
 
     def send(self, message: object, more: bool = False) -> None:
-        """Send a message; what the other end does not take now goes out once it does.  ``more``: it goes along with
-        the next one, or with :meth:`flush_soon`.
+        """Send a message; what the other end can't take now goes out once it can. ``more``: hold the message back, to
+        go out with the next one or at :meth:`flush_soon`.
         """
         if not self._control.send(message, more=more) and self._control.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
 
     def flush_soon(self) -> None:
-        """Send what is kept for more, with all that this turn of the loop has to send still."""
+        """Send held-back messages at the end of this turn of the loop, together with all that it still sends."""
         if not self._later:
             self._later = True
             self._loop.call_soon(self._flush)
@@ -89,7 +88,7 @@ class InLoop:
             self._loop.add_writer(self._control.fileno(), self._push)
 
     async def receive(self, timeout_s: float) -> object | None:
-        """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
+        """Return the next message; None if the connection is broken, or nothing comes within ``timeout_s`` seconds."""
         deadline = self._loop.time() + timeout_s
         if self._more and not self._come:
             self._read()
@@ -98,16 +97,14 @@ class InLoop:
         return self._come.popleft() if self._come else None
 
     async def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
-        """Make the connection again; see Control.resume."""
+        """Connect again; see Control.resume."""
         self._leave()
         welcome = await asyncio.to_thread(self._control.resume, hello, timeout_s)
-        self._more, self.there = True, self._control.there  # some may have come with that
+        self._more, self.there = True, self._control.there  # messages may have come with the answer
         return welcome
 
     def give_up_unless_heard(self, most: int) -> None:
-        """Take it for broken where the other end has left more than ``most`` messages unanswered, and somebody else may
-        answer; see Control.give_up.
-        """
+        """Give the connection up (Control.give_up) if more than ``most`` messages are not confirmed."""
         if self._control.unheard > most:
             self._control.give_up("nothing is heard of the coordinator")
 
@@ -122,9 +119,8 @@ class InLoop:
             self._loop.remove_writer(self._control.fileno())
 
     async def _readable(self, deadline: float) -> None:
-        """Return once something has come, or the ``deadline`` has, by the loop's time.
-
-        The loop looks at the descriptor from then on, which costs less than telling it before each wait.
+        """Return once something has come, or at the ``deadline``, by the loop's clock. The loop goes on watching the
+        descriptor, which costs less than registering it before each wait.
         """
         if self._looked_at < 0:
             self._looked_at = self._control.fileno()
@@ -137,7 +133,7 @@ class InLoop:
             late.cancel()
 
     def _read(self) -> None:
-        """Take in what has come, but not all of what never ends, and wake who waits for it."""
+        """Read what has come, at most AT_ONCE messages, and wake the waiting task."""
         while len(self._come) < AT_ONCE and (message := self._control.receive()) is not None:
             self._come.append(message)
         self._more = len(self._come) >= AT_ONCE
@@ -148,7 +144,7 @@ class InLoop:
             _wake(self._waiting)
 
     def _leave(self) -> None:
-        """Take the descriptor out of the loop, which must not look at a number that is given back."""
+        """Take the descriptor out of the loop, which must not watch a number that is released."""
         if self._looked_at >= 0:
             self._loop.remove_reader(self._looked_at)
             self._looked_at = -1

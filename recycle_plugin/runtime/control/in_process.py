@@ -14,7 +14,7 @@ from recycle_plugin.runtime.control.framed import Framed
 
 
 class _Wire:
-    """Bytes one way, as many as there is memory for.  ``fd`` is readable while there are some, and at the end."""
+    """An unbounded stream of bytes, one way. ``fd`` is readable while bytes wait, and at the end."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -53,9 +53,8 @@ class _Wire:
 
 
 class InProcess(Framed):
-    """A connection between two threads or tasks of one process.
-
-    ``answer`` is called with the other end, now and each time that it is resumed; it is None for that end itself.
+    """A connection between two threads or tasks of one process. ``answer`` gets the other end, now and at each resume;
+    it is None at that other end.
     """
 
     here = "127.0.0.1"
@@ -77,7 +76,7 @@ class InProcess(Framed):
         return wires
 
     def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
-        """Give whoever answers a new other end; see Control.resume."""
+        """Hand a new other end to ``answer``; see Control.resume."""
         if self._answer is None:
             return None
         self.close()
@@ -93,7 +92,7 @@ class InProcess(Framed):
         return welcome
 
     def fileno(self) -> int:
-        """The descriptor of an eventfd that is readable while bytes wait."""
+        """Return an eventfd that is readable while bytes wait."""
         return self._in.fd
 
     def _write(self, data: bytearray) -> int:

@@ -1,4 +1,4 @@
-"""Processes that stand by (core/coordinator/mirror.py), over connections."""
+"""The connections of standbys (core/coordinator/mirror.py)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from recycle_plugin.core.coordinator.mirror import Following, Known, Mirror
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.runtime.control.in_loop import InLoop
 
-LISTEN_S = 60.0  # how long nothing need be heard
+LISTEN_S = 60.0  # how long silence is normal
 
 
 async def serve(mirror: Mirror, control: InLoop, hello: Hello) -> None:
-    """Serve a process that stands by, which says ``hello``, until its connection is broken, or nobody waits for it."""
+    """Serve a standby, which has said ``hello``, until its connection breaks or the coordinator wants it no more."""
     there = control.there
     follower = mirror.admit(control, hello, "" if there is None else there[0])
     if follower is None:
@@ -24,14 +24,14 @@ async def serve(mirror: Mirror, control: InLoop, hello: Hello) -> None:
 
 
 async def follow(control: InLoop, hello: Hello, learnt: Callable[[Known], Any]) -> bool:
-    """Take in all that the coordinator at the other end of ``control`` does, until it is gone; ``learnt`` as for
-    :class:`Following`.  Returns whether it may be asked again.
+    """Take in all that the coordinator behind ``control`` does, until it is gone. ``learnt``: see :class:`Following`.
+    Return whether this process may ask again.
     """
     control.send(hello)
     following = Following(learnt)
     while control.broken is None:
         message = await control.receive(0.0)
-        if message is None:  # it has all that has come
+        if message is None:  # all that has come is taken in
             if (answer := following.answer()) is not None:
                 control.send(answer)
             message = await control.receive(LISTEN_S)

@@ -1,9 +1,9 @@
-"""The notice that a host is about to be taken away, as clouds give it: asked for by a command of the user's.
+"""The notice that a host is about to be taken away, as clouds give it: a command of the user asks for it.
 
-Each worker asks, so that it does not matter which of a host's workers are alive.  Once the command succeeds, all
-workers of the host leave as planned (core/coordinator/operating.py); on the coordinator's host the job ends at the next
-commit instead, since it can't go on without.  The word is said again and again until this process is gone: a worker
-that is just being let in can't leave yet, and nobody is to be left behind.
+Every worker asks, so any of a host's workers may be dead. Once the command succeeds, all workers of the host leave as
+planned (core/coordinator/operating.py). On the coordinator's host the job ends at the next commit instead, since it
+can't go on without that host. The message is repeated until this process is gone: a worker that is just entering can't
+leave yet, and none may be left behind.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import time
 from recycle_plugin.core.messages.from_workers import HostGoes
 from recycle_plugin.runtime.control.session import Session
 
-EVERY_S = 5.0  # between two questions, and two words
+EVERY_S = 5.0  # s between two runs of the command, and two messages
 ANSWER_S = 5.0  # how long the command may take
-NEVER = (126, 127)  # what a shell ends with that finds no such command, or may not run it
+NEVER = (126, 127)  # a shell's exit codes if it finds no such command or may not run it
 
 
 def watch(command: str, session: Session) -> None:
-    """Ask by ``command``, for a shell, from now on, in a thread of its own."""
+    """Run the shell ``command`` at intervals from now on, in a thread."""
     threading.Thread(target=_watch, args=(command, session), name="recycle: notices", daemon=True).start()
 
 
@@ -41,7 +41,7 @@ def _watch(command: str, session: Session) -> None:
 
 
 def _asked(command: str) -> str | None:
-    """None if the command succeeds; else what is wrong with it, or "" where it has just not succeeded."""
+    """Return None if the command succeeds, what is wrong with it, or "" if it has just not succeeded."""
     try:
         asking = subprocess.Popen(
             ["sh", "-c", command],
@@ -50,12 +50,12 @@ def _asked(command: str) -> str | None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-    except OSError as error:  # no memory, or no process, just now
+    except OSError as error:  # no memory or no process available now
         return str(error)
     try:
         code = asking.wait(ANSWER_S)
     except subprocess.TimeoutExpired:
-        os.killpg(asking.pid, signal.SIGKILL)  # with what the shell has started
+        os.killpg(asking.pid, signal.SIGKILL)  # and all that the shell has started
         asking.wait()
         return f"no answer within {ANSWER_S:.0f} s"
     if code == 0:

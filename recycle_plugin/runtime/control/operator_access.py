@@ -1,6 +1,5 @@
-"""An operator's way to a job that runs: where its coordinator listens, the job's secret, and the files of its TLS.
-
-All are in a file of the run folder that nobody else can read, as long as the job runs.
+"""An operator's access to a running job: the coordinator's address, the job's secret, and its TLS files. While the job
+runs, they are in a file of the run folder that only the job's user can read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ FILE = "operator.json"
 
 @dataclass
 class OperatorAccess:
-    """The way to the coordinator at ``address``, host and port, which knows its own by ``secret``."""
+    """Access to the coordinator at ``address`` (host, port) with the job's ``secret``."""
 
     address: tuple[str, int]
     secret: Secret
@@ -26,8 +25,9 @@ class OperatorAccess:
 
     @classmethod
     def read(cls, folder: Path) -> OperatorAccess | None:
-        """The access to the job of a run folder; None where there is none, since no job runs.  Raises OSError where it
-        is another user's, ValueError where it is none, and NoCertificate where the job's TLS can't be had here.
+        """Return the access to the job of a run folder; None if there is no file, since no job runs. Raises OSError if
+        the file can't be read (another user's), ValueError if it is no such file, and NoCertificate if the job's TLS
+        files are not available here.
         """
         path = folder / FILE
         try:
@@ -40,7 +40,7 @@ class OperatorAccess:
         return cls((str(host), int(port)), Secret(str(shared), Tls(tls) if tls else None))
 
     def write(self, folder: Path) -> str:
-        """Writes it to a run folder, in place of an earlier job's; returns why that can't be, or an empty string."""
+        """Write the access to a run folder, over an earlier job's. Return why that fails, or ""."""
         path = folder / FILE
         host, port = self.address
         try:
@@ -53,7 +53,7 @@ class OperatorAccess:
         return ""
 
     def remove(self) -> None:
-        """Removes it again, if it was written: nothing can be asked for any more."""
+        """Remove the file if it was written: no more requests are possible."""
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)

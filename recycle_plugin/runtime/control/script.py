@@ -1,4 +1,4 @@
-"""What a worker's training script is at, and what is called at its turns."""
+"""What a worker's training script is at, and the hooks that run at its turning points."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # it takes torch, which the script imports when it likes
+if TYPE_CHECKING:  # it imports torch, which the script may do later
     from torch.distributed import ProcessGroup
 
 
 @dataclass
 class ScriptHooks:
-    """What the parts of a worker tell each other of its script.
+    """What the parts of a worker tell each other about its script.
 
-    * ``trains``: this process has its trainer; ``pushed``: its script pushes micro-batches (core/worker/pushed.py), so
-      that one which comes back is at the others' step only once it is given work.
-    * ``between_steps`` recovers from a membership change that the script meets outside a step, in a collective of its
-      own.
-    * ``through`` is called when the script is through, to go when nobody needs this worker, and ``at_end`` then, or
-      when the job has come to its planned end.
-    * ``startup``: what a newcomer's predecessor's collectives gave before its first step (collectives' Startup, which
-      stands above), once there are groups; ``seat_group``: of the workers that hold this one's seat with it, None where
-      it does so alone; ``place``: this worker's among the seats (collectives' HeldSeat), where the script has asked
-      for it before it trains.
+    * ``trains``: this process has its trainer. ``pushed``: its script pushes micro-batches (core/worker/pushed.py), so
+      a newcomer is at the others' step only once it is given work.
+    * ``between_steps`` recovers from a membership change that reaches the script outside a step, in its own collective.
+    * ``through`` is called when the script is through: the process then leaves once nobody needs this worker.
+      ``at_end`` is called at that time, or at the job's planned end.
+    * ``startup``: the results of the predecessor's collectives before its first step, for a newcomer (Startup in
+      runtime/collectives, a higher layer), once there are groups. ``seat_group``: the group of the workers that share
+      this seat, None if this worker holds it alone. ``place``: this worker's place among the seats (HeldSeat in
+      runtime/collectives), if the script has asked for it before it trains.
     """
 
     trains: bool = False
@@ -39,11 +38,12 @@ class ScriptHooks:
 
 
 class TrainingThread:
-    """The thread that trains, by its ``ident`` once it has begun: ``work`` is what of a program it carries out, None
-    between steps, and ``backward`` whether a script's own is what it runs (runtime/collectives/callers.py).
+    """The thread that trains, known by its ``ident`` once it has begun. ``work``: the part of a program that it carries
+    out, None between steps. ``backward``: whether it is in a backward that the script runs
+    (runtime/collectives/callers.py).
 
-    ``idle(waiting=True)`` is called while it waits: it serves newcomers, and returns whether there was anything to do,
-    None where there are none.
+    ``idle(waiting=True)`` is called while the thread waits. It serves newcomers and returns whether there was anything
+    to do, None if there are no newcomers.
     """
 
     def __init__(self) -> None:
@@ -54,18 +54,18 @@ class TrainingThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the thread that asks."""
+        """Whether this thread is the calling one."""
         return self.ident == threading.get_ident()
 
     def serve_newcomers(self) -> bool | None:
-        """Do what newcomers ask for, since the thread that trains waits anyway; whether there was something to do now,
-        None where nobody asks for anything.
+        """Serve newcomers' requests, if the calling thread is the one that trains. Return whether there was anything to
+        do now, None if no newcomer wants anything.
         """
         return self.idle(waiting=True) if self.is_current else None
 
     @contextmanager
     def at_work(self, work: object) -> Iterator[None]:
-        """Note that this thread, which trains, carries out ``work`` of a program inside of this context."""
+        """Record that this thread, which trains, carries out ``work`` of a program inside this context."""
         before = self.turn_to(work)
         try:
             yield
@@ -73,13 +73,13 @@ class TrainingThread:
             self.work = before
 
     def turn_to(self, work: object) -> object:
-        """Note that this thread, which trains, carries out ``work`` from now on; returns what it did before."""
+        """Record that this thread, which trains, carries out ``work`` from now on. Return what it did before."""
         before, self.work, self.ident = self.work, work, threading.get_ident()
         return before
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Note that it is in a backward of a script's inside of this context."""
+        """Record that the thread is in a backward of the script inside this context."""
         self.backward = True
         try:
             yield
@@ -88,7 +88,7 @@ class TrainingThread:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """A context in which newcomers are served nothing, wherever it waits: the state is between two steps'."""
+        """A context in which newcomers are not served while the thread waits: the state is between two steps."""
         idle, self.idle = self.idle, lambda waiting: None
         try:
             yield

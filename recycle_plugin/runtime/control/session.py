@@ -1,7 +1,6 @@
-"""A worker's session with the coordinator: what is said over its connection, and what is heard.
-
-A thread reads the coordinator's messages into the worker's view of the job (core/worker/control_view.py), for which the
-worker waits (runtime/control/waiting.py).  Another thread sends heartbeats (runtime/control/heartbeats.py).
+"""A worker's session with the coordinator: what it sends over its connection, and what it hears. A thread reads the
+coordinator's messages into the worker's view of the job (core/worker/control_view.py), for whose changes the worker
+waits (runtime/control/waiting.py). Another thread sends heartbeats (runtime/control/heartbeats.py).
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
-LOOK_S = 0.1  # between two looks whether anybody hears
-RESUME_S = 10.0  # the same where another one may have taken its place
-SEND_S = 60.0  # how long it may take nothing of what is said
+LOOK_S = 0.1  # s between checks and between tries
+RESUME_S = 10.0  # the same if another coordinator may have taken its place
+SEND_S = 60.0  # how long the coordinator may take no bytes
 THROUGH_HOST = "host"  # of the setting device_link
 NOT_LAUNCHED = (
     "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch "
     "your_script.py …`, or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
-LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
+LISTEN_S = 60.0  # how long silence is normal; each wait has its own deadline
 
 
 class NotWelcomed(RecycleError):
@@ -57,25 +56,21 @@ class NotWelcomed(RecycleError):
 
 
 class Session:
-    """The session of the worker of ``rank`` with the coordinator, over ``control``.
+    """The session of the worker of ``rank`` with the coordinator, over ``control``. If the connection breaks and no
+    coordinator goes on with it, the job is over here: the others go on without this worker.
 
-    When the connection breaks, and nobody goes on with it, the job is over here: the others go on without this worker.
-
-    * ``view``: what this worker knows of the job; ``waiting``: how it waits for news of that, or of peers.
-    * ``hooks``: what is called at the turns of the training script; ``thread``: what the thread that trains is at.
-    * ``group_sums`` and ``device_link`` are the settings.
-    * ``boards``: what workers post for each other.  ``wanted`` is called when another one asks for a result
-      (runtime/collectives/outcomes.py), in the thread that listens.
-    * ``follow(group)`` has a group told of membership changes, while it exists (runtime/collectives/outcomes.py).
-    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py).  ``when_regrouping`` is called
-      in the thread that listens, at the first word of one that holds at once.
-    * ``configured``: the settings are known, or that the plugin is switched off.
-    * ``forked``: this process is not the worker, but was forked from it.
-    * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
-    * ``secret`` is the job's, by which workers know each other too.
-    * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
-      be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without
-      this worker: nothing that it might still do is wanted.
+    * ``view``: what this worker knows of the job. ``waiting``: its waits for changes of that and for peers.
+    * ``hooks``: the script's. ``thread``: what the training thread is at. ``boards``: what workers post for each other.
+    * ``group_sums``, ``device_link``: the settings. ``configured``: they are known, or the plugin is off.
+    * For runtime/collectives/outcomes.py: ``wanted`` is called in the listening thread when another worker asks for a
+      result, ``when_adopted`` at each membership. ``follow(group)`` tells a group of membership changes as long as it
+      exists.
+    * ``when_regrouping`` is called in the listening thread at the first word of a membership that holds at once.
+    * ``forked``: this process is not the worker but a fork of it. ``secret``: the job's, also used between workers.
+    * ``incarnation``: which process of its rank this was started as. The Welcome has the number that counts.
+    * ``ended_early`` is called in a thread of the session if the job fails before its start: the worker may then be
+      blocked where no exception gets in. ``given_up`` is called there with the reason if the others go on without this
+      worker: nothing that it may still do is wanted.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class Session:
             )
         self.ranks = welcome.ranks
         there = control.address
-        # the job's key-value store, where this process has not come to the coordinator within its own
+        # (host, port) of the job's key-value store; None within the coordinator's process
         self.store = None if there is None else (there[0], welcome.store_port)
         self.job_id, self.view = welcome.job_id, ControlView(rank, welcome.incarnation)
         self.view.adopting = self._adopting
@@ -114,22 +109,22 @@ class Session:
         self.when_regrouping: Callable[[], None] = lambda: None
         self.wanted: Callable[[WantResult], object] = lambda message: None
         self.given_up: Callable[[str], None] | None = None
-        self.coordinator_is_gone = False  # so nobody but this worker can tell the user
+        self.coordinator_is_gone = False  # then only this worker can tell the user
         self.configured = self.forked = False
-        self._closed, self._goodbye = False, 0  # how many messages it has sent with its goodbye
+        self._closed, self._goodbye = False, 0  # messages sent, including the goodbye
         self._ended_early = ended_early
         self._listening = threading.Thread(target=self._listen, name="recycle-session", daemon=True)
         self._listening.start()
 
     def configure(self, deadlines: Deadlines, group_sums: str) -> None:
-        """Take over settings, which are known once the script has come to them."""
+        """Apply settings, which are known once the script has come to them."""
         self.waiting.timeout_s, self.waiting.cut_off_s = deadlines.wait_timeout_s, deadlines.cut_off_s
         self.group_sums = group_sums
         self.configured = True
 
     @contextmanager
     def _adopting(self) -> Iterator[None]:
-        """Adopt a new membership inside of this context, and tell the collectives of it."""
+        """Adopt a new membership inside this context, and tell the collectives."""
         with self.waiting.changed:
             yield
         self.when_adopted()
@@ -148,9 +143,8 @@ class Session:
     # --- talking -----------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """Send a message to the coordinator; what a worker says of itself is stamped with this worker's incarnation.
-
-        Raises RecycleError in a fork of the worker.
+        """Send a message, with this worker's incarnation if it is about the worker. Raises RecycleError in a fork of
+        it.
         """
         self._refuse_forks()
         if isinstance(message, OfWorker) and message.incarnation != self.view.incarnation:
@@ -158,11 +152,11 @@ class Session:
         self._control.send(message, SEND_S)
 
     def note(self, kind: str, text: str, **details: object) -> None:
-        """Say something to the user, through the coordinator."""
+        """Report an event to the user, through the coordinator."""
         self.send(Note(self.rank, kind, text, details))
 
     def note_stranger(self, text: str, address: str) -> None:
-        """Say that somebody was refused who has come from ``address`` and does not belong to the job."""
+        """Report that a stranger from ``address`` was refused."""
         self.note("stranger", text, address=address)
 
     def ask_to_leave(self, reason: str) -> None:
@@ -170,21 +164,19 @@ class Session:
         self.send(Leaving(self.rank, reason))
 
     def ask_to_end(self, reason: str) -> None:
-        """Ask the coordinator for the job's planned end, after a step that all come to, for ``reason``."""
+        """Ask the coordinator for the job's planned end, after a step that all reach, for ``reason``."""
         self.send(Leaving(self.rank, reason, all=True))
 
     def leave(self, code: int = 0, planned: bool = False) -> None:
-        """Say goodbye (from_workers.Left), so that the end of this process, with exit code ``code``, is not
-        taken for a death.
-        """
+        """Say goodbye (from_workers.Left): this process's end, with exit code ``code``, is no death."""
         self._say_goodbye(Left(self.rank, code, planned, self.view.begun))
 
     def vanish(self) -> None:
-        """Say that this process ends without a goodbye, between two steps, as if its script were through."""
+        """Report that this process ends by os._exit(0) between two steps, as if its script were through."""
         self._say_goodbye(Vanishing(self.rank, self.view.begun))
 
     def _say_goodbye(self, goodbye: Left | Vanishing) -> None:
-        """Say it, and see that it gets there, also where another process has just taken the coordinator's place."""
+        """Send ``goodbye`` and wait until the coordinator has it, also if another process has just taken its place."""
         self.send(goodbye)
         self._goodbye = self._control.sent
         with self.waiting.changed:
@@ -192,19 +184,19 @@ class Session:
         deadline = time.monotonic() + RESUME_S
         while not self._control.has_got(self._goodbye, LOOK_S):
             if not self._listening.is_alive() or time.monotonic() > deadline:
-                break  # nobody goes on
+                break  # no coordinator goes on
 
     @property
     def between_two_steps(self) -> bool:
-        """Whether the script trains, and this thread is in none of its steps; false once goodbye is said."""
+        """Whether the script trains and this thread is in none of its steps; false after the goodbye."""
         mine = self.thread.work is None and self.thread.is_current
         return self.hooks.trains and mine and self.view.end is None and not (self._closed or self.view.outside)
 
     # --- forks of this process -----------------------------------------------------------------------
 
     def cut_off(self) -> None:
-        """Mark this process as a fork of the worker (runtime/system/forked.py): nothing is said, awaited or waited
-        for in the worker's name.
+        """Mark this process as a fork of the worker (runtime/system/forked.py): it sends and awaits nothing in its
+        name.
         """
         self.forked, self.waiting.changed = True, threading.Condition()
 
@@ -218,7 +210,7 @@ class Session:
     # --- listening ---------------------------------------------------------------------------------
 
     def _goes_on(self) -> bool:
-        """Whether the connection stands: where it is broken, another process may have taken the coordinator's place."""
+        """Return whether the connection stands, after resuming a broken one, perhaps at another coordinator."""
         broken = self._control.broken
         if broken is None:
             return True
@@ -231,7 +223,7 @@ class Session:
         return stands
 
     def _turn(self) -> None:
-        """Turn to who stands by elsewhere, if anybody does, since the coordinator is silent."""
+        """Turn to the standby on another host, if there is one, since the coordinator is silent."""
         self._control.give_up("nothing is heard of the coordinator")
 
     def _listen(self) -> None:
@@ -272,7 +264,7 @@ class Session:
             self.given_up(message.cause)
 
     def _is_without_me(self, generation: Generation) -> bool:
-        """It holds at once, and this worker has not left by itself."""
+        """Return whether ``generation`` holds at once and is without this worker, which has not left by itself."""
         outside = not generation.from_step and self.view.worker not in generation.roster.workers
         return outside and not self.view.outside and not self._closed and not self.view.has_left(generation)
 
@@ -291,7 +283,7 @@ class Session:
 def connect_from_environment(
     environment: dict[str, str], ended_early: Callable[[Session], None] | None = None
 ) -> Session:
-    """The session of this process, a worker that a supervisor has started.  Raises RecycleError if none has,
+    """Return the session of this process, a worker that a supervisor has started. Raises RecycleError if none has,
     NoCredentials, and ConnectionError.
     """
     address = environment.get("RECYCLE_COORDINATOR")
@@ -307,13 +299,13 @@ def connect_from_environment(
         last = time.monotonic() >= tries.until
         try:
             control = connect(way, CONNECT_S if len(ways) == 1 else TRY_S)
-            answer_s = RESUME_S if tries.goes_elsewhere else CONNECT_S  # who stands by may never lead
+            answer_s = RESUME_S if tries.goes_elsewhere else CONNECT_S  # a standby may never lead
             made = Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation, answer_s=answer_s)
             if not tries.goes_elsewhere:
-                made.store = None  # its supervisor knows of that one
+                made.store = None  # the environment has that store's address
             _made.append(made)
             return made
-        except NotWelcomed:  # who was to answer may have died, and another one takes its place
+        except NotWelcomed:  # the coordinator may have died, and another may take its place
             broken = control.broken
             control.close()
             if not tries.goes_elsewhere and (broken is None or broken.unreadable is not None):
@@ -334,7 +326,7 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 def of_this_process() -> Session:
-    """The session that :func:`connect_from_environment` has made in this process; RecycleError if it has not."""
+    """Return the session that :func:`connect_from_environment` has made in this process; RecycleError without one."""
     if not _made:
         raise RecycleError(NOT_LAUNCHED)
     return _made[-1]

@@ -1,9 +1,9 @@
-"""A supervisor's heartbeats by datagram, beside those over its connection if the network holds that one up.
+"""A supervisor's heartbeats by datagram, sent if the network holds up its connection.
 
-After a break in the network a connection's next try may be as far away as the break was long, and its host would be
-given up although it is back; a datagram gets through as soon as anything does.  It is sealed under a key of the
-supervisor's last connection, so that nobody else's counts, and none that was recorded; and it counts only where the
-supervisor could say the same over that connection (core/coordinator/words.py).
+After a break in the network, TCP's next retry may be as far away as the break was long, and the host would be given up
+although it is back. A datagram gets through at once. It is sealed with a key of the supervisor's last connection, so
+forged and recorded ones don't count. It only counts if the supervisor could say the same over that connection
+(core/coordinator/words.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Refuse = Callable[[tuple[Any, ...], OSError | str], None]
 
 
 class HeartbeatListener(asyncio.DatagramProtocol):
-    """Calls ``take`` with each heartbeat of a supervisor that is known, and with the Hello of the connection under
-    whose key it has come; ``refuses`` gets the sender of everything else, host and port, and why it changes nothing.
+    """Listens for heartbeats by datagram. ``take`` gets each heartbeat of a known supervisor, with the Hello of the
+    connection whose key sealed it. ``refuses`` gets the sender (host, port) of every other datagram, and why it is
+    refused.
     """
 
     def __init__(self, take: Take, refuses: Refuse) -> None:
@@ -33,25 +34,25 @@ class HeartbeatListener(asyncio.DatagramProtocol):
 
     @classmethod
     async def listen(cls, address: tuple[str, int], take: Take, refuses: Refuse) -> HeartbeatListener:
-        """Listen at ``address`` until :meth:`close`.  Raises OSError when the port is taken."""
+        """Listen at ``address`` until :meth:`close`. Raises OSError if the port is taken."""
         loop = asyncio.get_running_loop()
         transport, made = await loop.create_datagram_endpoint(lambda: cls(take, refuses), local_addr=address)
         made.transport = transport
         return made
 
     def expect(self, rank: int, hello: Hello, datagrams: SealedDatagrams | None) -> None:
-        """Take those of the supervisor of ``rank`` from now on, whose last connection began with ``hello``, and has
-        sealed ``datagrams``.
+        """Accept heartbeats of the supervisor of ``rank``, whose last connection began with ``hello`` and seals
+        ``datagrams``.
         """
         if datagrams is not None:
             self._door.expect(rank, hello, datagrams.key)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self.transport.close()
 
     def datagram_received(self, data: bytes, sender: tuple[Any, ...]) -> None:
-        """asyncio's callback for a datagram."""
+        """Handle a datagram, as asyncio's callback."""
         try:
             opened = self._door.opened(data)
         except Stranger as stranger:
@@ -67,21 +68,21 @@ class HeartbeatListener(asyncio.DatagramProtocol):
 
 
 class HeartbeatSender:
-    """Sends a supervisor's heartbeats to an address, where they get there or are lost."""
+    """Sends a supervisor's heartbeats to one address, where they arrive or are lost."""
 
     def __init__(self, transport: asyncio.DatagramTransport) -> None:
         self._transport = transport
 
     @classmethod
     async def to(cls, address: tuple[str, int]) -> HeartbeatSender:
-        """A sender to ``address``."""
+        """Return a sender to ``address``."""
         loop = asyncio.get_running_loop()
         return cls((await loop.create_datagram_endpoint(asyncio.DatagramProtocol, remote_addr=address))[0])
 
     def send(self, heartbeat: SupervisorHeartbeat, sealed: SealedDatagrams) -> None:
-        """Send it, ``sealed`` as the supervisor's last connection does."""
+        """Send a heartbeat, ``sealed`` with the key of the supervisor's last connection."""
         self._transport.sendto(sealed.sealed(encode(heartbeat)))
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Close the socket."""
         self._transport.close()

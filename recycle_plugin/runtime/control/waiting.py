@@ -1,7 +1,6 @@
-"""The one place where a worker waits: every wait has a deadline, and names what it waits for.
-
-The transport and the collectives announce what comes on the same condition as the session what the coordinator says,
-so every wait of the worker (for a tensor, a commit, a collective) wakes at once when the membership changes.
+"""The one place where a worker waits: every wait has a deadline and a name. Transport, collectives and session announce
+their news on one condition. So every wait of the worker (for a tensor, a commit, a collective) wakes at once when the
+membership changes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.script import TrainingThread
 
 T = TypeVar("T")
-SERVE_S = 0.01  # between two looks at what newcomers ask for, while somebody waits
+SERVE_S = 0.01  # s between checks for newcomers' requests during a wait
 
 
 class Waiting:
-    """The waiting of the worker whose view of the job ``view`` is, which is read and changed under ``changed``.
-
-    ``timeout_s``: how long it waits, unless it is said otherwise; ``cut_off_s``: how long behind the end of its lease;
-    ``waited_us``: how long it has waited so far.  ``may_wait()`` raises where nobody may wait.
+    """The waits of the worker with this ``view`` of the job, which is read and changed under ``changed``.
+    ``timeout_s``: the default deadline. ``cut_off_s``: how long after the end of its lease the worker still waits.
+    ``waited_us``: the total time waited so far. ``may_wait()`` raises if this process may not wait.
     """
 
     def __init__(
@@ -49,15 +47,15 @@ class Waiting:
         interruptible: bool = True,
         timeout_s: float = 0,
     ) -> T:
-        """Block until ``ready()`` is not None and return it.
+        """Block until ``ready()`` is not None and return its value.
 
-        ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
-        raises :class:`JobEnded`.  Past the deadline (``timeout_s``, by default the worker's):
-        :class:`WaitTimeout` with ``what``.  :class:`CutOff` when the coordinator is not heard any more.
+        Raises :class:`Interrupted` at a membership change if ``interruptible``, and always :class:`JobEnded` at the
+        job's end. Raises :class:`WaitTimeout` with ``what`` after ``timeout_s`` (default: the worker's), and
+        :class:`CutOff` if the coordinator is no longer heard.
         """
         self._may_wait()
         timeout_s = timeout_s or self.timeout_s
-        served: bool | None = False  # what a newcomer waits for may be there already, and nothing comes then
+        served: bool | None = False  # a request may have come before, and nothing wakes this wait
         deadline = time.monotonic() + timeout_s
         was_at, began_us = self._heartbeats.turn_to((WAITS, what)), time.monotonic_ns() // 1000
         try:
@@ -90,10 +88,8 @@ class Waiting:
         )
 
     def for_lease(self, what: object, interruptible: bool = True) -> None:
-        """Return once the lease holds, so that nobody goes on without this worker; call it before ``what``, which
-        others would see.
-
-        Raises WaitTimeout, or CutOff where the coordinator is not heard any more.
+        """Return once the lease holds, so that nobody goes on without this worker. To be called before ``what``, which
+        others would see. Raises WaitTimeout, or CutOff if the coordinator is no longer heard.
         """
         if not self._heartbeats.has_lease:
             self._heartbeats.beat()
@@ -108,17 +104,16 @@ class Waiting:
         self.until(f"the commit of step {step}", lambda: self._view.is_committed(step), interruptible)
 
     def run(self, what: str, function: Callable[[], T]) -> T:
-        """Run a blocking ``function`` in a thread of its own and wait for it as for anything else; raises its error.
-
-        After an interruption the thread is left behind: whoever owns the blocked resource has to break it (see
-        runtime.collectives.group).  Its late result is dropped.
+        """Run a blocking ``function`` in a thread of its own and wait for it as in :meth:`until`; raises its error.
+        After an interruption the thread is left behind, and its late result is dropped. The owner of the resource that
+        it blocks on has to break it (see runtime.collectives.group).
         """
-        outcome: list[Callable[[], T]] = []  # returns what ``function`` did, or raises it
+        outcome: list[Callable[[], T]] = []  # returns or raises what ``function`` did
 
         def work() -> None:
             try:
                 result: Callable[[], T] = partial(_returned, function())
-            except Exception as error:  # handed to the waiting thread, whatever it is
+            except Exception as error:  # any error goes to the waiting thread
                 result = partial(_raised, error)
             with self.changed:
                 outcome.append(result)
