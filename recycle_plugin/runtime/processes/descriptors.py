@@ -1,37 +1,35 @@
-"""How many descriptors the processes of a job need, and how many they may have.
+"""How many file descriptors the processes of a job need, and how many they may have.
 
-All of a host's inherit one limit, so the largest need counts, and each grows with the job:
+All processes of a host inherit one limit, so the largest need counts. Each need grows with the job:
 
-* a worker has, for each other one, a connection of Gloo's in the membership in force and in the one before, and one
-  each way for boundary tensors;
-* the supervisor of rank 0 has, at the coordinator, the connection of each worker and of each supervisor, and of those
-  that ask where they are placed; the launcher for one host has, for each worker, its connection, two descriptors for
-  its supervisor's, and one for the process;
-* the store's process has what each worker opens there, with DeepSpeed about four; the one that workers are forked from
-  has two for each of its forks.
+* A worker has up to two Gloo connections to each other worker (for the membership in force and the one before), and one
+  each way for boundary tensors.
+* The coordinator's process has a connection from each worker and each supervisor, and from those that ask for their
+  placement. The launcher for one host has, for each worker, the worker's connection, two descriptors for its
+  supervisor's, and one for the process.
+* The store's process has each worker's connections (about four with DeepSpeed); a fork server has two for each fork.
 """
 
 from __future__ import annotations
 
 import resource
 
-OWN = 64  # of a process, whatever the job: files and libraries, the store, the script's data
+OWN = 64  # per process, for any job: files, libraries, the store, the script's data
 EACH = 4  # more for each worker of the job
 
 
 class TooFewDescriptors(RuntimeError):
-    """A process may not open as many files and connections as the job needs; the message says where to get more."""
+    """A process may not open as many files and connections as the job needs; the message says how to allow more."""
 
 
 def needed(workers: int) -> int:
-    """How many descriptors a process needs in a job of so many workers."""
+    """Return how many descriptors a process needs in a job of ``workers`` workers."""
     return OWN + EACH * workers
 
 
 def provide(workers: int) -> None:
-    """Raise the limit of this process, and of those that it will start, as far as it may be raised.
-
-    Raises TooFewDescriptors where that is not far enough.
+    """Raise the limit of this process and its future children as far as possible. Raises TooFewDescriptors if that is
+    not enough.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

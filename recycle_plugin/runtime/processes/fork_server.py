@@ -1,16 +1,16 @@
-"""A warm process that forks workers and stores: what all of them import is imported once.
+"""A warm process that forks workers and stores, so that what all of them import is imported once.
 
-``python -u -m recycle_plugin.runtime.processes.fork_server ADDRESS MODULE…`` imports the modules and prints one line:
-``ready ADDRESS``, and then it serves what :mod:`recycle_plugin.runtime.processes.spawn` asks for; or ``unsafe WHY``,
-and then it ends.  ADDRESS is the path of a Unix socket; or ``@``, with the number of a pipe, for a socket without a
-file, whose name the answer has: the server ends once the other end of that pipe is closed.
+``python -u -m recycle_plugin.runtime.processes.fork_server ADDRESS MODULE…`` imports the modules and prints one line.
+After ``ready ADDRESS`` it serves the requests of :mod:`recycle_plugin.runtime.processes.spawn`; after ``unsafe WHY`` it
+ends. ADDRESS is the path of a Unix socket; or ``@`` and the number of a pipe, for a socket without a file, whose name
+the printed line has: the server then ends when the pipe's other end closes.
 
-It has one thread, since a fork has only the one that made it: a lock that another held would stay locked.  So nothing
-that starts threads runs here, no backward pass on a device in particular.  Of NumPy's OpenBLAS, which makes its threads
-when it is loaded, workers have one thread each.
+The server has one thread, since a fork has only the thread that made it: a lock that another thread held would stay
+locked. So nothing that starts threads may run here, in particular no backward pass on a device. NumPy's OpenBLAS, which
+starts its threads when it is loaded, gets one thread in each worker.
 
-Nothing outlives anybody: the server ends with the process that started it, a worker with the server, and a worker is
-killed once whoever asked for it has gone.
+No process outlives its owner: the server ends with the process that started it, a worker ends with the server, and a
+worker is killed when the process that asked for it is gone.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, STOPPED, Request, die_with_parent, socket_name, user_of
 from recycle_plugin.runtime.system.accepting import Refusals
 
-REQUEST_S = 10.0  # how long who has connected may take to say what it wants
+REQUEST_S = 10.0  # how long a new connection may take to send its request
 BACKLOG = 64
 
 
 class Server:
-    """Serves requests for forks in one loop, with the ends of workers and of those who asked for them.
-
-    ``in_worker`` is called in each fork, in its environment and before anything else; ``line``: the pipe whose end ends
-    the server, if there is one.
+    """Serves requests for forks in one loop, and watches workers and the processes that asked for them. ``in_worker``
+    is called first in each fork, in its environment. ``line``: the pipe whose end ends the server, if any.
     """
 
     def __init__(self, listener: socket.socket, in_worker: Callable[[], None], line: int | None = None) -> None:
@@ -59,8 +57,8 @@ class Server:
                 f"recycle: warning: at the process that workers are forked from {text}", file=sys.stderr, flush=True
             )
         )
-        self._opens_at: float | None = None  # where nobody is let in, since there was no room
-        self._workers: dict[int, tuple[socket.socket, int]] = {}  # pid: the connection of who asked for it, a pidfd
+        self._opens_at: float | None = None  # when to accept again, after a refusal for lack of room
+        self._workers: dict[int, tuple[socket.socket, int]] = {}  # by pid: the connection that asked for it, a pidfd
 
     def serve(self) -> None:
         """Serve until this process is ended."""
@@ -82,7 +80,7 @@ class Server:
             return
         try:
             request, streams = _received(connection)
-        except (OSError, ValueError):  # it has gone, or is not one of ours
+        except (OSError, ValueError):  # the caller is gone, or is no process of ours
             connection.close()
             return
         try:
@@ -155,9 +153,8 @@ class Server:
         connection.close()
 
     def _abandoned(self, pid: int) -> None:
-        """Who has asked for a worker never writes again: that its connection is readable means that it has gone.
-
-        The same look may have found the worker's end before: then its number may be another process's.
+        """Kill a worker: the process that asked for it never writes again, so a readable connection means that it is
+        gone. The same poll may have reported the worker's end, and its number may now be another process's.
         """
         if pid in self._workers:
             os.kill(pid, signal.SIGKILL)
@@ -165,7 +162,7 @@ class Server:
 
 
 def _received(connection: socket.socket) -> tuple[Request, list[int]]:
-    """A request, and the descriptors that the fork gets; ValueError for what is none, or another user's."""
+    """Return a request and the descriptors for the fork; ValueError if it is malformed or another user's."""
     if (user := user_of(connection)) != os.getuid():
         raise ValueError(f"user {user}")
     connection.settimeout(REQUEST_S)
@@ -206,11 +203,11 @@ def _tell(connection: socket.socket, number: int) -> None:
     try:
         connection.sendall(f"{number}\n".encode())
     except OSError:
-        pass  # it has gone, which the loop sees as well
+        pass  # the caller is gone, which the loop sees as well
 
 
 def _run(module: str, first: Callable[[], None]) -> int:
-    """Run the module as ``python -m`` would; its exit code."""
+    """Run the module as ``python -m`` would. Return its exit code."""
     try:
         first()
         _seed()
@@ -230,10 +227,8 @@ def _run(module: str, first: Callable[[], None]) -> int:
 
 
 def _seed() -> None:
-    """Seed NumPy's and torch's generators anew: they were seeded when they were imported, which was once for all
-    workers.
-
-    Python's own generator sees to itself.
+    """Seed NumPy's and torch's generators anew: importing them has seeded them once for all workers. Python reseeds its
+    own.
     """
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -242,7 +237,7 @@ def _seed() -> None:
 
 
 def unsafe() -> str:
-    """Why this process should not be forked, in words; empty where it may be."""
+    """Return why this process should not be forked, or ""."""
     threads = sorted(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         return (
@@ -256,12 +251,11 @@ def unsafe() -> str:
 
 
 def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambda: None) -> None:
-    """Import the modules, print ``ready`` or ``unsafe``, and serve until this process is ended.
-
-    ``in_worker``: see :class:`Server`.
+    """Import the modules, print ``ready`` or ``unsafe``, and serve until this process is ended. ``in_worker``: see
+    Server.
     """
     die_with_parent()
-    signal_info.block()  # not ignored: a worker that gets one before it is set up would lose it
+    signal_info.block()  # blocked, not ignored: a worker that is not set up yet would lose them
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an import may print something
     listener = socket.socket(socket.AF_UNIX)
@@ -272,7 +266,7 @@ def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambd
     listener.listen(BACKLOG)
     try:
         print(f"unsafe {why}" if why else f"ready {socket_name(listener)}", file=answer, flush=True)
-    except BrokenPipeError:  # who started it has ended before it could be ended with it
+    except BrokenPipeError:  # the parent had ended before die_with_parent()
         os._exit(1)
     answer.close()
     if not why:
@@ -280,13 +274,13 @@ def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambd
 
 
 def _warm(modules: list[str]) -> None:
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # workers have their own environment
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # the server's only: workers have their own environment
     for module in modules:
         importlib.import_module(module)
     from recycle_plugin import planner
 
     planner.warm()
-    gc.freeze()  # what is shared stays shared: the collector writes to what it looks at
+    gc.freeze()  # keeps memory shared: the collector writes to objects that it looks at
 
 
 if __name__ == "__main__":

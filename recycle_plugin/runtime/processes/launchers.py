@@ -1,5 +1,5 @@
-"""Where a process stands in the job, by the variables of its launcher: DeepSpeed's, torchrun, Accelerate's (which is
-torchrun), srun, mpirun.
+"""A process's place in the job, from the variables of its launcher: DeepSpeed's, torchrun (also under Accelerate),
+srun, mpirun.
 """
 
 from __future__ import annotations
@@ -7,27 +7,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-FIRST_PORT, PORTS = 20_000, 12_000  # below those that systems hand out
-PRIME = 7919  # spreads ports that lie side by side
+FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that systems hand out
+PRIME = 7919  # spreads adjacent ports
 MPI = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-"""Names of Open MPI's, and of those whose mpirun is Hydra: MPICH's and Intel's."""
+"""The variables of Open MPI, and of launchers whose mpirun is Hydra: MPICH and Intel MPI."""
 
 
 class NoPlace(RuntimeError):
-    """No launcher that is known has started this process; the message says what to do."""
+    """No known launcher has started this process; the message says what to do."""
 
 
 def described(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
-
-    Under srun, unless they are given, the master is the step's first node, and its port follows from the job's number.
-    Raises NoPlace where no launcher that is known has started this process, and where mpirun does not say who the
-    master is.
+    """Return the environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT. Under srun the
+    master defaults to the step's first node, and its port follows from the job's number. Raises NoPlace if no known
+    launcher has started this process, or if mpirun's environment does not name the master.
     """
     if "RANK" in environment:
         return _of_torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else dict(environment)
@@ -43,14 +41,14 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def local_rank(environment: Mapping[str, str]) -> str:
-    """Which of its host's processes this one is, by whatever launcher; "0" where none has said so."""
+    """Return this process's number among those of its host, under any launcher; "0" if none has set it."""
     names = ("LOCAL_RANK", "SLURM_LOCALID", *MPI["LOCAL_RANK"])
     return next((environment[name] for name in names if name in environment), "0")
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun keeps the master's port for a store of its own, unless told not to: the job takes one that follows from
-    it.
+    """Return the environment under torchrun, which keeps the master's port for its own store unless told not to: the
+    job then takes a port that follows from it.
     """
     port = int(environment["MASTER_PORT"])
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -59,8 +57,8 @@ def _of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _beside(port: int) -> int:
-    """A port that follows from ``port``, and is another one."""
-    # the same one would need a multiple of PORTS, which is even, in FIRST_PORT + port * (PRIME - 1) + 1, which is odd
+    """Return a port that follows from ``port`` and differs from it."""
+    # never ``port``: FIRST_PORT + port * (PRIME - 1) + 1 would be a multiple of PORTS, but it is odd and PORTS even
     return FIRST_PORT + (port * PRIME + 1) % PORTS
 
 
@@ -92,7 +90,7 @@ def _of_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list such as ``rack2n[07-09,12],login1``."""
+    """Return the first host of a SLURM node list such as ``rack2n[07-09,12],login1``."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
     if first is None:
         raise NoPlace(f"SLURM_STEP_NODELIST is {nodes!r}, which is no list of nodes: start by srun")
@@ -100,7 +98,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks(each: str) -> list[int]:
-    """The number of tasks on each node, from SLURM's text, such as ``2(x3),1``."""
+    """Return the number of tasks on each node, from SLURM's text, such as ``2(x3),1``."""
     found = []
     for part in each.split(","):
         count = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -1,10 +1,9 @@
-"""A supervisor's door to the log of its host: it serves the segments in its worker's folder, also when that is dead.
+"""A supervisor's server for the log of its host: it serves the segments in its worker's folder, also after the worker's
+death.
 
-Every supervisor has one, since any of them may be the last one left on its host; whoever reads asks one of those that
-serve a folder, and the next where that one is gone.  Only segments of this run are served, by their own heads, and
-only what has a segment's name: there is no other way to a file.
-
-Threads do it all, and a disk that is slow keeps nothing else waiting.
+Every supervisor has one, since any may be the last on its host. A reader asks one of those that serve a folder, and the
+next if that one is gone. Only segments of this run, by the head in the file, and only files with a segment's name are
+served: no other file can be reached. Threads do all the work, so a slow disk blocks nothing else.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ from recycle_plugin.runtime.log.served import (
     Want,
 )
 
-HELLO_S = 10.0  # how long who has connected may take to say what it wants
-IDLE_S = 60.0  # how long a line may be used for nothing
-MOST = 256  # lines at a time
+HELLO_S = 10.0  # how long a new connection may take to send its request
+IDLE_S = 60.0  # how long a connection may be idle
+MOST = 256  # connections at a time
 
 
 class LogServer:
-    """Serves the segments of ``run`` that are in ``folder``, which has this ``token``, at a free port of ``host``.
-
-    ``secret``: the job's.  ``say`` gets a line on the first who does not ask as one asks here, and ``stranger`` what
-    a Door says.  Raises RecycleError where it can't be.
+    """Serves the segments of ``run`` in ``folder``, which has this ``token``, at a free port of ``host``. ``secret``:
+    the job's. ``say`` gets a line on the first malformed request, and ``stranger`` what a Door reports. Raises
+    RecycleError if the folder is another one or the port can't be opened.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class LogServer:
         if not folder.is_dir() or served.token_of(folder, run) != token:
             raise RecycleError(f"{folder} is not the folder here that the log of this host is in")
         self.folder, self._run, self.token = folder, run, token
-        self._runs: dict[str, str] = {}  # by a segment's name, whose it is; that does not change
+        self._runs: dict[str, str] = {}  # by segment name: its run, which does not change
         door = Door(secret, Port.LOGS, f"at the logs in {folder}", stranger)
         try:
             self._listener = Listener(host, door, "logs", say, self._answer, HELLO_S, most=MOST)
@@ -60,13 +58,13 @@ class LogServer:
         self.address = self._listener.address
 
     def close(self) -> None:
-        """Let nobody in any more, and end all lines."""
+        """Stop accepting, and end all connections."""
         self._listener.close()
 
     # --- what is served ------------------------------------------------------------------------------
 
     def _answer(self, own: socket.socket, proved: Proved) -> None:
-        """Answer one question after another.  Raises Nonsense, EOFError and OSError."""
+        """Answer one question after another. Raises Nonsense, EOFError and OSError."""
         line = LogLine(*proved)
         listed: dict[str, Path] = {}
         while True:
@@ -83,7 +81,7 @@ class LogServer:
                     raise Nonsense(why)
 
     def _there(self) -> tuple[dict[str, Path], Listing]:
-        """The segments of this run, by their names, and as they are listed: a worker's oldest ones first."""
+        """Return the segments of this run by name, and the list to send: each worker's oldest ones first."""
         found, listing = {}, []
         for paths in files(self.folder).values():
             for path in paths.values():
@@ -91,7 +89,7 @@ class LogServer:
                     if self._run_of(path) == self._run:
                         listing.append(Listed(path.name, path.stat().st_size))
                         found[path.name] = path
-                except (Damaged, OSError):  # just begun, just let go, or nobody's
+                except (Damaged, OSError):  # just begun, just deleted, or no segment
                     continue
         return found, Listing(tuple(listing))
 
@@ -105,5 +103,5 @@ class LogServer:
         with path.open("rb") as file:
             size = max(0, min(wanted, file.seek(0, 2) - offset))
             line.say(Piece(size))
-            if size and line.connection.sendfile(file, offset, size) < size:  # it was cut meanwhile
+            if size and line.connection.sendfile(file, offset, size) < size:  # the file was cut meanwhile
                 raise EOFError

@@ -1,6 +1,5 @@
-"""A launcher for one host: all supervisors in one process, and workers forked from a warm one.
-
-The launcher starts and ends the warm process too.  What ends this process ends all others.  Imports no torch and no
+"""A launcher for one host: it runs all supervisors in one process and forks workers from a warm one. The launcher
+starts and ends the warm process too. If the launcher ends, all other processes end. It imports no torch and no
 DeepSpeed.
 """
 
@@ -23,16 +22,16 @@ from recycle_plugin.runtime.system.console import say
 
 HERE = "127.0.0.1"
 PIECE = 1 << 10
-END_S = 30.0  # how long a job that was told to end may take, as under DeepSpeed's launcher
+END_S = 30.0  # how long a job may take to end when told, as under DeepSpeed's launcher
 
 
 class Launcher:
     """Runs a job on this host: ``command``, the training script with its arguments, ``workers`` times.
 
-    ``placement`` is as in the script's config.  ``imports``: the modules that workers are to have when they begin, None
-    to start them as children that import everything themselves. Where the environment names a process to fork from,
-    that one is used, and not ended.  ``one_device``: every worker is told that it is the first of its host, and so
-    computes on its first accelerator.
+    ``placement``: as in the script's config. ``imports``: the modules that a fork server imports for workers; None to
+    start workers as children that import everything themselves. A fork server that the environment names is used
+    instead, and not ended. ``one_device``: each worker is told that it is the first of its host, and so uses the first
+    accelerator.
     """
 
     def __init__(
@@ -65,10 +64,8 @@ class Launcher:
         self._copies = Copies(self._pass_on)  # of signals to this process, and to the witness
 
     async def run(self, witness: Witness) -> int:
-        """Run the job; returns the exit code: 0 when it has come to its end, whoever died on the way.
-
-        It is 1 when the job was told to end; else the largest of its workers', and of what the job has ended with.
-        Raises TooFewDescriptors, BadMaster.
+        """Run the job. Return the exit code: 0 if it has come to its end, even if workers have died on the way; 1 if it
+        was told to end; else the largest of its supervisors' and the job's. Raises TooFewDescriptors, BadMaster.
         """
         provide(self._workers)
         task = asyncio.current_task()
@@ -121,7 +118,7 @@ class Launcher:
             self._passed(number, to_other=True)
 
     def _passed(self, number: int, to_other: bool = False) -> None:
-        """Deal with a signal that is the script's."""
+        """Handle a signal that is the script's."""
         self._copies.came(number, to_other)
         if (wait_s := self._copies.wait_s) is not None:
             asyncio.get_running_loop().call_later(wait_s, self._copies.settle)
@@ -131,9 +128,7 @@ class Launcher:
             each.pass_on(number)
 
     def _signalled(self, what: str) -> None:
-        """End the job at a commit; at the second signal, where there is no job yet, or once it takes too long: at
-        once.
-        """
+        """End the job at a commit. End it at once at the second signal, if there is no job yet, or after END_S."""
         if self._told or self._hosted is None:
             self._running.cancel()
         else:
@@ -143,7 +138,7 @@ class Launcher:
 
 
 def main(launcher: Launcher) -> int:
-    """Run the launcher's job in an event loop; returns the exit code, and prints what could not be started."""
+    """Run the launcher's job in an event loop and return the exit code. Prints what could not be started."""
     witness = Witness()
     try:
         return asyncio.run(launcher.run(witness))

@@ -1,4 +1,6 @@
-"""The end of a worker's process: with what its script has left to do, and without what the plugin has."""
+"""The end of a worker's process, which waits for the script's threads and exit functions but not the plugin's
+threads.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,11 @@ from typing import Any
 
 
 def leave_process(code: int) -> None:
-    """End this process, without waiting for the plugin's threads that were left behind in broken operations.
-
-    Where the script has ended well, its own threads and pools of them come to their end before, as with Python: an
-    upload that is under way, say.
+    """End this process without waiting for the plugin's threads that are left behind in broken operations. With code 0,
+    the script's own threads and pools end first, as under Python: an upload may be under way.
     """
     if code == 0:
-        interpreter: Any = threading  # whose stubs lack what Python calls at its end
+        interpreter: Any = threading  # its stubs lack what Python calls at its end
         interpreter._shutdown()
     atexit._run_exitfuncs()
     flush()
@@ -25,7 +25,7 @@ def leave_process(code: int) -> None:
 
 
 def flush() -> None:
-    """Flush standard output and error, as far as that is possible."""
+    """Flush standard output and error as far as possible."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # on a full disk
             stream.flush()

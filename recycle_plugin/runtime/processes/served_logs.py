@@ -1,4 +1,4 @@
-"""The logs that a host's supervisors have: served to whoever replays a stage."""
+"""The logs of a host, which its supervisors serve to workers that replay a stage."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from recycle_plugin.runtime.system.console import say
 
 
 class ServedLogs:
-    """Serves the logs of ``rank``'s host; ``tell`` gets what the coordinator is to hear."""
+    """Serves the logs of ``rank``'s host; ``tell`` gets the messages for the coordinator."""
 
     def __init__(self, rank: int, job_id: str, secret: SecretFile, tell: Callable[[object], None]) -> None:
         self._rank, self._job_id, self._secret, self._tell = rank, job_id, secret, tell
-        self._folders: asyncio.Queue[LogFolder] = asyncio.Queue()  # to be served, the last one of them
+        self._folders: asyncio.Queue[LogFolder] = asyncio.Queue()  # to serve; the last one counts
 
     def serve(self, folder: LogFolder) -> None:
-        """Have ``folder`` served from now on."""
+        """Serve ``folder`` from now on."""
         self._folders.put_nowait(folder)
 
     async def run(self) -> None:
-        """Serve the logs in the folder of this host that was named last, for as long as this is not cancelled.
-
-        Threads do so; they begin in one that no signal comes to, and a slow disk keeps nothing else waiting.
+        """Serve the logs in the last folder given, until cancelled. Threads serve them: a slow disk then blocks nothing
+        else. They are started from a thread in which signals are blocked.
         """
         server: LogServer | None = None
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""Signals that are the script's: each reaches it once, whichever of a job's processes it was sent to.
+"""Signals for the script: each reaches it once, whichever process of the job it was sent to.
 
-A signal to a process group, or to all processes of a SLURM step, comes to the worker by itself; one to the process that
-the launcher has started alone has to be passed on.  The kernel does not tell one from the other, so two processes that
-nobody signals together compare what has come to them: what has come to both was sent to all.
+A signal to a process group, or to all processes of a SLURM step, reaches the worker by itself. A signal to only the
+process that the launcher has started must be passed on. The kernel does not tell the two apart. So two processes that
+nobody signals together compare what has come: a signal that reached both was sent to all.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Callable
 
 from recycle_plugin.runtime.processes.signal_info import HEEDED, PASSED
 
-TOGETHER_S = 1.0  # within which all have it, where somebody sends it to one process after the other
+TOGETHER_S = 1.0  # within which all get it if it is sent to one after the other
 
 
 class Copies:
-    """The signals that have come to two processes, *one* and the *other*.  ``pass_on`` is called with each that has
-    come to one of them alone.
+    """The signals that have come to two processes, *one* and the *other*. ``pass_on`` gets each signal that has come to
+    only one of them.
     """
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self._pass_on = pass_on
-        self._open: dict[int, tuple[int, float]] = {}  # by signal: how many more one has than the other, and until when
+        self._open: dict[int, tuple[int, float]] = {}  # by signal: how many more *one* has, and the deadline
 
     def came(self, number: int, to_other: bool = False) -> None:
-        """Note that a signal has come."""
+        """Record that a signal has come."""
         more, until = self._open.pop(number, (0, time.monotonic() + TOGETHER_S))
         if more := more + (-1 if to_other else 1):
             self._open[number] = more, until
 
     @property
     def wait_s(self) -> float | None:
-        """For how many seconds there is nothing to pass on; None where that is until something comes."""
+        """Seconds until a signal may be due to be passed on; None if none is open."""
         return max(0.0, min(until for _, until in self._open.values()) - time.monotonic()) if self._open else None
 
     def settle(self) -> None:
-        """Pass on what has come to one process alone."""
+        """Pass on the signals that have come to only one process."""
         now = time.monotonic()
         for number, (more, until) in list(self._open.items()):
             if until <= now:
@@ -48,8 +48,7 @@ class Copies:
 
 
 class Witness:
-    """A process that does nothing but note the signals that come to it: its numbers can be read from ``comes``.
-
+    """A process that only reports the signals that it gets: their numbers, one byte each, can be read from ``comes``.
     To be made before there are threads.
     """
 
@@ -69,7 +68,7 @@ class Witness:
 
 
 def _attend(into: int, parent: int) -> None:
-    """Be the witness.  Does not return."""
+    """Run the witness process; does not return."""
     from recycle_plugin.runtime.processes.spawn import die_with_parent
 
     try:

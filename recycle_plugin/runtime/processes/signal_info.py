@@ -1,14 +1,13 @@
-"""The signals that a job's own processes heed, and who has sent them: who has ended a job is what people ask first, and
-Python's handlers don't know.
+"""The signals that a job's own processes handle, with their senders. Users ask first who has ended a job, and Python's
+signal handlers don't know the sender.
 
 * ``ENDING`` end the job.
-* ``PASSED`` are the script's (SIGUSR1, say, by which SLURM warns of the time limit).  They would end any process that
-  does not handle them, and mean nothing to the plugin's own processes.  Those that were ignored when this process
+* ``PASSED`` are the script's (such as SIGUSR1, by which SLURM warns of the time limit). They would end any process that
+  does not handle them, and mean nothing to the plugin's own processes. Signals that were ignored when this process
   began, as SIGHUP is under nohup, stay ignored.
 
-Linux hands a descriptor (signalfd) the signals that every thread blocks.  What a process starts inherits that they are
-blocked, and unblocks them where they are meant for it.  Standard library only, and little of it: a guard is to stay
-small.
+Linux delivers signals that all threads block through a descriptor (signalfd). Child processes inherit the blocked
+signals, and unblock those that they handle. This module uses little of the standard library only, to keep guards small.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import struct
 from typing import BinaryIO, NamedTuple
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-_OTHERS = (  # a fault of the process itself; what nobody can catch; what ends no process; what Python ignores
+_OTHERS = (  # faults of the process itself; what can't be caught; what ends no process; what Python ignores
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS,
     signal.SIGKILL, signal.SIGSTOP,
     signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGURG, signal.SIGWINCH,
@@ -37,16 +36,15 @@ SHOWN = 60  # characters of a command
 
 
 class Heard(NamedTuple):
-    """A signal that has come: its ``number``, and in words, as ``SIGTERM from process 12 (bash)``."""
+    """A signal that has come: its ``number``, and a text such as ``SIGTERM from process 12 (bash)``."""
 
     number: int
     text: str
 
 
 def opened() -> BinaryIO | None:
-    """A file that delivers the signals of ``HEEDED`` which every thread blocks; None where a sandbox forbids it.
-
-    Children don't inherit it over an exec.
+    """Return a file that delivers the ``HEEDED`` signals, which all threads have to block; None if a sandbox forbids
+    it. It closes on exec.
     """
     wanted = sum(1 << number - 1 for number in HEEDED).to_bytes(SET, "little")
     descriptor = ctypes.CDLL(None).signalfd(-1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)
@@ -54,7 +52,7 @@ def opened() -> BinaryIO | None:
 
 
 def heard(signals: BinaryIO) -> Heard | None:
-    """The next signal; None where there is none."""
+    """Return the next signal, None if there is none."""
     info = signals.read(INFO)
     if not info:
         return None
@@ -63,7 +61,7 @@ def heard(signals: BinaryIO) -> Heard | None:
 
 
 def name(number: int) -> str:
-    """The name of a signal; real-time ones have few."""
+    """Return the name of a signal; few real-time signals have one."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -71,17 +69,17 @@ def name(number: int) -> str:
 
 
 def block() -> None:
-    """Keep signals back from this thread, and from what it starts."""
+    """Block the ``HEEDED`` signals in this thread and in what it starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
 
 
 def unblock() -> None:
-    """Let signals through again, in a process that was started by one that blocks them."""
+    """Unblock the ``HEEDED`` signals, in a process that was started by one that blocks them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
 
 
 def _described(pid: int) -> str:
-    """By its command, if it is still there."""
+    """Return the process with its command, if it is still there."""
     if not pid:
         return "the terminal, or outside of this container"
     try:

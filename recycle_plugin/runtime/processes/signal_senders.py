@@ -1,6 +1,5 @@
-"""Signals with their senders (runtime/processes/signal_info.py) for processes that run an event loop.
-
-Where a signal is handed to a thread of before, that is an ordinary handler's, and its sender is not known.
+"""Signals with their senders (runtime/processes/signal_info.py), for processes that run an event loop. A signal that
+the kernel delivers to an older thread reaches an ordinary handler, and its sender is not known.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def take(told: Callable[[str], None], passed: Callable[[int], None]) -> None:
 
 
 def spare_threads() -> None:
-    """Keep these signals from the running loop's threads; call it before there are any."""
+    """Block these signals in the running loop's threads. To be called before there are any."""
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, HEEDED))
     )

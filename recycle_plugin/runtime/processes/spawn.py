@@ -1,7 +1,5 @@
-"""Starting the worker process: a plain child, or a fork of a warm server that has the imports done.
-
-The server (the variable ``RECYCLE_FORK_SERVER`` names its Unix socket) saves each worker the seconds that importing
-torch takes.
+"""Starting the worker process: as a plain child, or as a fork of a warm server that has done the imports. The server,
+whose Unix socket ``RECYCLE_FORK_SERVER`` names, saves each worker the seconds that importing torch takes.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 
-# how long a server may take to import what it is to have, and to compile on a machine's very first call
+# how long a server may take to import its modules, and to compile the planner at a machine's first call
 SERVER_S = 180.0
 PR_SET_PDEATHSIG = 1
 STOP_S = 10.0  # how long a server may take to end
-STOPPED = 0  # its exit code once its line is closed, which it ends with for nothing else
+STOPPED = 0  # a server's exit code if it ends since its line is closed, and only then
 
 
 class Process(Protocol):
@@ -36,17 +34,16 @@ class Process(Protocol):
     pid: int
 
     async def wait(self) -> int:
-        """Wait for its end; returns its exit code, negative for a signal."""
+        """Wait for the process's end. Return its exit code, negative for a signal."""
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal; raises ProcessLookupError where it is gone."""
+        """Send the process a signal; raises ProcessLookupError if it is gone."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to fork a process that runs ``module`` with ``arguments`` in ``folder``.
-
-    ``keep_fd``: the number that the third descriptor gets, if there is one.
+    """A request to fork a process that runs ``module`` with ``arguments`` in ``folder``. ``keep_fd``: the number that
+    the third descriptor gets, if there is one.
     """
 
     module: str
@@ -64,10 +61,8 @@ class NoServer(RuntimeError):
 
 
 async def spawn(module: str, arguments: list[str], environment: dict[str, str], *keep: int) -> Process:
-    """Start ``python -m module arguments``.  ``keep``: open descriptors that it inherits under the same numbers, of
-    which a server takes one at most.
-
-    Raises ConnectionError where it is to be forked by a server, and can't be.
+    """Start ``python -m module arguments``. ``keep``: open descriptors that it inherits under the same numbers; a
+    server takes at most one. Raises ConnectionError if a server should fork it and can't.
     """
     server = environment.get(SERVER_VARIABLE)
     if server:
@@ -78,18 +73,18 @@ async def spawn(module: str, arguments: list[str], environment: dict[str, str], 
 
 
 class ForkedProcess:
-    """A worker forked by the server, which tells when and how it ended."""
+    """A worker forked by the server, which reports when and how it ended."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = pid
         self._reader = reader
-        self._writer = writer  # closing it makes the server kill the worker
+        self._writer = writer  # when it closes, the server kills the worker
 
     @classmethod
     async def start(
         cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None
     ) -> ForkedProcess:
-        """Have ``server`` fork a process; raises ConnectionError where it does not."""
+        """Have ``server`` fork a process; raises ConnectionError if it does not."""
         request = Request(module, tuple(arguments), environment, os.getcwd(), keep_fd)
         connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
@@ -97,32 +92,33 @@ class ForkedProcess:
 
     @property
     def life(self) -> int:
-        """The descriptor of the connection with which it lives."""
+        """The descriptor of the connection: the process is killed when it closes."""
         number: int = self._writer.get_extra_info("socket").fileno()
         return number
 
     async def wait(self) -> int:
-        """Wait for its end; the exit code, negative for a signal, as for SIGKILL where the server itself has gone."""
+        """Wait for the process's end. Return its exit code, negative for a signal; -SIGKILL if the server itself is
+        gone.
+        """
         line = await self._reader.readline()
         self._writer.close()
         return int(line) if line else -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal; raises ProcessLookupError where it is gone."""
+        """Send the process a signal; raises ProcessLookupError if it is gone."""
         os.kill(self.pid, number)
 
 
 def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
     """Ask the server for a fork with these descriptors as its standard output, standard error and ``request.keep_fd``.
-
-    The answers on the returned socket are a line with its process id and one with its exit code.  Raises
-    ConnectionError where the server can't be reached.
+    The returned socket brings one line with the process id and one with the exit code. Raises ConnectionError if the
+    server can't be reached.
     """
     frame = LANGUAGE.encode(request)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(server.replace("@", "\0", 1) if server.startswith("@") else server)
-        if (user := user_of(connection)) != os.getuid():  # who took its name once it was gone would get all of it
+        if (user := user_of(connection)) != os.getuid():  # another user may have taken the name after the server's end
             raise PermissionError(errno.EPERM, f"it is user {user}'s")
         connection.sendmsg(
             [frame[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -138,14 +134,14 @@ def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
 
 
 def user_of(connection: socket.socket) -> int:
-    """The user whose process is at the other end of a Unix socket, as the kernel says."""
+    """Return the user id of the process at the other end of a Unix socket, as the kernel reports it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     return int(user)
 
 
 def forked_pid(module: str, answer: bytes) -> int:
-    """The process id from the server's first answer; raises ConnectionError where that is something else."""
+    """Return the process id from the server's first answer; raises ConnectionError for any other answer."""
     said = answer.decode().strip()
     if not said.isdecimal():
         raise ConnectionError(
@@ -155,16 +151,14 @@ def forked_pid(module: str, answer: bytes) -> int:
 
 
 def socket_name(listener: socket.socket) -> str:
-    """The address of a server's socket, for :func:`ask`: its path, or @ and the name of a socket that has no file."""
+    """Return the address of a server's socket for :func:`ask`: its path, or @ and a name if it has no file."""
     name = listener.getsockname()
     return name if isinstance(name, str) else "@" + name[1:].decode()
 
 
 class ServerProcess:
-    """A fork server that this process has started (runtime/processes/fork_server.py), and that ends with it at the
-    latest.
-
-    Its output is this process's.
+    """A fork server (runtime/processes/fork_server.py) that this process has started and that ends with it at the
+    latest. Its output is this process's.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, address: str, line: int) -> None:
@@ -173,7 +167,7 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, modules: list[str], timeout_s: float = SERVER_S) -> ServerProcess:
-        """Start a server, and return once it has imported ``modules``; raises NoServer where it does not within
+        """Start a server and return once it has imported ``modules``. Raises NoServer if that fails or takes
         ``timeout_s``.
         """
         theirs, line = os.pipe()
@@ -206,7 +200,7 @@ class ServerProcess:
         return cls(process, what, line)
 
     async def stop(self) -> str:
-        """End it, and with it what it has forked.  Returns how it had ended before, or "" if it had not."""
+        """End the server and all that it has forked. Return how it had ended before, or "" if it had not."""
         os.close(self._line)
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_S)
@@ -217,9 +211,7 @@ class ServerProcess:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process once the one that started it has ended; at once where ``parent`` is no longer
-    its parent.
-    """
+    """Have the kernel kill this process when its parent ends; end it at once if ``parent`` is no longer its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)

@@ -1,8 +1,8 @@
-"""Hosts the job's key-value store in a process that outlives workers, and coordinators too.
+"""Hosts the job's key-value store in a process that outlives workers and coordinators.
 
-``python -m recycle_plugin.runtime.processes.store_host FD LIFE``: FD is a listening socket of the coordinator,
-so the port is known, and connections queue, before torch has been imported here.  LIFE is the end of a pipe that comes
-to its end once nobody wants the store any more; -1 where this process is then killed.
+``python -m recycle_plugin.runtime.processes.store_host FD LIFE``: FD is a listening socket of the coordinator, so the
+port is known and connections queue before torch is imported here. LIFE is a pipe that ends once the store is no longer
+wanted, or -1 if this process is killed then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recycle_plugin.runtime.processes import signal_info
 
 
 def main(descriptor: int, life: int) -> None:
-    """Host the store on the listening socket ``descriptor`` until the pipe ``life`` has ended; signals do nothing."""
+    """Host the store on the listening socket ``descriptor`` until the pipe ``life`` ends."""
     host, port = socket.socket(fileno=os.dup(descriptor)).getsockname()[:2]
     from torch.distributed import TCPStore
 
@@ -26,5 +26,5 @@ def main(descriptor: int, life: int) -> None:
 
 
 if __name__ == "__main__":
-    signal_info.block()  # it has to outlive the workers
+    signal_info.block()  # the store has to outlive the workers
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -18,15 +18,13 @@ from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.system import clock
 
 LOG, LAST = "events.jsonl", 1 << 16
-SLICE = 100  # events of before that are counted at once
+SLICE = 100  # earlier events that are counted at a time
 
 
 class Telling:
-    """Tells of a job whose coordinator is at ``address``, and claims its folders.
-
-    ``stop`` is the process that ends the job at SIGTERM, and ``told`` gets all events, as the user does.  ``began`` is
-    when the job's first coordinator did, in seconds since the epoch, if that was not now; ``run_dir`` where the run
-    folder is, or would be.
+    """Reports on a job whose coordinator is at ``address``, and claims its folders. ``stop``: the process that ends the
+    job at SIGTERM. ``told`` gets all events that the user gets. ``began``: when the job's first coordinator began, in
+    seconds since 1970, if not now. ``run_dir()``: where the run folder is or would be.
     """
 
     def __init__(
@@ -43,16 +41,16 @@ class Telling:
         self._access = OperatorAccess(address, secret)
         self.claims = Claims(lambda text: self.say(Event("warning", text), clock.now()))
         self.run_dir: Callable[[], str] = lambda: ""
-        self._past: Iterator[tuple[Event, float]] | None = None  # what is still to be counted of before
-        self._since: list[tuple[Event, float]] = []  # and of what has come meanwhile
+        self._past: Iterator[tuple[Event, float]] | None = None  # earlier events that are still to be counted
+        self._since: list[tuple[Event, float]] = []  # events that have come meanwhile
 
     @property
     def report_folder(self) -> Path | None:
-        """The folder of which a report is to be written, None where none is."""
+        """The run folder to write a report of, None if no report is wanted."""
         return self._announcer.folder if self._announcer.wants_report else None
 
     def say(self, event: Event, now: float) -> None:
-        """Tell of an event that happened at ``now``, in seconds since the epoch."""
+        """Report an event that happened at ``now``, in seconds since 1970."""
         self._announcer.say(event, now, self.run_dir())
         if event.kind == "start":
             self._let_operators_in(event, now)
@@ -63,8 +61,8 @@ class Telling:
             self._since.append((event, now))
 
     def go_on(self, start: Event, now: float) -> None:
-        """Go on, in the running event loop, where another process has told of the job's ``start``, and of what has come
-        since.  Metrics count that while the job goes on: a long log takes its time.
+        """Go on, in the running event loop, after another process that has reported the job's ``start`` and later
+        events. Metrics count those events while the job goes on, since a long log takes time.
         """
         folder = Path(start.details["job"]["run_dir"])
         self._announcer.go_on(start)
@@ -87,7 +85,7 @@ class Telling:
             self._exporter.take(event, at)
 
     def say_unless_said(self, event: Event, now: float) -> None:
-        """Tell of an event that another process may have told of before it died."""
+        """Report an event unless another process has reported it before it died."""
         folder = self._announcer.folder
         if folder is None or not any((event.kind, event.text) == (each.kind, each.text) for each in _last(folder)):
             self.say(event, now)
@@ -97,7 +95,7 @@ class Telling:
             self._announcer.say(Event("warning", refused), now)
 
     def close(self) -> None:
-        """Write what waits, and let go of the job's folders."""
+        """Write what is still to be written, and release the job's folders."""
         if (folder := self.report_folder) is not None:
             self.say(Event("report", f"{folder / 'report.html'} is being written"), clock.now())
         self._past = None
@@ -108,13 +106,13 @@ class Telling:
 
 
 def _last(folder: Path) -> list[Event]:
-    """The last events of the log in a run folder."""
+    """Return the last events of the log in a run folder."""
     return [event for event, _ in _past(folder / LOG, LAST)]
 
 
 def _past(path: Path, last: int | None = None) -> Iterator[tuple[Event, float]]:
-    """The events that a log has now, in its ``last`` bytes or all, each with when it happened, one after the other;
-    none where that can't be read.
+    """Yield the events that a log has now, in its ``last`` bytes or in all, each with its time; none if it can't be
+    read.
     """
     try:
         log = path.open("rb")
@@ -132,5 +130,5 @@ def _read(log: BinaryIO, left: int) -> Iterator[tuple[Event, float]]:
             try:
                 said = json.loads(line.decode(errors="replace"))
                 yield Event(said.pop("event"), said.pop("text"), said), said.pop("time")
-            except (ValueError, KeyError, AttributeError):  # the first one may be cut off, and the last
+            except (ValueError, KeyError, AttributeError):  # the first and the last line may be cut off
                 continue
