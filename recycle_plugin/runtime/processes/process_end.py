@@ -1,6 +1,4 @@
-"""The end of a worker's process, which waits for the script's threads and exit functions but not the plugin's
-threads.
-"""
+"""The end of a worker's process: it waits for the script's threads and exit functions, not for the plugin's threads."""
 
 from __future__ import annotations
 

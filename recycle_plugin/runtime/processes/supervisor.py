@@ -1,9 +1,9 @@
-"""Each rank's supervisor: it outlives its worker and tells how that ended.
+"""Each rank's supervisor: it outlives its worker and reports how the worker ended. Imports no torch.
 
-Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's death ends only the
-worker, the launcher needs no change, and since what it has started is only the supervisor's guard
-(runtime/processes/guard.py), a supervisor's death ends nothing: the next one takes its place.  Rank 0's guard also has
-the coordinator and the job's store (runtime/processes/hosted.py).
+The stock launcher kills all ranks as soon as one exits badly. A worker's death ends only the worker, so the launcher
+needs no change. The launcher has started only the supervisor's guard (runtime/processes/guard.py), so a supervisor's
+death ends nothing: the next one takes its place. Rank 0's guard also has the coordinator and the job's store
+(runtime/processes/hosted.py).
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ from recycle_plugin.runtime.system.console import say
 from recycle_plugin.runtime.system.process_life import life_of
 
 T = TypeVar("T")
-WORKER = "recycle_plugin.worker_process"  # what it runs
+WORKER = "recycle_plugin.worker_process"  # the module that a worker runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
-RESUME_S = 10.0  # the same once more, where the connection has broken
-LISTEN_S = 60.0  # how long nothing need be heard
-SILENT = 3  # so many times the coordinator may not say how far it is
-LOOK_S = 0.1  # between two tries
-OVER_S = 2.0  # and where the job is over, and it may be gone for good
+RESUME_S = 10.0  # the same after the connection has broken
+LISTEN_S = 60.0  # how long silence is normal
+SILENT = 3  # so many confirmations of the coordinator may be missing
+LOOK_S = 0.1  # s between tries
+OVER_S = 2.0  # how long to resume if the job is over and the coordinator may be gone
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
-JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
-NOBODY = -1  # the rank of one that has none yet
+JOIN_S = 10.0  # how long a supervisor that joins tries to reach the coordinator
+NOBODY = -1  # the rank of a supervisor that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
 
 
 async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: float | None = None) -> T | None:
-    """What ``wanted`` gives; None where one of ``ends`` is done by then, or the time is over before."""
+    """Return the result of ``wanted``; None if one of ``ends`` is done by then or ``timeout_s`` has passed."""
     waiting = asyncio.ensure_future(wanted)
     try:
         await asyncio.wait({waiting, *ends}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -80,14 +80,14 @@ async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: 
 
 
 def _refused(stranger: Stranger, advice: str) -> NoCredentials | ConnectionError:
-    """What ends a supervisor to whom no coordinator of its job has answered; ``advice`` where nothing better is
-    known.
+    """Return the error that ends a supervisor which no coordinator of its job has answered. ``advice``: if the Stranger
+    has none.
     """
     return NoCredentials(str(stranger)) if stranger.advice else ConnectionError(f"{stranger}: {advice}")
 
 
 class NotSeated(RuntimeError):
-    """There is no seat for a supervisor that asks for one; the message says why.  ``code``: what it ends with."""
+    """There is no seat for a supervisor that asks for one; the message says why. ``code``: the exit code."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -95,12 +95,12 @@ class NotSeated(RuntimeError):
 
 
 class Supervisor:
-    """Runs one worker, and where the coordinator says so the next one after it: ``command`` is the training script with
-    its arguments, and ``place`` what keeps the worker.
+    """Runs one worker, and further ones when the coordinator orders it. ``command``: the training script with its
+    arguments. ``place`` keeps the worker.
 
     With ``placement`` "spread" the worker's rank is not the one that the launcher gave this place
-    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process. ``joins``: it has no
-    rank, and asks for that of a lost worker; True where it waits for one.
+    (core/vocabulary/placement.py). ``hosted``: the coordinator, if it is in this process. ``joins``: if not None, the
+    supervisor has no rank and asks for a lost worker's; if True, it waits for one.
     """
 
     def __init__(
@@ -118,42 +118,41 @@ class Supervisor:
         self._place = place
         self._joins = joins
         self._rank = int(environment.get("RANK", NOBODY)) if place.rank is None else place.rank
-        self._incarnation = place.incarnation  # of the worker, or of the next one
+        self._incarnation = place.incarnation  # of the worker or the next one
         self._address = place.coordinator or (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._secret = SecretFile.of(environment)
         self._way = ControlWay(self._address, self._secret)
         self._heartbeats: HeartbeatSender | None = None
         self._every_s = SUPERVISOR_BEAT_S  # between two heartbeats
-        self._datagrams: SealedDatagrams | None = None  # of the last connection that the coordinator has answered on
+        self._datagrams: SealedDatagrams | None = None  # of the last connection with a Welcome
         self._hosted = hosted
-        self._over: asyncio.Future[int]  # the code that the job ends with, once there is a connection
+        self._over: asyncio.Future[int]  # the job's exit code
         self._control: InLoop
         self._worker = place.worker
-        self._started = place.worker is not None  # whether the process of this incarnation was
+        self._started = place.worker is not None  # whether this incarnation's process was started
         self._orders: asyncio.Queue[Restart] = asyncio.Queue()
-        self._fenced = -1  # the last incarnation that is to do nothing
-        self._leaving = -1  # the last incarnation that nobody follows for now: it leaves as planned, mostly
-        self._exited: Exited | None = None  # the worker, once it has
-        self._answered = asyncio.Event()  # the news of the worker's end have got there
+        self._fenced = -1  # the last fenced incarnation
+        self._leaving = -1  # the last incarnation with no successor for now, mostly since it leaves as planned
+        self._exited: Exited | None = None  # the worker's end, once it has ended
+        self._answered = asyncio.Event()  # the coordinator has confirmed the worker's end
         self._logs: ServedLogs
 
     async def run(self) -> int:
-        """Run the worker to its end, those that come after it, and then wait for the job's.
-
-        Returns the exit code for the launcher: 0 also when the worker was killed and the job went on.  Raises
-        ConnectionError where the coordinator can't be reached, and NotSeated.
+        """Run the worker and those that follow it to their ends, and then wait for the job's end. Return the exit code
+        for the launcher: 0 also if the worker was killed and the job went on. Raises ConnectionError if the coordinator
+        can't be reached, and NotSeated.
         """
         try:
             if self._placement == "spread" and self._rank != NOBODY and self._place.rank is None:
                 self._rank = await self._placed()
             return await self._supervise()
         finally:
-            if self._worker is not None:  # nobody waits for the job's end any more
+            if self._worker is not None:  # the wait for the job's end was broken off
                 self._fence()
 
     def _told_to_end(self, what: str) -> None:
-        """Deal with a signal.  Where the worker has left as planned that is no word on the job, but for the guard by
-        which the whole job is stopped.
+        """Handle a signal that ends the job. If the worker has left as planned, only this supervisor ends; at rank 0's
+        guard the signal is for the whole job even then.
         """
         nobody = self._worker is None or self._fenced >= self._incarnation
         if nobody and self._leaving >= self._incarnation and self._environment.get("RANK") != "0":
@@ -165,7 +164,7 @@ class Supervisor:
     def pass_on(self, number: int) -> None:
         """Send the worker a signal that is the script's, if there is a worker."""
         if self._worker is not None:
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # it has ended just now
                 self._worker.send_signal(number)
 
     async def _connect(self) -> InLoop:
@@ -177,9 +176,9 @@ class Supervisor:
             raise _refused(stranger, ANOTHER_PORT) from stranger
 
     async def _placed(self) -> int:
-        """The worker's rank, which depends on where all the others are."""
+        """Return the worker's rank, which depends on where all the others are."""
         deadline, placed = time.monotonic() + CONNECT_S, None
-        while placed is None and (left_s := deadline - time.monotonic()) > 0:  # who was to answer may die meanwhile
+        while placed is None and (left_s := deadline - time.monotonic()) > 0:  # the coordinator may die meanwhile
             control = await self._connect()
             control.send(Hello(self._rank, "placing", os.getpid(), socket.gethostname()))
             placed = await control.receive(left_s)
@@ -213,7 +212,7 @@ class Supervisor:
         return welcome
 
     def _may_be_another(self, began: float) -> bool:
-        """Whether who was to answer may have died, so that another one takes its place."""
+        """Return whether the coordinator may have died before its answer, so that another one takes its place."""
         broken = self._control.broken
         late = time.monotonic() - began > RESUME_S
         return broken is not None and broken.unreadable is None and self._hosted is None and not late
@@ -254,7 +253,7 @@ class Supervisor:
     # --- a seat that was lost --------------------------------------------------------------------
 
     async def _ask_for_a_seat(self) -> Welcome:
-        """Ask for the rank of a lost worker, until there is one: its process is then to be started."""
+        """Ask for the rank of a lost worker until there is one, with an order to start its process."""
         advice = "write the address and port of the job's master behind --join"
         while True:
             try:
@@ -284,7 +283,7 @@ class Supervisor:
 
     @property
     def _addresses(self) -> list[tuple[str, int]]:
-        """Where the worker looks for the coordinator: where that is, and where another one may take its place."""
+        """Where the worker looks for the coordinator: at its address, and at its standby's on another host."""
         elsewhere = self._control.elsewhere
         return [self._address] if elsewhere in (None, self._address) else [self._address, elsewhere]
 
@@ -295,28 +294,28 @@ class Supervisor:
             "RECYCLE_PLACEMENT": self._placement,
             "RECYCLE_INCARNATION": str(self._incarnation),
             "MASTER_PORT": str(self._welcome.store_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the plugin has the store, every rank is its client
             "MASTER_ADDR": self._address[0],
             "RECYCLE_COORDINATOR": ",".join(f"{host}:{port}" for host, port in self._addresses),
             AT: str(self._secret.path),
         }
 
     async def _start(self) -> None:
-        """Start the worker; raises ConnectionError where that can't be."""
+        """Start the worker; raises ConnectionError."""
         self._started = True
         self._worker = await self._place.start(WORKER, self._command, self._worker_environment())
         if self._fenced >= self._incarnation:  # meanwhile
             self._fence()
 
     async def _one_after_another(self, gone: asyncio.Task[Any]) -> int:
-        """Wait for the worker's end, for that of each that comes after it, and then for the job's; and for nothing more
-        once the guard is ``gone``.
+        """Wait for the end of the worker and of those that follow it, then for the job's. Return early if the guard is
+        ``gone``.
 
-        A worker that ends by itself while the plugin was never enabled ends its supervisor with its
-        own code: then the launcher does what it always does.  So does one that hears nothing of the
-        coordinator, where its supervisor doesn't either, and one whose script is through.
+        A worker that ends by itself while the plugin was never enabled gives its own code to the launcher, which then
+        does what it always does. The supervisor also ends at once with a worker that is cut off, if it hears nothing of
+        the coordinator either, and with a worker whose script is through.
         """
-        code = -signal.SIGKILL  # that of the last worker
+        code = -signal.SIGKILL  # of the last worker
         while True:
             if self._worker is not None:
                 code = await self._until_ended(self._worker, gone)
@@ -337,7 +336,7 @@ class Supervisor:
         return job_code if job_code == 0 or code < 0 else code
 
     async def _until_ended(self, worker: Process, gone: asyncio.Task[Any]) -> int:
-        """The exit code of the worker, which is ended once the job is over."""
+        """Return the worker's exit code; end the worker once the job is over."""
         exit_code = asyncio.create_task(worker.wait())
         heartbeats = asyncio.create_task(self._send_heartbeats(worker))
         try:
@@ -351,9 +350,8 @@ class Supervisor:
             heartbeats.cancel()
 
     async def _next_has_started(self, gone: asyncio.Task[Any]) -> bool:
-        """Start the next worker when the coordinator says so; False where the job is over before, or the guard gone.
-
-        One that can't be started has died.
+        """Start the next worker when the coordinator orders it; a failed start counts as the worker's death. Return
+        False if the job is over or the guard gone before.
         """
         order = await first_of(self._ordered(), self._over, gone)
         if order is None:
@@ -364,7 +362,7 @@ class Supervisor:
         if order.after_s and await first_of(pause(order.after_s), self._over, gone) is None:
             return False
         if self._fenced >= self._incarnation:
-            return True  # another one takes its place
+            return True  # another incarnation takes its place
         try:
             await self._start()
         except ConnectionError as error:
@@ -373,7 +371,7 @@ class Supervisor:
         return True
 
     async def _ordered(self) -> Restart:
-        """The coordinator's next order that was not carried out already; it may be said twice."""
+        """Return the coordinator's next order that is not carried out yet; an order may come twice."""
         while True:
             order = await self._orders.get()
             done = order.incarnation < self._incarnation + self._started
@@ -385,22 +383,20 @@ class Supervisor:
         self._tell(self._exited)
 
     async def _without_guard(self, code: int) -> int:
-        """Tell the coordinator that the guard was killed; who has done so may be about to end the job, and that has to
-        be known.
-        """
+        """Report that the guard was killed: the job may be about to be ended so, and the coordinator has to know."""
         self._tell(Unguarded(self._rank, self._place.pid, incarnation=self._incarnation))
         self._say_exited(code)
         await self._is_answered()
         return 1
 
     async def _is_answered(self) -> bool:
-        """Whether the coordinator has heard of the worker's end, or is through."""
+        """Wait until the coordinator confirms the worker's end, or the job ends; return whether it has confirmed."""
         await first_of(self._answered.wait(), self._over, timeout_s=ANSWER_S)
         return self._answered.is_set()
 
     async def _is_to_stay(self) -> bool:
-        """Whether the worker has left as planned, so that its seat may be admitted again.  The word of that has come
-        before the answer to the news of its end.
+        """Return whether the worker has left as planned, so that its seat may be admitted again. The coordinator says
+        so before it confirms the worker's end.
         """
         if not self._over.done():
             await self._is_answered()
@@ -415,10 +411,10 @@ class Supervisor:
         await exit_code
 
     async def _send_heartbeats(self, worker: Process) -> None:
-        """Report at intervals that the worker's process is there, and whether it runs; also by datagram if the last
-        report is still under way.
+        """Report at intervals that the worker's process exists and whether it runs; also by datagram while the last
+        report is held up.
         """
-        on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
+        on_disk_s = 0.0  # time spent waiting for a disk, or for swapped memory, counts as work
         while not self._over.done():
             held_up = self._control.held_up
             state, cpu_s = life_of(worker.pid)
@@ -433,7 +429,7 @@ class Supervisor:
             self._control.give_up_unless_heard(SILENT * BEATS)
 
     def _fence(self) -> None:
-        """Kill the worker: whoever goes on does so without it, and it must not wake up."""
+        """Kill the worker: the others go on without it, and it must not wake up."""
         self.pass_on(signal.SIGKILL)
 
     async def _listen(self) -> None:
@@ -462,9 +458,8 @@ class Supervisor:
             self._over.set_result(1)  # the coordinator is gone
 
     async def _resumed(self) -> bool:
-        """Make the broken connection once more, while the worker goes on; returns whether it stands.
-
-        What was said since the break is said again where it counts.
+        """Restore the broken connection while the worker goes on, and repeat a worker's end that is not confirmed.
+        Return whether the connection stands.
         """
         broken = self._control.broken
         if broken is not None and broken.unreadable is not None:
@@ -477,7 +472,7 @@ class Supervisor:
         return True
 
     async def _stands_again(self, hello: Hello, timeout_s: float) -> bool:
-        """Make the connection again; whether it stands.  The coordinator may be elsewhere then, with another store."""
+        """Resume the connection, perhaps at another address with another store. Return whether it stands."""
         welcome = await self._control.resume(hello, timeout_s)
         if welcome is None:
             return False
@@ -502,9 +497,7 @@ def supervise(
     joins: bool | None,
     line: socket.socket,
 ) -> int:
-    """Run one rank's supervisor at the end of its guard's ``line``; returns the exit code.  ``joins``: as for a
-    Supervisor.
-    """
+    """Run one rank's supervisor at its end of the guard's ``line``; return the exit code. ``joins``: see Supervisor."""
 
     async def run() -> int:
         senders.spare_threads()
@@ -513,7 +506,7 @@ def supervise(
             return 1
         try:
             return await Supervisor(command, environment, placement(command), place, joins=joins).run()
-        except NoCredentials:  # which is so for all of this host
+        except NoCredentials:  # the same for all supervisors of this host
             if environment.get("LOCAL_RANK", "0") == "0":
                 raise
             return 1

@@ -1,4 +1,4 @@
-"""Who keeps a supervisor's worker: the guard, which started both and outlives the supervisor, or its own process."""
+"""Keepers of a supervisor's worker: the guard, which started both and outlives the supervisor, or its own process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ GUARD_GONE = "the worker was not started: the process that the launcher has star
 
 
 class WorkerKeeper(Protocol):
-    """Keeps the worker of a supervisor, and knows whether its guard is still there.
-
-    ``rank``, ``incarnation`` and ``worker`` are those of a supervisor that was here before, None and 0 if there was
-    none, and so is ``coordinator``, its address where that is not where it was at first; ``pid`` is the process that
-    holds the rank's place in the job.
+    """Keeps the worker of a supervisor, and knows whether the guard is still there. ``pid``: the process that holds the
+    rank's place in the job. The rest is what an earlier supervisor here has left; ``coordinator``: the coordinator's
+    address if it has moved since the start.
     """
 
     pid: int
@@ -30,7 +28,7 @@ class WorkerKeeper(Protocol):
 
     @property
     def rank(self) -> int | None:
-        """The rank that the last supervisor's worker had, None if there was none."""
+        """The rank of the last supervisor's worker, None if there was none."""
 
     @property
     def incarnation(self) -> int:
@@ -41,26 +39,26 @@ class WorkerKeeper(Protocol):
         """The worker that the last supervisor has started, None if there was none."""
 
     def next(self, rank: int, incarnation: int) -> None:
-        """Keep for the next supervisor which process it is to start, or has started; the one before has ended."""
+        """Keep, for the next supervisor, which process this one starts; the worker before has ended."""
 
     def follow(self, coordinator: tuple[str, int]) -> None:
-        """Keep for the next supervisor where the coordinator is now."""
+        """Keep the coordinator's present address for the next supervisor."""
 
     def stand_by(self, coordinator: tuple[str, int]) -> None:
-        """Have a process on this host stand by, to take the place of the coordinator at this address."""
+        """Have a process on this host stand by for the coordinator at this address."""
 
     async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Start the worker, as runtime/processes/spawn.py does.  Raises ConnectionError."""
+        """Start the worker as runtime/processes/spawn.py does. Raises ConnectionError."""
 
     def on_signal(self, told_to_end: Callable[[str], None]) -> None:
-        """Call ``told_to_end`` with the first signal that is to end the job, and its sender where that is known."""
+        """Call ``told_to_end`` with the first signal that ends the job, and its sender if known."""
 
     async def gone(self) -> None:
         """Return when the guard is gone, and the worker with it."""
 
 
 class Here:
-    """Keeps the worker in the supervisor's own process, without a guard; signals there are not for one supervisor."""
+    """Keeps the worker in the supervisor's own process, without a guard. Signals there are not for one supervisor."""
 
     def __init__(self) -> None:
         self.rank: int | None = None
@@ -70,28 +68,28 @@ class Here:
         self.coordinator: tuple[str, int] | None = None
 
     def follow(self, coordinator: tuple[str, int]) -> None:
-        """Nobody comes after the supervisor."""
+        """Do nothing: no other supervisor follows."""
 
     def stand_by(self, coordinator: tuple[str, int]) -> None:
-        """Nobody does: this is the coordinator's own process."""
+        """Do nothing: this is the coordinator's own process."""
 
     def next(self, rank: int, incarnation: int) -> None:
-        """Nobody comes after the supervisor, whose process this is."""
+        """Do nothing: no other supervisor follows."""
 
     async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Start the worker, as runtime/processes/spawn.py does."""
+        """Start the worker as runtime/processes/spawn.py does."""
         return await spawn(module, arguments, environment)
 
     def on_signal(self, told_to_end: Callable[[str], None]) -> None:
-        """Signals are for the process, which has other supervisors too."""
+        """Do nothing: signals are for the process, which has other supervisors too."""
 
     async def gone(self) -> None:
-        """Wait for ever: there is no guard that could go."""
+        """Wait for ever: there is no guard."""
         await asyncio.get_running_loop().create_future()
 
 
 class Guarded:
-    """Keeps the worker at its guard, over the connection to it; runtime/processes/guard.py has the messages."""
+    """Keeps the worker at its guard, over the connection to it; runtime/processes/guard.py lists the messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict[Any, Any]) -> None:
         self._reader, self._writer = reader, writer
@@ -117,28 +115,26 @@ class Guarded:
 
     @classmethod
     async def take(cls, line: socket.socket) -> Guarded | None:
-        """Take the place over from the guard, at this end of the connection to it; None where it wants no supervisor
-        any more.
-        """
+        """Take the place over from the guard at the other end of ``line``; None if it wants no supervisor any more."""
         reader, writer = await asyncio.open_connection(sock=line)
         while (said := await reader.readline()) and "held" not in (message := json.loads(said)):
-            pass  # what it holds has the signals that have come before
+            pass  # messages before it: signals, which it has too
         return cls(reader, writer, message["held"]) if said else None
 
     def next(self, rank: int, incarnation: int) -> None:
-        """Have the guard keep it, which forgets the worker before."""
+        """Have the guard keep both, and forget the worker before."""
         self._tell(rank=rank, incarnation=incarnation)
 
     def follow(self, coordinator: tuple[str, int]) -> None:
-        """Have the guard keep it."""
+        """Have the guard keep the address."""
         self._tell(coordinator=coordinator)
 
     def stand_by(self, coordinator: tuple[str, int]) -> None:
-        """Have the guard start one, if none runs."""
+        """Have the guard start a standby if none runs."""
         self._tell(stand_by=coordinator)
 
     async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Have the guard start the worker; raises ConnectionError where it does not."""
+        """Have the guard start the worker; raises ConnectionError if that fails."""
         if self._hearing.done():
             raise ConnectionError(GUARD_GONE)
         self._started, self._code = self._loop.create_future(), self._loop.create_future()
@@ -150,7 +146,7 @@ class Guarded:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     def on_signal(self, told_to_end: Callable[[str], None]) -> None:
-        """Call ``told_to_end`` with the first signal that the guard, or this process, gets or has got."""
+        """Call ``told_to_end`` with the first signal that the guard or this process gets or has got."""
         self._told_to_end = told_to_end
         for what in self._signals[:1]:
             told_to_end(what)
@@ -160,9 +156,8 @@ class Guarded:
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
-        """Take note of a signal, the guard's or this process's, which mostly come together.
-
-        Before there is a worker nobody has anything to lose, and the supervisor just ends.
+        """Handle a signal to the guard or this process, which mostly come together. Before there is a worker, nothing
+        can be lost, and the supervisor just ends.
         """
         self._signals.append(what)
         if self.worker is None and self._told_to_end is None:
@@ -171,7 +166,7 @@ class Guarded:
             self._told_to_end(what)
 
     async def _hear(self) -> None:
-        """Take the guard's messages until it is gone, and the worker with it."""
+        """Handle the guard's messages until it is gone, and the worker with it."""
         while said := await self._reader.readline():
             message = json.loads(said)
             if "pid" in message:
@@ -184,7 +179,7 @@ class Guarded:
                 self._signalled(message["signal"])
         if not self._started.done():
             self._started.set_exception(ConnectionError(GUARD_GONE))
-            self._started.exception()  # nobody may wait for it
+            self._started.exception()  # retrieved, in case no task waits for it
         if self.worker is not None and not self._code.done():
             with suppress(ProcessLookupError):
                 os.kill(self.worker.pid, signal.SIGKILL)
@@ -199,7 +194,7 @@ class GuardedProcess:
         self._tell = tell
 
     async def wait(self) -> int:
-        """Wait for its end, which the guard tells; the exit code, negative for a signal."""
+        """Wait for the process's end. Return its exit code, negative for a signal."""
         return await asyncio.shield(self._code)
 
     def send_signal(self, number: int) -> None:
