@@ -1,4 +1,4 @@
-"""Heartbeats, of workers and of their supervisors; a worker's is answered with a lease."""
+"""Heartbeats of workers and of their supervisors; a worker's is answered with a lease."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 
 
 def of_member(state: JobState, message: Heartbeat) -> None:
-    """Takes in a worker's heartbeat, and answers it."""
+    """Handle a worker's heartbeat, and answer it."""
     message = where_it_can_be(state, message)
     state.tell(message.worker, state.attendance.failure_detector.heartbeat(message))
     if not state.ending.some_through or state.pushed:
@@ -22,28 +22,28 @@ def of_member(state: JobState, message: Heartbeat) -> None:
 
 
 def where_it_can_be(state: JobState, message: Heartbeat) -> Heartbeat:
-    """Drops the step of a heartbeat if nobody can have begun it: it would pass for the script's step later."""
+    """Return the heartbeat with step 0 if nobody can have begun its step: it would pass for the script's step later."""
     return message if message.step < unstarted(state.committed) else replace(message, step=0)
 
 
 def of_supervisor(state: JobState, message: SupervisorHeartbeat) -> None:
-    """Takes in that a member's process is there."""
+    """Record that a member's process is there."""
     state.attendance.failure_detector.supervisor_heartbeat(message)
 
 
 def of_newcomer(state: JobState, message: Heartbeat) -> None:
-    """Takes in what a newcomer is at; it has no lease."""
+    """Record what a newcomer is at; it gets no lease."""
     _watch(state, message)
     state.tell(message.worker, Lease(message.number, 0.0))
 
 
 def of_newcomers_supervisor(state: JobState, message: SupervisorHeartbeat) -> None:
-    """Takes in that a newcomer's process is there."""
+    """Record that a newcomer's process is there."""
     _watch(state, message)
     state.vacancies.heard(message.worker, state.now)
 
 
 def _watch(state: JobState, message: Heartbeat | SupervisorHeartbeat) -> None:
-    """Notes what a newcomer is at; of others that are no members nothing is kept."""
+    """Record what a newcomer is at. Nothing is kept of other processes that are no members."""
     if state.vacancies.is_newcomer(message.worker):
         state.newcomer_watch.hear(message, state.attendance.failure_detector.clock)

@@ -1,4 +1,4 @@
-"""The supervisors of a job's workers: that one comes or goes, or asks for a seat."""
+"""The supervisors of a job's workers: one comes, or asks for a seat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S, paced_s
 
 
 def come(state: JobState, rank: int) -> None:
-    """Takes in that the supervisor of ``rank`` is there, again perhaps."""
+    """Handle that the supervisor of ``rank`` is there, perhaps again."""
     pace(state, SupervisorOf(rank))
     state.vacancies.supervised(rank, state.now, state.out)
     state.recovery_times.supervised(rank, state.now)
@@ -17,7 +17,7 @@ def come(state: JobState, rank: int) -> None:
 
 
 def pace(state: JobState, whom: Whom) -> None:
-    """Has supervisors speak less often in a large job."""
+    """Have supervisors send heartbeats less often in a large job."""
     if (job := state.job) is not None:
         every_s = paced_s(SUPERVISOR_BEAT_S, state.ranks, job.deadlines)
         if every_s > SUPERVISOR_BEAT_S:
@@ -25,7 +25,7 @@ def pace(state: JobState, whom: Whom) -> None:
 
 
 def join(state: JobState, number: int, host: str, waits: bool) -> None:
-    """Takes in that a supervisor on ``host``, the ``number``-th that does, asks for the seat of a lost worker; if it
-    ``waits``, it takes the next one that is lost.
+    """Handle that a supervisor on ``host``, the ``number``-th to do so, asks for a lost worker's seat. With ``waits``
+    it takes the next one that is lost.
     """
     state.vacancies.join(number, host, waits, state.attendance.unreachable, state.is_ending, state.now, state.out)

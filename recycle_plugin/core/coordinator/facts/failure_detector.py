@@ -1,25 +1,23 @@
-"""A failure detector: who is stopped or stuck, by what workers are at, as a state machine without clock or sockets.
+"""A failure detector, as a state machine without clock or sockets: which workers are stopped or stuck.
 
-A worker's *heartbeat* comes from a thread of its own and says what the worker is at and how many instructions it has
-finished; its *supervisor heartbeat* says that the process is there, whether it is stopped, and how much CPU it has
-used.  To evict a healthy worker is as bad as to miss a dead one, hence:
+A worker's *heartbeat* comes from a thread of its own, with what the worker is at and how many instructions it has
+finished. Its *supervisor heartbeat* says that the process is there, whether it is stopped, and how much CPU it has
+used. To evict a healthy worker is as bad as to miss a dead one, hence:
 
-* Whoever waits for somebody else is not to blame, however long that takes.
-* Whoever computes one and the same instruction beyond the deadline is; an instruction computes only once its inputs are
-  there.  One that computes, by what its process uses of the CPU, has longer than one that does nothing.
-* What has cost one worker is no proof against the next: where a peer runs the same work and takes long over it too, it
-  is the work that takes long.
-* What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long
-  deadline, and that only counts while somebody waits.
-* A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker
-  whose interpreter is held up, say by a large pickle, sends no heartbeats, and is healthy.
-* Where neither kind of heartbeat comes, the host is gone, or cut off: it has a deadline of its own, which no step
-  lengthens.
+* A worker that waits for another is not to blame, however long it waits.
+* A worker that computes one instruction beyond the deadline is: an instruction computes only once its inputs are there.
+  The deadline is longer if its process uses the CPU.
+* If the same work has cost a worker before, the next worker gets the long deadline: the work may be what takes long.
+* Whatever may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long
+  deadline, which only counts while others wait.
+* A process that its supervisor reports as stopped is lost after the deadline, whatever it was at. Heartbeats alone
+  don't show that: a worker whose interpreter is held up, say by a large pickle, sends none and is healthy.
+* If neither kind of heartbeat comes, the host is gone or cut off. That has its own deadline, which no step lengthens.
 
-What this finds are suspicions; who is given up for them core/coordinator/stalls.py decides.  The deadlines are
-core/vocabulary/deadlines.py's.  Time passes here by ticks, and a late tick counts as little more than one in time:
-while the coordinator itself was stopped or starved, nobody else could be heard.  A tick looks at all workers only if
-one of them may have become suspect since the last look: a few times in the shortest deadline, as long as all go on.
+The results are suspicions; core/coordinator/stalls.py decides whom to give up. The deadlines are those of
+core/vocabulary/deadlines.py. Time passes by ticks, and a late tick counts little more than a punctual one: while the
+coordinator itself was stopped or starved, it could hear nobody. A tick looks at all workers only if one may have become
+suspect since the last look: as long as all go on, a few times per shortest deadline.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, 
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-REMEMBERED = 20  # steps that the median is over
-BUSY = 0.2  # of a core: who uses more is at work
-Work = tuple[int, str]  # of a step, what
-FRESH_S = 2.0  # a heartbeat that is older says nothing of now
+REMEMBERED = 20  # steps that count for the median
+BUSY = 0.2  # of a core: a process that uses more is at work
+Work = tuple[int, str]  # step, and what of it
+FRESH_S = 2.0  # an older heartbeat does not count for now
 
 
 class Suspicion(NamedTuple):
-    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right (``limit_s``),
-    and what is known about it.  ``work``: of an instruction, what it is for.
+    """A worker has been at ``what`` for ``for_s`` seconds, of at most ``limit_s``. ``known``: what else is known.
+    ``work``: what the instruction is for, if it computes one.
     """
 
     what: str
@@ -59,12 +57,12 @@ class Suspicion(NamedTuple):
 
     @property
     def raised(self) -> bool:
-        """Whether it is worth a word: a third of the time is over."""
+        """Whether it is worth reporting: a third of the time is over."""
         return self.for_s > SUSPECTED * self.limit_s
 
     @property
     def overdue(self) -> bool:
-        """Whether the worker has owed it for longer than is all right."""
+        """Whether the limit is exceeded."""
         return self.for_s > self.limit_s
 
     def __str__(self) -> str:
@@ -73,53 +71,53 @@ class Suspicion(NamedTuple):
 
 @dataclass
 class Sign:
-    """The last that was heard of a worker, in seconds of :attr:`FailureDetector.clock`."""
+    """The last signs of a worker, in seconds of :attr:`FailureDetector.clock`."""
 
-    heard: float  # from itself or its supervisor
+    heard: float  # the last message of the worker or its supervisor
     supervisor_heartbeat: float  # its process was seen running
     heartbeat: float
-    since: float  # it is at the same
-    leased_until: float = 0.0  # not to be given up for its silence before
+    since: float  # the worker has been at the same
+    leased_until: float = 0.0  # it is not given up for silence before
     stopped: bool = False
-    cpu_s: float | None = None  # that its process has used, None where nobody can tell
-    cpu_since_s: float | None = None  # the same when it began what it is at
+    cpu_s: float | None = None  # CPU time of its process, None if unknown
+    cpu_since_s: float | None = None  # CPU time when it began what it is at
     last: Heartbeat | None = None
 
 
 @dataclass
 class FailureDetector:
-    """The failure detector over the workers of a job; it knows nobody before ``admit``."""
+    """The failure detector for the workers of a job; it knows none before ``admit``."""
 
     deadlines: Deadlines = Deadlines()
     clock: float = 0.0
     _ticked: float | None = None
     _signs: dict[WorkerId, Sign] = field(default_factory=dict)
-    _waiting: set[WorkerId] = field(default_factory=set)  # those whose last heartbeat says so
-    _quiet_until: float = 0.0  # before that nobody can become suspect, by all that was heard
+    _waiting: set[WorkerId] = field(default_factory=set)  # by their last heartbeat
+    _quiet_until: float = 0.0  # until then no worker can become suspect
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _step_s: float = 0.0  # the median of these, 0 where it is not known
+    _step_s: float = 0.0  # median of the intervals, 0 if unknown
     _lease_s: float = field(init=False)
     _committed_at: float | None = None
     _committed_step: int = 0
     _all_wait_since: float | None = None
-    _costly: set[Work] = field(default_factory=set)  # that has cost a worker, of steps that are not committed
+    _costly: set[Work] = field(default_factory=set)  # work of uncommitted steps that has cost a worker
 
     def __post_init__(self) -> None:
         self._set_lease()
 
     def admit(self, workers: Iterable[WorkerId]) -> None:
-        """Begins to observe ``workers``."""
+        """Begin to observe ``workers``."""
         for worker in workers:
             self.observe(worker)
 
     def observe(self, worker: WorkerId) -> None:
-        """Begins to observe one more worker."""
+        """Begin to observe one more worker."""
         self._signs[worker] = Sign(self.clock, self.clock, self.clock, self.clock)
         self._waiting.discard(worker)
         self._quiet_until = 0.0
 
     def dismiss(self, worker: WorkerId) -> None:
-        """Stops observing ``worker``."""
+        """Stop observing ``worker``."""
         self._signs.pop(worker, None)
         self._waiting.discard(worker)
 
@@ -131,9 +129,8 @@ class FailureDetector:
                 sign.supervisor_heartbeat = self.clock
 
     def heartbeat(self, message: Heartbeat) -> Lease:
-        """Takes in a worker's heartbeat; returns the answer, whose lease is 0 before the start.
-
-        The lease holds also where the deadline shrinks, and where this clock, told the time now and then, lags.
+        """Record a worker's heartbeat; return the answer, with a lease of 0 s for a worker that is not observed. The
+        lease holds even if the deadline shrinks later, or if this clock lags, which only moves at ticks.
         """
         sign = self._signs.get(message.worker)
         answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
@@ -147,22 +144,21 @@ class FailureDetector:
         return answer
 
     def ran(self, worker: WorkerId) -> None:
-        """Takes in that ``worker`` has said something that it can't have said while its process was stopped.
-
-        One that is stopped twice, and has gone on in between, may do so between two heartbeats.
+        """Record that ``worker`` has sent something that a stopped process can't send: a process that is stopped twice
+        may go on in between without a heartbeat.
         """
         sign = self._signs.get(worker)
         if sign is not None:
             sign.heard = sign.supervisor_heartbeat = self.clock
 
     def last(self, worker: WorkerId) -> Heartbeat | None:
-        """The last heartbeat of ``worker``; None where there is none."""
+        """Return the last heartbeat of ``worker``, None if there is none."""
         sign = self._signs.get(worker)
         return sign.last if sign is not None else None
 
     def doing(self, worker: WorkerId) -> tuple[str, str, float]:
-        """The activity of ``worker``, in the words of its heartbeats, or that it can't be doing anything; and for how
-        many seconds.
+        """Return what ``worker`` is at, as its heartbeats say, or that it is stopped or silent; and for how many
+        seconds.
         """
         sign = self._signs[worker]
         if sign.stopped:
@@ -172,9 +168,7 @@ class FailureDetector:
         return sign.last.at, sign.last.what, self.clock - sign.since
 
     def committed(self, step: int, now: float) -> None:
-        """Notes that ``step`` and all before it are committed at ``now`` (seconds): who was at one of them last is so
-        no more.
-        """
+        """Record that steps up to ``step`` are committed at ``now`` (seconds): no worker is at one of them any more."""
         if self._committed_at is not None:
             self._intervals.append(now - self._committed_at)
             self._step_s = median(self._intervals)
@@ -184,16 +178,16 @@ class FailureDetector:
         self._costly = {work for work in self._costly if work[0] > step}
 
     def rewind(self, step: int) -> None:
-        """Goes on from the state of ``step``, from a checkpoint, in place of the last one."""
+        """Go on from ``step``, a checkpoint's, in place of the last committed one."""
         self._committed_step = step
 
     def has_cost(self, work: Work | None) -> None:
-        """Notes that ``work`` has cost a worker, which gives it the long deadline."""
+        """Record that ``work`` has cost a worker, which gives it the long deadline."""
         if work is not None:
             self._costly.add(work)
 
     def tick(self, now: float) -> dict[WorkerId, Suspicion]:
-        """Moves the clock to ``now`` (seconds); returns the suspicions that are worth a word, by worker."""
+        """Move the clock to ``now`` (seconds); return the suspicions that are worth reporting, by worker."""
         if self._ticked is not None:
             self.clock += min(max(now - self._ticked, 0.0), LATE_S)
         self._ticked = now
@@ -204,8 +198,8 @@ class FailureDetector:
         return self._suspicions() if self.clock >= self._quiet_until else {}
 
     def _suspicions(self) -> dict[WorkerId, Suspicion]:
-        """The suspicions that are worth a word.  Costs one look at each worker, and a second one at those that may be
-        suspect: by whatever rule, nobody is so that was heard, and has got on, within the shortest deadline.
+        """Return the suspicions that are worth reporting. Each worker is looked at once, and again only if it may be
+        suspect: by every rule, a worker that was heard and has got on within the shortest deadline is not.
         """
         deadlines = self.deadlines
         silent_s = SUSPECTED * (deadlines.heartbeat_timeout_s - TICK_S)
@@ -220,44 +214,46 @@ class FailureDetector:
                 suspicion = self._suspicion(sign, len(self._waiting) > (worker in self._waiting))
                 if suspicion is not None and suspicion.raised:
                     found[worker] = suspicion
-        self._quiet_until = self.clock + left - TICK_S  # a tick early, however that is rounded
+        self._quiet_until = self.clock + left - TICK_S  # a tick early, against rounding
         return found
 
     def regrouped(self) -> None:
-        """Notes that all have regrouped, so whoever waits now waits anew, also for the same."""
+        """Record that all have regrouped: whoever waits now waits anew, even for the same thing."""
         if self._all_wait_since is not None:
             self._all_wait_since = self.clock
 
     @property
     def standstill_s(self) -> float:
-        """The seconds for which everybody has been heard to wait, and nobody done anything else; 0 where somebody
-        has.
+        """For how many seconds all workers have been heard to wait and nothing else was done; 0 if one does
+        not wait.
         """
         if self._all_wait_since is None:
             return 0.0
         return self.clock - max([self._all_wait_since, *(sign.since for sign in self._signs.values())])
 
     def _everybody_waits(self) -> bool:
-        """Whether everybody has just said so.  Costs one look at each worker while that is so."""
+        """Return whether every worker has just reported that it waits. Looks at each worker while that is so."""
         return 0 < len(self._signs) == len(self._waiting) and all(
             not sign.stopped and self.clock - sign.heartbeat < FRESH_S for sign in self._signs.values()
         )
 
     @property
     def stall_s(self) -> float:
-        """The seconds for which everybody may wait."""
+        """For how many seconds all workers may wait."""
         return self.deadlines.stall_s(self._step_s) if self._committed_at is not None else self.deadlines.idle_timeout_s
 
     @property
     def instruction_s(self) -> float:
-        """The seconds for which a worker that does nothing may be at one instruction."""
+        """For how many seconds a worker whose process uses no CPU may be at one instruction."""
         return self.deadlines.instruction_s(self._step_s)
 
     def _set_lease(self) -> None:
         self._lease_s = min(self.instruction_s, self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
-        """The worst suspicion of a worker, if there is any: who is silent has not said what it is at now."""
+        """Return the gravest suspicion of a worker, if any. If the worker is silent, its last activity no longer
+        counts.
+        """
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
             return Suspicion(
@@ -288,7 +284,7 @@ class FailureDetector:
         return Suspicion(what, same, self.deadlines.idle_timeout_s, "and others wait")
 
     def _allowance(self, work: Work, sign: Sign) -> tuple[float, str]:
-        """The seconds that an instruction may take, and why."""
+        """Return how many seconds an instruction may take, and why."""
         if work in self._costly:
             return (
                 self.deadlines.idle_timeout_s,
@@ -301,16 +297,16 @@ class FailureDetector:
         return (self.deadlines.busy_s if share > BUSY else self.deadlines.instruction_s)(self._step_s), known
 
     def _cpu_share(self, sign: Sign) -> float | None:
-        """The share of a core that a process has used since it began what it is at; None where nobody can tell."""
+        """Return the share of a core that a process has used since it began what it is at; None if unknown."""
         if sign.cpu_s is None or sign.cpu_since_s is None:
             return None
         return (sign.cpu_s - sign.cpu_since_s) / max(self.clock - sign.since, TICK_S)
 
 
 def _work(instruction: str) -> Work:
-    """The work that an instruction is for: what is slow for one worker is so for another, a micro-batch of a step,
-    whatever is done with it, or what a stage does at the step's end.  What is no instruction is only itself: whatever a
-    worker says must not hurt the others.
+    """Return the work that an instruction is for: a micro-batch of a step, whatever is done with it, or an operation at
+    a step's end. If one worker is slow at it, so are others. A text that is no instruction counts only as itself: what
+    a confused worker says must not hurt others.
     """
     try:
         one = Instruction.parse(instruction)
