@@ -1,1 +1,1 @@
-"""The adapter for Hugging Face's Accelerate and Trainer, over sharded replicas of DeepSpeed's."""
+"""The adapter for Hugging Face's Accelerate and Trainer, over DeepSpeed's sharded replicas."""

@@ -20,14 +20,14 @@ IMPLIED = {"batch": "shrink", "rejoin": "never"}
 
 
 def driver(packages: Iterable[str]) -> str | None:
-    """Who drives the engine by itself, by the packages whose modules build it; None: the script."""
+    """Return what drives the engine by itself, by the packages whose modules build it; None for the script."""
     found = {*packages}
     return next((said for name, said in DRIVERS.items() if name in found), None)
 
 
 def section(driver: str | None, given: Any) -> Any:
-    """The section ``given``, with what it implies for replicas that ``driver`` trains: its loop draws as much for each
-    step, and counts steps from the first one on.
+    """Return the section ``given``, with what it implies if ``driver`` trains replicas: its loop draws a fixed number
+    of micro-batches per step, and counts steps from the first.
     """
     if driver is None or not isinstance(given, dict) or given.get("replicas") is None:
         return given
@@ -35,8 +35,8 @@ def section(driver: str | None, given: Any) -> Any:
 
 
 def check(driver: str, settings: Settings, session: Session, trains: bool = True) -> None:
-    """Raise RecycleError for what is not supported of replicas that ``driver`` trains, before their engine is built.
-    ``trains``: it is given an optimizer.
+    """Raise RecycleError for unsupported settings of replicas that ``driver`` trains, before their engine is built.
+    ``trains``: whether it gets an optimizer.
     """
     for release in releases(HUGGING_FACE if driver == TRAINER else ["accelerate"]):
         if not release.fits:
@@ -64,26 +64,23 @@ def check(driver: str, settings: Settings, session: Session, trains: bool = True
 
 
 def loads_last(driver: str | None) -> bool:
-    """Whether ``driver`` loads checkpoints before its first step and after its last one only."""
+    """Return whether ``driver`` loads checkpoints only before its first step and after its last."""
     return driver == TRAINER
 
 
 def note_trackers(module: ModuleType, session: Session) -> None:
-    """Have Accelerators keep what their trackers are to be started with; ``module``: accelerate.accelerator, which is
-    imported now.
-    """
+    """Have Accelerators of ``module`` (accelerate.accelerator, being imported) keep how to start their trackers."""
     from recycle_plugin.adapters.hugging_face import loop
 
     loop.note_trackers(module, session)
 
 
 def _returns(settings: Settings) -> bool:
-    """Whether replicas come back."""
     return settings.rejoin not in ("never", 0)
 
 
 def follow(driver: str, settings: Settings, session: Session, engine: Any) -> None:
-    """Have the packages, which are imported, follow the live ranks from now on; ``engine``: a ReplicaEngine."""
+    """Have the imported packages follow the live ranks from now on; ``engine``: a ReplicaEngine."""
     import torch.distributed as dist
     from accelerate import PartialState
 
@@ -108,7 +105,7 @@ def follow(driver: str, settings: Settings, session: Session, engine: Any) -> No
         )
     team = Team(session, group, lambda: engine.between_steps)
     operations.install(team)
-    if MODELS in sys.modules:  # in stock global rank 0 alone writes files of save_pretrained
+    if MODELS in sys.modules:  # in stock only global rank 0 writes files of save_pretrained
         first = lambda stock, model, is_main_process: is_main_process and team.is_first
         operations.wrap_method(sys.modules[MODELS].PreTrainedModel, "should_save_on_this_rank", first)
     if driver == TRAINER:

@@ -1,7 +1,5 @@
-"""A script's own loop with Accelerate: its evaluations are dealt to the live ranks.
-
-An evaluation in which a replica is lost goes on: a script that has gathered half of it can't begin anew.  A warning
-says what is not in it.
+"""A script's own loop with Accelerate: evaluations are dealt to the live ranks. An evaluation in which a replica is
+lost goes on, since a script that has gathered half of it can't start it again. A warning says what it lacks.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from recycle_plugin.runtime.control.session import Session
 
 
 def install(team: Team, trains: Callable[[], bool]) -> None:
-    """Have loops of this process follow ``team``; ``trains()``: whether the model is in the mode for training."""
+    """Have loops of this process follow ``team``. ``trains()``: whether the model is in training mode."""
     made = Evaluations(team, trains)
     wrap_method(data_loader.DataLoaderShard, "__iter__", made.iterate)
     wrap_method(accelerator.Accelerator, "gather_for_metrics", made.gather_for_metrics)
@@ -28,8 +26,8 @@ def install(team: Team, trains: Callable[[], bool]) -> None:
 
 
 def note_trackers(module: Any, session: Session) -> None:
-    """Have Accelerators, of ``accelerate.accelerator`` that is imported now, keep what trackers are to be started with
-    on processes other than the first one, which starts them.
+    """Have each Accelerator of the imported ``module`` (accelerate.accelerator) keep how to start its trackers, for a
+    process that becomes the first one after a loss.
     """
 
     def init_trackers(stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
@@ -44,22 +42,22 @@ def note_trackers(module: Any, session: Session) -> None:
 
 
 def _start_trackers(stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-    """Call ``stock``, with trackers where this process is the first one only since others are lost."""
+    """Call ``stock``; first start the trackers if this process is the first one only since others are lost."""
     if of.is_main_process and not of.trackers and hasattr(of, "recycle_trackers"):
         of.recycle_trackers()
     return stock(of, *arguments, **named)
 
 
 class Evaluations:
-    """What stands in the place of Accelerate's methods, and hands on to ``stock``."""
+    """Replacements for Accelerate's methods, which call ``stock``."""
 
     def __init__(self, team: Team, trains: Callable[[], bool]) -> None:
         self._team, self._trains = team, trains
         self._evaluates = False
-        self._lacks: set[int] = set()  # ranks that the last evaluation was dealt to
+        self._lacks: set[int] = set()  # lost ranks that the evaluation was dealt to
 
     def iterate(self, stock: Callable[..., Iterator[Any]], of: Any) -> Iterator[Any]:
-        """The batches of a loader, of which an evaluation's are dealt to the live ranks."""
+        """Yield a loader's batches; an evaluation's samples are dealt to the live ranks."""
         if self._trains():
             yield from stock(of)
             return
@@ -84,7 +82,7 @@ class Evaluations:
     def gather_for_metrics(
         self, stock: Callable[..., Any], of: Any, input_data: Any, use_gather_object: bool = False
     ) -> Any:
-        """Accelerate's gather, which leaves out what was added to fill the last batches."""
+        """Gather as Accelerate does, without the samples that were added to fill the last batches."""
         state = of.gradient_state
         if not (self._evaluates and state.end_of_dataloader and state.remainder > 0):
             return stock(of, input_data, use_gather_object)
@@ -97,7 +95,7 @@ class Evaluations:
         )
 
     def _real(self, rank: int, size: int, remainder: int) -> int:
-        """How many of the last ``size`` samples of ``rank`` are of the data, which has ``remainder`` for all."""
+        """Return how many of the last ``size`` samples of ``rank`` are real, of ``remainder`` real ones overall."""
         return min(size, max(0, remainder - size * self._team.dealt.index(rank)))
 
 

@@ -1,4 +1,4 @@
-"""Accelerate's functions between processes, as they are over the live ranks (team.py)."""
+"""Accelerate's functions between processes, over the live ranks (team.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recycle_plugin.runtime.collectives.average import mean
 
 
 def install(team: Team) -> None:
-    """Have Accelerate gather from, and broadcast among, the ranks of ``team`` that live."""
+    """Have Accelerate gather from, and broadcast among, the live ranks of ``team``."""
     made = Operations(team)
     replace(operations, "_gpu_gather", made.gather)
     replace(operations, "_gpu_gather_object", made.gather_object)
@@ -35,13 +35,13 @@ def install(team: Team) -> None:
 
 
 def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let ``wrapper(stock, …)`` take the place of a module's function."""
+    """Replace a function of a module by ``wrapper(stock, …)``."""
     stock = getattr(module, name)
     replace(module, name, functools.wraps(stock)(functools.partial(wrapper, stock)))
 
 
 def wrap_method(of: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let ``wrapper(stock, self, …)`` take the place of a method."""
+    """Replace a method by ``wrapper(stock, self, …)``."""
     stock = getattr(of, name)
 
     @functools.wraps(stock)
@@ -52,30 +52,30 @@ def wrap_method(of: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def replace(module: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Let ``name`` stand for ``instead`` wherever it stands for the function of ``module`` now."""
+    """Replace the function ``name`` of ``module`` in all modules that have imported it."""
     stock = getattr(module, name)
     for each in [one for one in sys.modules.values() if getattr(one, "__dict__", {}).get(name) is stock]:
         setattr(each, name, instead)
 
 
 class Operations:
-    """What stands in the place of Accelerate's functions; those that get ``stock`` hand on to it."""
+    """Replacements for Accelerate's functions; those that get ``stock`` call it."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
 
     def gather(self, tensor: Any) -> Any:
-        """Accelerate's gather of tensors, alone or nested: the rows of the same live ranks, one behind the other."""
+        """Gather tensors, alone or nested: the rows of the live ranks, the same ranks for all tensors, concatenated."""
         return self._team.steadily(
             lambda: operations.recursively_apply(self._team.joined, tensor, error_on_other_type=True)
         )
 
     def gather_object(self, given: Any) -> list[Any]:
-        """Accelerate's gather of lists: those of the live ranks, in one."""
+        """Gather lists: those of the live ranks, in one."""
         return [*itertools.chain.from_iterable(self._team.objects(given).values())]
 
     def reduce(self, stock: Callable[..., Any], tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """Accelerate's reduction; a mean is over the live ranks, whether or not their count is known yet."""
+        """Reduce a tensor; a mean is over the live ranks, even before all agree on their count."""
 
         def reduce() -> Any:
             if reduction != "mean":
@@ -85,12 +85,12 @@ class Operations:
         return self._team.kept(f"reduce, {reduction}", PartialState().device, reduce)
 
     def pad(self, stock: Callable[..., Any], tensor: Any, dim: int = 0, *arguments: Any, **named: Any) -> Any:
-        """Accelerate's padding to the largest size; in steps that are over what this rank has may be larger than what
-        the others had, and counts nowhere.
+        """Pad to the largest size. In steps that are over, this rank's tensor may be larger than the others' were, and
+        does not count.
         """
 
         def emptied(each: torch.Tensor) -> torch.Tensor:
-            there = -each.ndim <= dim < each.ndim and not each.is_nested  # else stock leaves it as it is
+            there = -each.ndim <= dim < each.ndim and not each.is_nested  # otherwise stock leaves it as it is
             return each.narrow(dim, 0, 0) if there else each
 
         if self._team.replay is not None:
@@ -98,7 +98,7 @@ class Operations:
         return stock(tensor, dim, *arguments, **named)
 
     def broadcast(self, stock: Callable[..., Any], data: Any, src: int = 0) -> Any:
-        """Accelerate's broadcast of tensors; processes are counted among the live ranks."""
+        """Broadcast tensors; ``src`` counts among the live ranks."""
 
         def broadcast(tensor: torch.Tensor) -> torch.Tensor:
             send = lambda: self._from(src, lambda rank: stock(tensor, src=rank))
@@ -107,7 +107,7 @@ class Operations:
         return operations.recursively_apply(broadcast, data, error_on_other_type=True)
 
     def broadcast_object_list(self, stock: Callable[..., Any], object_list: list[Any], from_process: int = 0) -> Any:
-        """Accelerate's broadcast of objects; processes are counted among the live ranks."""
+        """Broadcast objects; ``from_process`` counts among the live ranks."""
 
         def broadcast() -> list[Any]:
             return [*self._from(from_process, lambda rank: stock(object_list, from_process=rank))]
@@ -116,7 +116,7 @@ class Operations:
         return object_list
 
     def synchronize(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """Accelerate's synchronisation of random numbers, which are those of its process 0."""
+        """Synchronise random numbers with those of process 0."""
 
         def synchronize(rank: int) -> None:
             torch.distributed.broadcast = functools.partial(self._synchronized, broadcast, rank)
@@ -132,18 +132,20 @@ class Operations:
             self._from(0, synchronize)
 
     def wait_for_everyone(self, stock: Callable[..., Any], of: Any) -> None:
-        """Accelerate's barrier; behind it all know the first process, which often writes something then."""
+        """Wait for all live ranks. Afterwards all know the first process, which often writes something then."""
         self._team.agree()
 
     def step_scheduler(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
-        """Accelerate's step of a scheduler, which counts samples of all processes: as many as for a whole batch, since
-        a job has as many steps as it would have without a loss.
+        """Step a scheduler, which counts the samples of all processes: always those of a whole batch, since a loss does
+        not change the job's number of steps.
         """
         with self._team.as_at_start():
             stock(of, *arguments, **named)
 
     def _from(self, process: int, send: Callable[[int], Any]) -> Any:
-        """What ``send(rank)`` gives from the rank of ``process``, or of the next one there if that is lost in it."""
+        """Return ``send(rank)`` for the rank of ``process``; if that rank is lost meanwhile, for the next one in its
+        place.
+        """
         while True:
             rank = self._team.live[process]
             try:
@@ -153,7 +155,7 @@ class Operations:
                     raise
 
     def _synchronized(self, stock: Callable[..., Any], rank: int, tensor: torch.Tensor, src: int) -> None:
-        """The state of a generator, of ``rank``; one that comes back has it from the others, who are beyond that."""
+        """Set ``tensor`` to a generator's state on ``rank``; a newcomer has it from the others, who are past this."""
         if self._team.known:
             tensor.copy_(self._team.known.pop(0))
         else:

@@ -1,12 +1,13 @@
-"""A script's own loop with Accelerate in a replica that comes back: it goes through the steps that are over.
+"""A script's own loop with Accelerate in a replica that rejoins: it goes through the steps that are over.
 
-Only the script knows where its loop is, so a newcomer's script runs all of it.  Until it is where the others are, the
-engine computes nothing: a forward gives zeros of the right shapes, and the step's loss, and backward and step count.
-What the script gathers, reduces and synchronises by Accelerate gives what it has given the others (record.py), who keep
-that from the first step on.  Batches are drawn as always, so that the loaders are in the right place then.
+Only the script knows where its loop is, so a newcomer's script runs all of it. Until it reaches the others' step, the
+engine computes nothing: a forward gives zeros of the right shapes and the step's loss; backward and step only count.
+What the script gathers, reduces and synchronises through Accelerate gives what it gave the others (record.py), who keep
+these results from the first step on. Batches are drawn as always, so that the loaders are in the right place
+afterwards.
 
-The others are in the step that the newcomer's replica takes part in first, and wait there for its micro-batches.  They
-begin each step with a gather that says who is new, and what the last step's loss was.
+The others are in the first step that the newcomer's replica takes part in, and wait for its micro-batches there. They
+begin each step with a gather of who is new, and of the last step's loss.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.state.touch import FirstTouch
 
 KNOWN = (torch.Tensor, int, float, str, type(None))
-PASSED_OVER = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # of the engine's methods
+PASSED_OVER = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # methods of the engine
 
 
 def install(team: Team, session: Session, engine: Any) -> None:
-    """Have a loop of this process go through what is over, if it comes back, and keep what others need for that."""
+    """Have a loop of this process go through what is over if it rejoins, and keep what others need for that."""
     made = Passing(team, session, engine)
     for name in ("forward", "backward", "step", "set_gradient_accumulation_boundary"):
         wrap_method(type(engine), name, getattr(made, name))
@@ -54,17 +55,17 @@ def install(team: Team, session: Session, engine: Any) -> None:
 
 
 class Passing:
-    """What stands in the place of methods of the engine and Accelerate's; those that get ``stock`` hand on to it."""
+    """Replacements for methods of the engine and Accelerate; those that get ``stock`` call it."""
 
     def __init__(self, team: Team, session: Session, engine: Any) -> None:
         self._team, self._session, self._engine = team, session, engine
         self._device: Device = device_of(engine.device)
         self._record = Record()
-        self._loss: float | None = None  # of this rank's last step
+        self._loss: float | None = None  # of this rank in the last step
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this step
-        self._ends = False  # the step, with this micro-batch
-        self._forms: dict[Any, Any] = {}  # of what a forward gives, by the shapes of what it gets
-        self._replay: Replay | None = None  # of a newcomer that is not where the others are
+        self._ends = False  # the step ends with this micro-batch
+        self._forms: dict[Any, Any] = {}  # of a forward's result, by the shapes of its inputs
+        self._replay: Replay | None = None  # of a newcomer that has not reached the others
         self._touch = FirstTouch(engine.module.parameters, lambda: self._replay is None, self._refuse_read)
         if session.view.newcomer:
             with session.hooks.startup.apart():
@@ -76,10 +77,12 @@ class Passing:
     # --- the engine's -----------------------------------------------------------------------------------
 
     def forward(self, stock: Callable[..., Any], of: Any, *inputs: Any, **named: Any) -> Any:
-        """A forward; in training of a micro-batch that is to be trained, if the script is where the others are."""
+        """Run a forward, or give a stand-in while the script is in steps that are over. A step's first one begins the
+        step.
+        """
         trains = of.module.training and torch.is_grad_enabled()
         if self._replay is not None and trains:
-            self._team.replay = self._replay  # what it called before its first step is its predecessor's
+            self._team.replay = self._replay  # from here on: before its first step, results are its predecessor's
             if self._replay.over:
                 self._arrive()
         elif trains and of.between_steps:
@@ -89,7 +92,7 @@ class Passing:
                 return self._stand_in(lambda: stock(of, *inputs, **named), (inputs, named))
         if trains:
             return stock(of, *inputs, **named)
-        with self._session.hooks.startup.apart():  # who comes back does not do over what was before the first step
+        with self._session.hooks.startup.apart():  # a newcomer does not repeat collectives of before the first step
             return stock(of, *inputs, **named)
 
     def backward(
@@ -100,7 +103,7 @@ class Passing:
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> Any:
-        """A backward; of a step that is over ``loss`` becomes that step's."""
+        """Run a backward; in a step that is over, set ``loss`` to that step's loss instead."""
         share = 1 if scale_wrt_gas else of.gradient_accumulation_steps()
         if self._replay is None:
             self._losses.append(loss.detach() * share)
@@ -109,13 +112,13 @@ class Passing:
         return loss
 
     def set_gradient_accumulation_boundary(self, stock: Callable[..., Any], of: Any, is_boundary: bool) -> None:
-        """Accelerate's word on whether a step ends with this micro-batch."""
+        """Record whether the step ends with this micro-batch."""
         self._ends = is_boundary
         if self._replay is None:
             stock(of, is_boundary)
 
     def step(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
-        """A step; one that is over is counted."""
+        """Run a step; one that is over is only counted."""
         if self._replay is None:
             stock(of, *arguments, **named)
             if of.between_steps and self._losses:
@@ -125,7 +128,7 @@ class Passing:
             self._replay.step += 1
 
     def pass_over(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-        """What writes, and is the others' business in a step that is over."""
+        """Run a method that writes, or nothing in a step that is over: the others have written."""
         return stock(of, *arguments, **named) if self._replay is None else None
 
     # --- Accelerate's -----------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ class Passing:
     def save_state(
         self, stock: Callable[..., Any], of: Any, output_dir: Any = None, *arguments: Any, **named: Any
     ) -> Any:
-        """Save, or go on as one who has saved."""
+        """Save, or in a step that is over go on as if saved."""
         if self._replay is None:
             with self._team.unkept():
                 return stock(of, output_dir, *arguments, **named)
@@ -143,28 +146,28 @@ class Passing:
         return output_dir
 
     def get_state_dict(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-        """The model's state, which nobody writes in a step that is over."""
+        """Return the model's state, or {} in a step that is over, since nobody writes it."""
         return stock(of, *arguments, **named) if self._replay is None else {}
 
     def clip_grad_norm_(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-        """The norm, which is the same on all ranks."""
+        """Return the norm, the same on all ranks."""
         return self._team.kept("clip_grad_norm_", self._engine.device, lambda: stock(of, *arguments, **named))
 
     def check_trigger(self, stock: Callable[..., Any], of: Any) -> bool:
-        """Whether a process has set its trigger; one set in a step that is over does not count any more."""
+        """Return whether a process has set its trigger; one that is set in a step that is over no longer counts."""
         found: bool = stock(of)
         if self._replay is not None:
-            of.flag_tensor = None  # as it is before the first call; stock keeps it where nobody else has set one
+            of.flag_tensor = None  # as before the first call; stock keeps it if no other process has set one
         return found
 
     def is_main(self, stock: property) -> property:
-        """The property that says whether a process is the main one, which none is in steps that are over."""
+        """Return the property of whether this process is the main one, which none is in steps that are over."""
         return property(lambda of: self._replay is None and stock.__get__(of))
 
     # --- those who train, and those who come back -------------------------------------------------------
 
     def _open(self) -> None:
-        """Begin the next step, together with those who come back in it."""
+        """Begin the next step, together with the newcomers that rejoin in it."""
         self._engine.open_step()
         self._meet()
         self._team.record = self._record
@@ -181,10 +184,8 @@ class Passing:
         self._team.record = self._record
 
     def _meet(self) -> tuple[Record, Any] | None:
-        """What those who train have kept, and the first one's random numbers, where somebody is new; all ranks call it
-        in front of a step.
-
-        Raises RecycleError where nobody is left who has kept it, or where it was too much.
+        """Return, on a newcomer, what the others have kept and the first one's random numbers; None on the others. All
+        ranks call it before a step. Raises RecycleError if no rank is left that has kept it, or if it was too much.
         """
         team, is_new = self._team, self._session.view.newcomer and self._team.record is None
         own = torch.tensor([[float(is_new), math.nan if self._loss is None else self._loss]], dtype=torch.float64)
@@ -220,9 +221,8 @@ class Passing:
         return record, randomness
 
     def _stand_in(self, compute: Callable[[], Any], given: Any) -> Any:
-        """What a forward gives in a step that is over: zeros, and in the place of the first number the step's loss.
-
-        ``compute()`` computes it, once for all of these shapes.
+        """Return the result of a forward in a step that is over: zeros, with the step's loss as the first number.
+        ``compute()`` runs once for each combination of shapes.
         """
         assert self._replay is not None, "it comes back"
         key = _shapes(given, self._engine.training)
@@ -242,7 +242,7 @@ class Passing:
         return tree_unflatten(made, tree)
 
     def _agreed(self, wanted: bool) -> bool:
-        """Whether any rank of this one's replica wants it, where they compute together."""
+        """Return whether any rank of this seat's group wants it, if they compute together (ZeRO-3)."""
         group = self._session.hooks.seat_group
         if group is None or self._engine.zero_optimization_stage() < ZeroStageEnum.weights:
             return wanted
@@ -259,7 +259,7 @@ class Passing:
 
 
 class Form(NamedTuple):
-    """Of a tensor."""
+    """What is kept of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -271,7 +271,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _shapes(given: Any, trains: bool) -> Any:
-    """What decides on the shapes that a forward gives; None where that can't be said of what it gets."""
+    """Return what decides the shapes of a forward's result; None if its inputs don't tell."""
     leaves, tree = tree_flatten(given)
     if any(not isinstance(leaf, KNOWN) for leaf in leaves):
         return None

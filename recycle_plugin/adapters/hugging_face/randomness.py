@@ -1,4 +1,4 @@
-"""The states of a process's random generators, which a rank that comes back takes over from another one."""
+"""The states of a process's random generators, which a newcomer takes over from another rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from recycle_plugin.runtime.devices.port import Device
 
 
 def drawn(device: Device) -> tuple[Any, Any, list[torch.Tensor]]:
-    """The states of all default random generators."""
+    """Return the states of all default random generators."""
     return random.getstate(), np.random.get_state(), [each.get_state() for each in device.generators]
 
 
 def draw_on(device: Device, drawn: tuple[Any, Any, list[torch.Tensor]]) -> None:
-    """Go on with all default random generators from the states ``drawn``."""
+    """Set all default random generators to the states ``drawn``."""
     python, numpy, torchs = drawn
     random.setstate(python)
     np.random.set_state(numpy)

@@ -1,7 +1,6 @@
-"""What a loop's calls of Accelerate's have given between its steps, kept for the scripts of replicas that come back.
-
-All live ranks get the same of each such call, and keep it.  A newcomer's script makes the same calls once more, with
-nobody to meet, and gets what they have given.
+"""The results of a loop's calls of Accelerate between its steps, kept for the scripts of replicas that rejoin. All live
+ranks get the same result of each such call, and keep it. A newcomer's script repeats the calls alone, and gets the kept
+results.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from accelerate.utils import operations
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.callers import calling_line
 
-MOST = 64 << 20  # bytes of what is kept
-EACH_CALL = 500  # bytes, beside its tensors'
+MOST = 64 << 20  # bytes that are kept at most
+EACH_CALL = 500  # bytes, besides its tensors
 ADVICE = (
     "let the script make the same calls of Accelerate's in each process, whatever has happened before it was started"
 )
@@ -26,7 +25,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Call:
-    """``value``: what the call ``name`` has given behind ``step`` steps; ``live``: the live ranks as known then."""
+    """The result ``value`` of the call ``name`` after ``step`` steps; ``live``: the live ranks as known then."""
 
     name: str
     step: int
@@ -36,8 +35,8 @@ class Call:
 
 @dataclass
 class Record:
-    """``losses``: the mean loss of each of the ``steps`` that are over, of the last one once the next begins.
-    ``calls``: between them, in order, with ``size`` bytes.
+    """``losses``: the mean loss of each of the ``steps`` that are over; the last one follows when the next step begins.
+    ``calls``: the calls between them, in order, of ``size`` bytes.
     """
 
     steps: int = 0
@@ -47,11 +46,11 @@ class Record:
 
     @property
     def full(self) -> bool:
-        """Whether there was more than is kept, so that no script can go through it."""
+        """Whether the calls exceed what is kept, so that no script can go through them."""
         return self.size > MOST
 
     def add(self, name: str, value: Any, live: tuple[int, ...]) -> None:
-        """Keep what the call ``name`` has given."""
+        """Keep the result of the call ``name``."""
         if self.full:
             return
         sizes: list[int] = []
@@ -63,11 +62,11 @@ class Record:
 
 
 class Replay:
-    """The calls of a ``record`` once more, in a script that goes through the steps that are over."""
+    """The calls of a ``record`` once more, for a script that goes through the steps that are over."""
 
     def __init__(self, record: Record) -> None:
         self.losses, self._calls = record.losses, deque(record.calls)
-        self.step = 0  # that are over in the script
+        self.step = 0  # steps that are over in the script
 
     @property
     def over(self) -> bool:
@@ -75,7 +74,9 @@ class Replay:
         return self.step == len(self.losses)
 
     def next(self, name: str) -> Call:
-        """What the next call has given, which the script makes by ``name``."""
+        """Return the next kept call, which the script makes as ``name``. Raises RecycleError if the others made
+        another.
+        """
         kept = self._calls[0] if self._calls else None
         if kept is None or (kept.name, kept.step) != (name, self.step):
             then = "no call" if kept is None else f"{kept.name}, behind step {kept.step}"
@@ -86,7 +87,7 @@ class Replay:
         return self._calls.popleft()
 
     def end(self) -> None:
-        """Raise RecycleError where the script has left out a call."""
+        """Raise RecycleError if the script has left out a call."""
         if self._calls:
             left = self._calls[0]
             raise RecycleError(

@@ -1,12 +1,13 @@
-"""Hugging Face's Trainer in a replica that comes back: its loop goes on from the others' step.
+"""Hugging Face's Trainer in a replica that rejoins: its loop goes on from the others' step.
 
-A Trainer begins each step when it has the step's first batch, before it counts words over all ranks.  Newcomers are
-members from there on, so that each collective of the loop's has either all of them or none.  All ranks say then whether
-they are new.  If one is, the first of the others gives the state of its loop, and each the loss that it has not logged
+A Trainer begins each step when it has the step's first batch, before it counts words over all ranks. Newcomers are
+members from there on, so each collective of the loop has either all of them or none. All ranks then say whether they
+are new. If one is, the first of the others gives the state of its loop, and each of them its loss that is not logged
 yet.
 
-A newcomer builds its engine, which has its state then, and takes the loop's when training begins.  It passes over the
-epochs that are over, draws the present epoch in the others' order, leaves out what they have drawn, and trains.
+A newcomer builds its engine, which then has the model's state, and takes the loop's state when training begins. It
+passes over the epochs that are over, draws the present epoch in the others' order, skips what they have drawn, and
+trains.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
 
-OWN = ("is_local_process_zero", "is_world_process_zero")  # of a rank's TrainerState
+OWN = ("is_local_process_zero", "is_world_process_zero")  # fields of TrainerState that differ between ranks
 COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-FROM_PEERS = "the state of a peer"  # in the place of a checkpoint's path
+FROM_PEERS = "the state of a peer"  # stands for a checkpoint's path
 
 
 @dataclass
 class Loop:
-    """Where a Trainer's loop is, in front of a step.
+    """The state of a Trainer's loop before a step.
 
-    ``epoch``, and how many batches of it are ``drawn``; ``seconds`` since it has begun; ``randomness`` now and at the
-    epoch's first batch, ``synchronized``: what Accelerate has synchronised then; ``callbacks``: what they export;
-    ``loss``: the mean over the ranks of what they have not logged.
+    ``drawn``: batches drawn in ``epoch``. ``seconds``: since the loop began. ``randomness``: states now; ``at_epoch``:
+    at the epoch's first batch; ``synchronized``: what Accelerate has synchronised then. ``callbacks``: their exported
+    states. ``loss``: the mean over the ranks of what they have not logged.
     """
 
     state: dict[str, Any]
@@ -55,25 +56,25 @@ class Loop:
 
 
 class Returns:
-    """What Trainer's methods do besides where replicas come back; those that get ``stock`` hand on to it."""
+    """What Trainer's methods do in addition if replicas rejoin; those that get ``stock`` call it."""
 
     def __init__(self, team: Team, session: Session, engine: Any) -> None:
         self._team, self._session, self._engine = team, session, engine
         self._device: Device = device_of(engine.device)
-        self._new = bool(session.view.newcomer)  # it has not come to its first step
-        self._taken: Loop | None = None  # of a newcomer that has it from the others
-        self._passing = self._new  # epochs that are over
+        self._new = bool(session.view.newcomer)  # it has not reached its first step
+        self._taken: Loop | None = None  # a newcomer's, from the others
+        self._passing = self._new  # over epochs that are over
         self._epoch = self._drawn = 0
         self._began: float | None = None
-        self._first = True  # the next batch is the first one that is drawn in this epoch
-        self._at_epoch: Any = None  # random numbers there, and what was synchronised behind that
+        self._first = True  # the next batch is this epoch's first
+        self._at_epoch: Any = None  # random states there, and what was synchronised after that
         self._synchronized: list[torch.Tensor] = []
-        self._opened = False  # the next step
+        self._opened = False  # whether the next step is open
 
     # --- what a Trainer calls ---------------------------------------------------------------------------
 
     def hears(self, event: str, handler: Any, state: Any) -> bool:
-        """Whether callbacks hear of ``event`` now; a newcomer takes the loop's state before the first one."""
+        """Return whether callbacks hear of ``event`` now. A newcomer takes the loop's state before the first event."""
         if event == "on_train_begin" and self._new:
             self._take(handler, state)
         if event == "on_step_begin" and not self._opened:
@@ -85,7 +86,7 @@ class Returns:
         return not (event == "on_epoch_begin" and self._passing)
 
     def began(self, handler: Any, state: TrainerState) -> None:
-        """Note that callbacks have heard that training begins: bars begin at the newcomer's first step."""
+        """Set a newcomer's progress bars to its first step, after callbacks have heard that training begins."""
         for each in handler.callbacks if self._new else ():
             if isinstance(each, ProgressCallback) and each.training_bar is not None:
                 bar = each.training_bar
@@ -93,7 +94,7 @@ class Returns:
                 bar.refresh()
 
     def run_epoch(self, stock: Callable[..., Any], of: Any, **named: Any) -> None:
-        """Trainer's run over one epoch, which a newcomer begins where the others are."""
+        """Run an epoch; a newcomer begins where the others are."""
         epoch, loop = named["epoch"], self._taken
         skips = named["steps_trained_in_current_epoch"] if epoch == named["epochs_trained"] else 0
         if loop is not None:
@@ -118,7 +119,7 @@ class Returns:
     def get_batch_samples(
         self, stock: Callable[..., Any], of: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> Any:
-        """Trainer's batches of a step, which begins when the first one is there."""
+        """Return the batches of a step, which begins once the first batch is there."""
         if self._first:
             self._begin_epoch()
         first = [*itertools.islice(epoch_iterator, 1)]
@@ -130,12 +131,12 @@ class Returns:
         return found
 
     def load_rng_state(self, stock: Callable[..., Any], of: Any, checkpoint: Any) -> None:
-        """Trainer's; of a newcomer they are the others' already."""
+        """Load random states, unless a newcomer has the others'."""
         if checkpoint != FROM_PEERS:
             stock(of, checkpoint)
 
     def evaluate(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-        """Trainer's evaluation in training; that before the first step is over where a newcomer comes."""
+        """Evaluate in training. For a newcomer, the evaluation before the first step is over."""
         if self._new:
             return {}
         with self._session.hooks.startup.apart():
@@ -144,13 +145,13 @@ class Returns:
     def finalize_training(
         self, stock: Callable[..., Any], of: Any, trial: Any, num_train_samples: Any, start_time: float
     ) -> Any:
-        """Trainer's end of training, with the time that the job has taken."""
+        """Finalize training, with the time that the whole job has taken."""
         return stock(of, trial, num_train_samples, start_time if self._began is None else self._began)
 
     # --- those who train, and those who come back -------------------------------------------------------
 
     def _begin_epoch(self) -> None:
-        """Note how the epoch is drawn, or draw it as the others do."""
+        """Record how the epoch is drawn; a newcomer draws it as the others do."""
         loop = self._taken
         if loop is not None:
             draw_on(self._device, loop.at_epoch)
@@ -159,7 +160,7 @@ class Returns:
         self._synchronized = self._team.synchronized = []
 
     def _open(self, of: Any) -> None:
-        """Begin the next step, together with those who come back in it."""
+        """Begin the next step, together with the newcomers that rejoin in it."""
         self._engine.open_step()
         self._opened, loop = True, self._taken
         if loop is None:
@@ -172,7 +173,7 @@ class Returns:
         self._new, self._taken = False, None
 
     def _take(self, handler: Any, state: TrainerState) -> None:
-        """Take the others' loop, as training begins in a process that comes back."""
+        """Take the others' loop, as training begins in a newcomer."""
         with self._session.hooks.startup.apart():
             loop = self._meet(None)
         assert loop is not None, "this rank is new itself"
@@ -186,10 +187,8 @@ class Returns:
         self._taken = loop
 
     def _meet(self, of: Any | None) -> Loop | None:
-        """The loop of those who train, where somebody is new; all ranks call it in front of a step.  ``of``: the
-        Trainer of one who trains.
-
-        Raises RecycleError where nobody is left who has the loop's state.
+        """Return the loop of those who train if a rank is new, else None. All ranks call it before a step. ``of``: the
+        Trainer, on a rank that trains. Raises RecycleError if no rank is left that has the loop's state.
         """
         team = self._team
         while new := {rank for rank, row in team.rows(torch.tensor([self._new])).items() if row}:
@@ -208,7 +207,7 @@ class Returns:
         return None
 
     def _loop(self, of: Any) -> Loop:
-        """Where the loop of Trainer ``of`` is, without its loss."""
+        """Return the state of the loop of Trainer ``of``, without its loss."""
         assert self._began is not None, "it is in an epoch"
         return Loop(
             state={each.name: getattr(of.state, each.name) for each in fields(TrainerState) if each.name not in OWN},
@@ -225,5 +224,5 @@ class Returns:
 
 
 def _exporting(handler: Any) -> list[Any]:
-    """The callbacks of ``handler`` that say what their state is."""
+    """Return the callbacks of ``handler`` that export their state."""
     return [each for each in handler.callbacks if isinstance(each, ExportableState)]

@@ -1,9 +1,9 @@
-"""The live ranks as Accelerate counts processes, and gathers over them.
+"""The live ranks as Accelerate counts processes and gathers over them.
 
-Accelerate and transformers gather a row from every process, multiply by ``num_processes``, deal data out by
-``process_index``, and let process 0 write.  After a loss all four mean the live ranks, in the order of their ranks.
-Members may hear of a loss at different places of the script, and would then differ in all four.  So the count changes
-in gathers only, whose rows are the same on every live rank.
+Accelerate and transformers gather a row from every process, multiply by ``num_processes``, deal data by
+``process_index``, and let process 0 write. After a loss all four refer to the live ranks, in order. Members may hear of
+a loss at different places of the script, and would then differ in all four. So the count changes only in gathers, whose
+rows are the same on every live rank.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ SHARDS = (BatchSamplerShard, IterableDatasetShard)
 
 
 class Team:
-    """The live ranks of the job, as far as all of them agree.
-
-    ``between()`` says whether the script is between two steps; the count does not change inside one, whose losses are
-    multiplied by it.
+    """The live ranks of the job, as far as all of them agree. ``between()``: whether the script is between two steps.
+    The count does not change inside a step, whose losses are multiplied by it.
     """
 
     def __init__(self, session: Session, group: MemberGroup, between: Callable[[], bool]) -> None:
         self._session, self._group, self._between = session, group, between
         self.size = group.size()
         self.live = tuple(range(self.size))
-        self._hosts: dict[int, str] = {}  # by rank, as far as is known
-        self.dealt: tuple[int, ...] = self.live  # whom the last evaluation was dealt to
+        self._hosts: dict[int, str] = {}  # by rank, as far as known
+        self.dealt: tuple[int, ...] = self.live  # ranks of the last evaluation
         self._tell: Callable[[], None] | None = None
-        self.synchronized: list[torch.Tensor] | None = None  # what is kept of Accelerate's synchronisations, if any
-        self.known: list[torch.Tensor] = []  # of these, what a rank that comes back has of the others, in order
-        self.record: Record | None = None  # of calls between steps, where loops come back
-        self.replay: Replay | None = None  # of these, in a script that goes through steps that are over
+        self.synchronized: list[torch.Tensor] | None = None  # kept results of Accelerate's synchronisations, if any
+        self.known: list[torch.Tensor] = []  # of these, a newcomer's from the others, in order
+        self.record: Record | None = None  # of calls between steps, if loops rejoin
+        self.replay: Replay | None = None  # of the record, in a script that goes through steps that are over
 
     @property
     def is_first(self) -> bool:
@@ -53,15 +51,15 @@ class Team:
         return self.replay is None and self.live[0] == self._session.rank
 
     def kept(self, name: str, device: torch.device, call: Callable[[], T]) -> T:
-        """What ``call()`` gives, the same on all live ranks; where a script goes through steps that are over what the
-        call ``name`` gave then, on ``device``.
+        """Return the result of ``call()``, the same on all live ranks. In steps that are over, return what the call
+        ``name`` gave then, on ``device``.
         """
         if self.replay is not None:
             found = self.replay.next(name)
             self.live = found.live
             _set(num_processes=len(self.live))
             return cast(T, operations.recursively_apply(lambda each: each.to(device, copy=True), found.value))
-        with self.unkept():  # what it calls itself is a part of it
+        with self.unkept():  # its own calls are part of it
             value = call()
         if self.record is not None:
             self.record.add(name, value, self.live)
@@ -69,7 +67,7 @@ class Team:
 
     @contextmanager
     def unkept(self) -> Iterator[None]:
-        """A context whose calls are none of those that scripts of ranks that come back make."""
+        """A context whose calls the scripts of newcomers do not repeat."""
         record, self.record = self.record, None
         try:
             yield
@@ -77,14 +75,13 @@ class Team:
             self.record = record
 
     def agree(self) -> tuple[int, ...]:
-        """The live ranks, the same on each of them.  All of them call it."""
+        """Return the live ranks, the same on each of them. All of them call it."""
         self.rows(torch.zeros(1))
         return self.live
 
     def rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What each live rank gives as ``tensor``, of one shape and dtype on all, by rank, in order.
-
-        It goes in pieces whose result is kept for members that a loss has cut off: so all get the same rows.
+        """Return each live rank's ``tensor`` by rank, in order; shape and dtype are the same on all. It goes in pieces.
+        The result of each is kept for members that a loss has cut off, so all get the same rows.
         """
         name = f"gather of {str(tensor.dtype).removeprefix('torch.')} in {tensor.ndim} dimensions"
         return self.kept(name, tensor.device, lambda: self._rows(tensor))
@@ -93,7 +90,7 @@ class Team:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         there, pieces = set(range(self.size)), []
         for piece in flat.split(LARGEST // self.size - 1):
-            own = torch.cat([piece.new_ones(1), piece])  # a one before what has come
+            own = torch.cat([piece.new_ones(1), piece])  # a leading one marks a row that has come
             found = own.new_zeros(self.size, own.numel())
             self._group.gather_rows("all_gather", found, own).wait()
             there &= set(found[:, 0].nonzero().flatten().tolist())
@@ -104,24 +101,24 @@ class Team:
         return {rank: whole[rank].clone().view(tensor.dtype).view(tensor.shape) for rank in live}
 
     def joined(self, tensor: torch.Tensor, kept: Callable[[int, int], int] = lambda rank, size: size) -> torch.Tensor:
-        """The live ranks' ``tensor``, one behind the other in the first dimension, of which a rank that has ``size`` in
-        it gives the first ``kept(rank, size)``.
+        """Return the live ranks' tensors, concatenated in the first dimension. A rank with ``size`` rows contributes
+        the first ``kept(rank, size)``.
         """
         found = self.rows(tensor[None] if tensor.ndim == 0 else tensor)
         return torch.cat([row[: kept(rank, len(row))] for rank, row in found.items()])
 
     def objects(self, given: Any) -> dict[int, Any]:
-        """What each live rank gives as ``given``, which can be pickled, by rank, in order."""
+        """Return each live rank's ``given`` by rank, in order; it must be picklable."""
         text = text_of(given)
         sizes = {rank: int(size) for rank, size in self.rows(torch.tensor([text.numel()])).items()}
-        filled = text.new_zeros(max([text.numel(), *sizes.values()]))  # the others' may all be shorter, of steps over
+        filled = text.new_zeros(max([text.numel(), *sizes.values()]))  # others' may be shorter, of steps that are over
         filled[: text.numel()] = text
         rows = self.rows(filled).items()
         return {rank: object_of(row[: sizes[rank]]) for rank, row in rows}
 
     def steadily(self, gather: Callable[[], T]) -> T:
-        """What ``gather()`` gives, in whose gathers, all alike, no rank was lost: of several tensors all have the same
-        ranks' rows.
+        """Return the result of ``gather()``, repeated until no rank is lost in its gathers: several tensors then have
+        rows of the same ranks.
         """
         while True:
             before, found = self.live, gather()
@@ -129,7 +126,7 @@ class Team:
                 return found
 
     def deal(self, dataloader: Any) -> None:
-        """Deal the samples of an evaluation by ``dataloader``, which Accelerate has prepared, to the live ranks."""
+        """Deal the samples of an evaluation by ``dataloader``, prepared by Accelerate, to the live ranks."""
         self.dealt = self.agree()
         sampler = getattr(dataloader, "batch_sampler", None)
         if isinstance(sampler, SkipBatchSampler):  # skip_first_batches
@@ -137,7 +134,7 @@ class Team:
         for part in (sampler, getattr(dataloader, "dataset", None)):
             if isinstance(part, SHARDS):
                 self._check_split(part)
-                # who was not there then has as many batches as anybody
+                # a rank that was away then takes as many batches as any
                 place = self.live.index(self._session.rank) if self._session.rank in self.live else 0
                 part.num_processes, part.process_index = len(self.live), place
 
@@ -150,8 +147,8 @@ class Team:
 
     @contextmanager
     def told_of_losses(self, tell: Callable[[], None]) -> Iterator[None]:
-        """A context of an evaluation: ``tell()`` is called, on all alike, behind a gather that lacks a rank it was
-        dealt to.
+        """A context of an evaluation: ``tell()`` is called on all ranks alike, after a gather that lacks one
+        of them.
         """
         before, self._tell = self._tell, tell
         try:
@@ -161,8 +158,8 @@ class Team:
 
     @contextmanager
     def as_seen(self) -> Iterator[None]:
-        """A context in which process 0 is the first rank that this one sees alive, whether or not others have agreed:
-        scripts may call what is in it on one rank only.
+        """A context in which process 0 is the first rank that this one sees alive, whether or not the others agree:
+        scripts may call its content on one rank only.
         """
         agreed = self.live
         self._count(tuple(sorted(set(self._session.view.roster.ranks) & set(agreed))))
@@ -173,7 +170,7 @@ class Team:
 
     @contextmanager
     def as_at_start(self) -> Iterator[None]:
-        """A context in which ``num_processes`` is what it was at the start of the job."""
+        """A context with the ``num_processes`` of the job's start."""
         _set(num_processes=self.size)
         try:
             yield
@@ -181,18 +178,18 @@ class Team:
             _set(num_processes=len(self.live))
 
     def passed(self, live: tuple[int, ...]) -> None:
-        """Note that this rank's script is through the steps that were over, and that these ranks are alive."""
+        """Record that this rank's script is through the steps that were over, and that the ranks ``live`` are alive."""
         self.replay = None
         self._count(live)
 
     def warn(self, text: str) -> None:
-        """Tell the user, once for all ranks."""
+        """Warn the user, once for all ranks."""
         if self.is_first:
             self._session.note("warning", text)
 
     def _take(self, there: tuple[int, ...]) -> None:
         startup = self._session.hooks.startup
-        if startup is not None and startup.alone:  # it is of this rank's predecessor
+        if startup is not None and startup.alone:  # the result is this rank's predecessor's
             return
         if there != self.live and self._between():
             self._count(there)

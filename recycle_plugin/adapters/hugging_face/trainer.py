@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer over the live ranks: an evaluation that a loss interrupts is repeated, and a checkpoint that
-a lost process was writing is written by the next one; replicas come back (returns.py).
+"""Hugging Face's Trainer over the live ranks. An evaluation that a loss interrupts is repeated, a checkpoint that a
+lost process was writing is written by the next one, and replicas rejoin (returns.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFUSED = {
 
 
 def install(team: Team, returns: Returns | None) -> None:
-    """Have Trainers of this process follow ``team``; ``returns``: where replicas come back."""
+    """Have Trainers of this process follow ``team``; ``returns``: None if replicas don't rejoin."""
     made = Seams(team, returns)
     replace(trainer_pt_utils, "distributed_concat", made.concat)
     replace(trainer_pt_utils, "distributed_broadcast_scalars", made.scalars)
@@ -37,7 +37,7 @@ def install(team: Team, returns: Returns | None) -> None:
 
 
 def check(args: Any) -> None:
-    """Raise RecycleError for what a Trainer is asked for that is not supported, before its first step."""
+    """Raise RecycleError if a Trainer's arguments ask for what is not supported, before its first step."""
     for name, why in REFUSED.items():
         if getattr(args, name, False):
             raise RecycleError(f"TrainingArguments({name}=True) with recycle.replicas {why}; leave it out")
@@ -49,7 +49,7 @@ def check(args: Any) -> None:
 
 
 class MemberLost(Exception):
-    """A rank was lost that has samples of an evaluation."""
+    """A rank with samples of an evaluation was lost."""
 
 
 def _give_up() -> None:
@@ -57,13 +57,13 @@ def _give_up() -> None:
 
 
 class Seams:
-    """What stands in the place of functions and methods of transformers; those that get ``stock`` hand on to it."""
+    """Replacements for functions and methods of transformers; those that get ``stock`` call it."""
 
     def __init__(self, team: Team, returns: Returns | None) -> None:
         self._team, self._returns = team, returns
 
     def concat(self, tensor: Any, num_total_examples: int | None = None) -> Any:
-        """transformers' gather of tensors, alone or nested: the live ranks' rows, one behind the other."""
+        """Gather tensors, alone or nested: the rows of the live ranks, concatenated."""
         if isinstance(tensor, (tuple, list)):
             return type(tensor)(self.concat(each, num_total_examples) for each in tensor)
         if isinstance(tensor, Mapping):
@@ -74,13 +74,13 @@ class Seams:
     def scalars(
         self, scalars: list[int | float], num_total_examples: int | None = None, device: Any = None
     ) -> torch.Tensor:
-        """transformers' gather of numbers, the live ranks'."""
+        """Gather numbers of the live ranks."""
         return self._team.joined(torch.tensor(scalars, device=device))[:num_total_examples]
 
     def evaluation_loop(
         self, stock: Callable[..., Any], of: Any, dataloader: Any, *arguments: Any, **named: Any
     ) -> Any:
-        """Evaluate once over all samples: where a rank is lost in it, from the start, dealt to those who are left."""
+        """Evaluate over all samples. If a rank is lost meanwhile, start again, dealt to the ranks that are left."""
         while True:
             self._team.deal(dataloader)
             try:
@@ -90,21 +90,21 @@ class Seams:
                 dataloader.end()
 
     def save_checkpoint(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
-        """Save, again if the rank is lost in it that writes for all."""
+        """Save; again if the rank that writes for all is lost meanwhile."""
         first = None
         while first != self._team.agree()[0]:
             first = self._team.live[0]
             stock(of, *arguments, **named)
 
     def save_model(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
-        """Save the model, by the first live rank: scripts may call it on one rank only."""
+        """Save the model on the first live rank. Scripts may call it on one rank only."""
         with self._team.as_seen():
             stock(of, *arguments, **named)
 
     def call_event(
         self, stock: Callable[..., Any], of: Any, event: str, args: Any, state: Any, control: Any, **named: Any
     ) -> Any:
-        """Tell callbacks who is the first process now."""
+        """Call the callbacks, which see who is the first process now."""
         if event == "on_train_begin":
             check(args)
         if self._returns is not None and not self._returns.hears(event, of, state):
@@ -119,7 +119,7 @@ class Seams:
         return heard
 
     def _show_progress(self, of: Any, event: str, state: Any) -> None:
-        """Open the bar that process 0 has opened when training began."""
+        """Open the progress bar, which process 0 had opened when training began."""
         if event in ("on_init_end", "on_train_begin"):
             return
         for each in of.callbacks:
