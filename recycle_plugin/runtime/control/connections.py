@@ -1,4 +1,4 @@
-"""Control messages over sockets, to a listener, or, where that is gone, to who stands by on another host."""
+"""Control messages over sockets: to a listener, or if that is gone to the standby on another host."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from recycle_plugin.core.messages.mirroring import StandsBy
 from recycle_plugin.runtime.control.framed import Framed
 from recycle_plugin.runtime.system import forked
 
-RETRY_S = 0.05  # between two attempts to connect
-ATTEMPT_S = 5.0  # one of them
-PIECE = 1 << 18  # bytes that are read at once
+RETRY_S = 0.05  # s between attempts to connect
+ATTEMPT_S = 5.0  # s for one attempt
+PIECE = 1 << 18  # bytes per read
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class ControlWay:
     known: Known
 
     def go(self, timeout_s: float) -> Proved:
-        """A connection that has authenticated, once somebody listens there.
-
-        Raises OSError, Stranger (which is one) where another one listens, and NoSecret.  The secret is read once
-        somebody does listen: a file may be that of a job before until then.
+        """Return an authenticated connection once a process listens there. Raises OSError, Stranger (an OSError) if
+        another job listens, and NoSecret. The secret is read only when a process listens: until then the file may be an
+        earlier job's.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -49,13 +48,13 @@ class ControlWay:
                 return self._prove(connection, max(RETRY_S, deadline - time.monotonic()))
             except Stranger:
                 raise
-            except (OSError, NotThere):  # also where who listened has died since
+            except (OSError, NotThere):  # or the listener has died meanwhile
                 if time.monotonic() + RETRY_S >= deadline:
                     raise
                 time.sleep(RETRY_S)
 
     def _prove(self, connection: socket.socket, left_s: float) -> Proved:
-        """Authenticate; others may wait before this one to be let in."""
+        """Authenticate within ``left_s`` seconds; other callers may be let in first."""
         try:
             return call(forked.own(connection), self.known.read(), Port.CONTROL, left_s)
         except (OSError, NoSecret):
@@ -64,9 +63,8 @@ class ControlWay:
 
 
 class SocketControl(Framed):
-    """A connection over one that has ``proved`` to be of this job, which belongs to it from now on.
-
-    ``way``: to the listener, given by the side that has made the connection, which can resume it.
+    """A connection over ``proved``, an authenticated socket, which it owns from now on. ``way`` leads to the listener;
+    only the end that has connected has one, and can resume.
     """
 
     def __init__(self, proved: Proved, way: ControlWay | None = None, limit: int = LIMIT) -> None:
@@ -85,9 +83,8 @@ class SocketControl(Framed):
         self.here, self.there = connection.getsockname()[0], connection.getpeername()[:2]
 
     def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
-        """Connect to the same address again, or to who stands by elsewhere; see Control.resume.
-
-        Once that one has heard of it, this end never comes to the first again (core/coordinator/succession.py).
+        """Connect again to the same address or to the standby elsewhere; see Control.resume. Once the standby has heard
+        of this end, this end never returns to the first address (core/coordinator/succession.py).
         """
         if self._way is None:
             return None
@@ -95,13 +92,13 @@ class SocketControl(Framed):
         home = self._way
         tries = Tries(time.monotonic(), timeout_s, self._there(hello) is not None, self._term.silent_s)
         while (left_s := tries.until - time.monotonic()) > 0:
-            elsewhere = self._there(hello)  # the last term may be another one by now
+            elsewhere = self._there(hello)  # the last term may have changed
             way = elsewhere if tries.next(time.monotonic(), elsewhere is not None) and elsewhere is not None else home
             try:
                 fresh = SocketControl(way.go(min(left_s, ATTEMPT_S if elsewhere is None else TRY_S)), way, self._limit)
             except NoSecret:
                 break
-            except OSError:  # who listened has died since, or nobody does
+            except OSError:  # no process listens, or the listener has died meanwhile
                 time.sleep(RETRY_S)
                 continue
             fresh.send(self._again(hello))
@@ -115,7 +112,7 @@ class SocketControl(Framed):
         return None
 
     def _stand(self, fresh: SocketControl, welcome: Welcome, way: ControlWay) -> None:
-        """Go on over a ``fresh`` connection, to the end of the ``way``."""
+        """Go on over a ``fresh`` connection, to the end of ``way``."""
         with self._sending, self._receiving:
             turned, self._way = way is not self._way, way
             self._socket, self.here, self.there = fresh._socket, fresh.here, fresh.there
@@ -125,14 +122,12 @@ class SocketControl(Framed):
             self._heed_silence()
 
     def _there(self, hello: Hello) -> ControlWay | None:
-        """The way to who stands by on another host, if anybody does."""
+        """Return the way to the standby on another host, if there is one."""
         address = None if self._way is None else self._elsewhere(hello.role, self._way.address)
         return None if address is None or self._way is None else replace(self._way, address=address)
 
     def _answer(self, fresh: SocketControl, deadline: float) -> object | None:
-        """The answer that comes over a ``fresh`` connection; who answers may have to know first that this end knows of
-        a term.
-        """
+        """Return the answer that comes over a ``fresh`` connection. Before it, confirm a term if asked to."""
         while isinstance(answer := fresh.receive(max(0.0, deadline - time.monotonic())), StandsBy):
             if (knows := self._noted(answer)) is not None:
                 fresh.send(knows)
@@ -143,21 +138,21 @@ class SocketControl(Framed):
         self._heed_silence()
 
     def _heed_silence(self) -> None:
-        """Have a host that is gone for so long break the connection, where there is another one to turn to."""
+        """Set how long a host may be gone before the connection breaks, if there is another host to turn to."""
         silent_ms = int(1000 * self._term.silent_s) if self._term.host else 0
         with suppress(OSError):  # it is broken
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
 
     @property
     def held_up(self) -> bool:
-        """See Control; the kernel counts the bytes that it may have to send again."""
+        """See Control; the kernel counts the bytes that are not acknowledged."""
         try:
             return any(ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
         except (OSError, ValueError):  # it is closed
             return True
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 once it is closed."""
+        """Return the socket's descriptor, -1 once it is closed."""
         return self._socket.fileno()
 
     def _write(self, data: bytearray) -> int:
@@ -177,10 +172,9 @@ class SocketControl(Framed):
 
 
 def connect(way: ControlWay, timeout_s: float) -> SocketControl:
-    """Connect, waiting until somebody listens at the end of the ``way``.
-
-    Raises ConnectionError, with the reason, where nobody does within ``timeout_s`` seconds; Stranger, which is one,
-    where somebody does who does not know the secret; and NoSecret.
+    """Connect, waiting until a process listens at the end of ``way``. Raises ConnectionError with the reason if none
+    does within ``timeout_s`` seconds; Stranger, a ConnectionError, if the listener does not know the secret; and
+    NoSecret.
     """
     host, port = way.address
     try:

@@ -1,53 +1,52 @@
 """The process that a launcher starts for a rank: it holds the place, and does nothing that could end it.
 
-A launcher answers the bad end of what it has started with the end of everything, so that is kept small: standard
-library, no event loop, no threads, no connections.  Its children are
+If one of the processes that a launcher has started ends badly, the launcher ends all. So the guard is kept small:
+standard library, no event loop, no threads, no connections. Its children are
 
-* the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank,
-  its worker's process, and what it is to do;
-* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
-  does not notice that supervisors change.  Once it has ended, there may be a next one;
-* for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives everybody, and one that *stands
-  by* (standing_by.py): where the host is killed, it goes on in its place, and another one stands by.  Where none is in
-  step with the host, the host's end is the job's, and the guard says so in the run folder;
-* where the coordinator asks for it, one that stands by on another host than that: if it takes the coordinator's place
-  it is this guard's host.
+* the *supervisor* (runtime/processes/supervisor.py). It may be killed: the guard forks another, and tells it the rank,
+  the worker's process, and what to do;
+* the *worker*, which the guard starts at the supervisor's request, and whose exit code it learns as its parent. The
+  worker does not notice when supervisors change. After its end there may be a next one;
+* for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives all others, and a *standby*
+  (standing_by.py). If the host is killed, the standby goes on in its place, and another is started. If no standby is in
+  step with the host, the host's end is the job's, and the guard logs it in the run folder;
+* if the coordinator asks for it, a standby for a coordinator on another host: if it takes that one's place, it is this
+  guard's host.
 
-Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to
-a supervisor:
+The supervisor and the host each have a connection to the guard, with one JSON object a line. From the guard to a
+supervisor:
 
 * ``{"held": {"rank", "incarnation", "pid", "code", "signal", "guard", "coordinator"}}`` comes first, once the host is
-  there: what the guard has of the supervisor before, null for nothing;
+  ready: what the guard has kept of the supervisor before, null for nothing;
 * ``{"pid"}`` or ``{"failed"}``: the worker was started, or why not;
 * ``{"code"}``: the worker has ended;
-* ``{"signal"}``: the guard has got it (a name), so the job is to end.
+* ``{"signal"}``: the guard got this signal, as a text with its sender, so the job is to end.
 
 From a supervisor:
 
-* ``{"rank", "incarnation"}``: the rank, and which of its processes is the next worker, for the next supervisor;
+* ``{"rank", "incarnation"}``: the rank, and which of its processes the next worker is, for the next supervisor;
 * ``{"start": [module, argument, ...], "environment"}``: start the worker, as that process;
-* ``{"kill"}``: send the worker that signal;
-* ``{"coordinator"}``: its address, for the next supervisor, since it is not where it was at first;
+* ``{"kill"}``: send the worker this signal;
+* ``{"coordinator"}``: the coordinator's address, for the next supervisor, since it has moved;
 * ``{"stand_by"}``: have a process stand by for the coordinator at this address;
-* ``{"got"}``: the supervisor has got that signal, which is the script's (signal_copies.py).
+* ``{"got"}``: the supervisor got this signal, which is the script's (signal_copies.py).
 
 To the host:
 
-* ``{"lead", "store"}``: one that stood by is the host now, since, in words, the one before was killed; the store's
-  process;
-* ``{"through"}``: the supervisor has ended by itself, so the host ends once all others have gone;
-* ``{"signal"}``: as for a supervisor, where there is none any more.
+* ``{"lead", "store"}``: a former standby is the host now, for this reason; the store's process;
+* ``{"through"}``: the supervisor has ended by itself, so the host ends once all others are gone;
+* ``{"signal"}``: as for a supervisor, if there is none any more.
 
 From the host:
 
-* ``{"leads"}``: one that stood by on another host than the coordinator is that now, at this address;
-* ``{"ready"}``: it listens;
-* ``{"store"}``: the store's process, with a descriptor that is to stay open as long as it lives, if there is one;
-* ``{"mirror"}``: the process that stands by and knows all that the host has let others know, 0 for none any more;
+* ``{"leads"}``: a standby for another host is the coordinator now, at this address;
+* ``{"ready"}``: the host listens;
+* ``{"store"}``: the store's process, with a descriptor, if any, that has to stay open for the store to live;
+* ``{"mirror"}``: the standby that knows all that the host has let others know, 0 for none any more;
 * ``{"folder"}``: the run folder is known;
-* ``{"closing"}``: all others have gone, and it ends.
+* ``{"closing"}``: all others are gone, and the host ends.
 
-At the end of its connection each of them knows that the guard is gone.
+At the end of its connection, each of them knows that the guard is gone.
 """
 
 from __future__ import annotations
@@ -69,36 +68,36 @@ from recycle_plugin.runtime.processes.signal_copies import Copies
 from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 from recycle_plugin.runtime.system.console import say
 
-Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
+Child = Callable[[socket.socket], int]  # runs in its own process, with its end of the connection; returns its exit code
 Address = tuple[str, int]
 
-TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
-FORK_S = 60.0  # how long the process that workers are forked from may take to answer
-HOST_S = 150.0  # how long the host may take to end, once all others have gone
+TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed within that time
+FORK_S = 60.0  # how long the fork server may take to answer
+HOST_S = 150.0  # how long the host may take to end once all others are gone
 PIECE = 1 << 16
-SUPERVISOR, HOST, STANDBY = "recycle-super", "recycle-host", "recycle-standby"  # the names of processes
-DEPOSED = 76  # what a host ends with where another host's goes on
+SUPERVISOR, HOST, STANDBY = "recycle-super", "recycle-host", "recycle-standby"  # process names
+DEPOSED = 76  # a host's exit code if a standby on another host goes on
 
 
 class Pipe:
-    """One end of the connection between a guard and its supervisor or host: JSON objects, one a line of text."""
+    """One end of the connection between a guard and its supervisor or host: one JSON object a line."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._half = b""
 
     def tell(self, *descriptors: int, **message: object) -> None:
-        """Send one message, with open ``descriptors``; where the other end is gone, it is dropped."""
+        """Send one message, with open ``descriptors``. It is dropped if the other end is gone."""
         try:
             if descriptors:
                 socket.send_fds(self.end, [json.dumps(message).encode() + b"\n"], list(descriptors))
             else:
                 self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            pass  # the other end is gone, which whoever reads sees as well
+            pass  # the other end is gone, which the reader sees as well
 
     def heard(self) -> list[dict[Any, Any]] | None:
-        """All messages that have come, waiting for at least some bytes; None at the end.  Descriptors stay open."""
+        """Wait for bytes, and return all messages that have come; None at the end. Received descriptors stay open."""
         try:
             data, descriptors, *_ = socket.recv_fds(self.end, PIECE, 1)
         except OSError:
@@ -110,10 +109,9 @@ class Pipe:
 
 
 class Guard:
-    """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host.
-
-    ``supervise``, ``host`` and ``stand_by`` run in forks of it; ``host`` is None for other ranks.  ``stand_by`` gets
-    the coordinator's address, None for the launcher's, and whether that is on another host.
+    """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host. ``supervise``, ``host``
+    (None for other ranks) and ``stand_by`` run in forks of it. ``stand_by`` gets the coordinator's address, None for
+    the launcher's, and whether that is on another host.
     """
 
     def __init__(
@@ -123,34 +121,33 @@ class Guard:
         stand_by: Callable[[socket.socket, Address | None, bool], int] | None = None,
     ) -> None:
         self._supervise, self._host, self._stand_by = supervise, host, stand_by
-        self._coordinator: Address | None = None  # where it is, if that is not where it was at first
+        self._coordinator: Address | None = None  # its address if it has moved
         self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
         self._poll = select.poll()
-        self._supervisor_pid = self._host_pid = 0  # 0: it does not run
-        self._supervisor: Pipe  # of the last one that was forked
+        self._supervisor_pid = self._host_pid = 0  # 0 if it does not run
+        self._supervisor: Pipe  # of the last fork
         self._hosted: Pipe | None = None
-        self._standing_by: tuple[int, Pipe] | None = None  # process and line of who stands by
+        self._standing_by: tuple[int, Pipe] | None = None  # the standby's process and line
         self._mirror = 0  # the process that is in step with the host
         self._store: int | None = None  # the store's process
         self._ready = host is None
-        self._closing: float | None = None  # since when the host has nobody to wait for
+        self._closing: float | None = None  # since when the host waits for no others
         self._folder: str | None = None
         self._rank: int | None = None
-        self._incarnation = 0  # which of the rank's processes the worker is, or the next one will be
+        self._incarnation = 0  # of the worker, or of the next one
         self._worker: int | None = None  # its process
-        self._code: int | None = None  # that it has ended with
-        self._forked: Pipe | None = None  # from where it was forked, if it was
+        self._code: int | None = None  # its exit code
+        self._forked: Pipe | None = None  # to the fork server, if that forked it
         self._signal: str | None = None
         self._copies = Copies(self._send_worker)  # of signals to this process, and to the supervisor
-        self._killed: list[float] = []  # when supervisors were
-        self._hosts_killed: list[float] = []  # and hosts, and those that stood by
-        self._again_at: float | None = None  # when another process is to stand by, where that is put off
+        self._killed: list[float] = []  # when supervisors were killed
+        self._hosts_killed: list[float] = []  # when hosts and standbys ended
+        self._again_at: float | None = None  # when to start another standby, if put off
         self._result: int | None = None
 
     def hold(self) -> int:
-        """Run until the supervisor has ended by itself, and the host too; returns the exit code for the launcher.
-
-        That is the supervisor's, and where that is 0, the host's, which sees the job's end.
+        """Run until the supervisor has ended by itself, and the host too. Return the exit code for the launcher: the
+        supervisor's, or if that is 0, the host's, which sees the job's end.
         """
         call_this("recycle-guard")
         wake = self._take_signals()
@@ -169,7 +166,7 @@ class Guard:
             if self._standby_s == 0.0:
                 self._again_at = None
                 self._have_one_stand_by()
-        self._send_worker(signal.SIGKILL)  # if it still runs: nobody watches it any more
+        self._send_worker(signal.SIGKILL)  # if it still runs, unsupervised
         if self._hosted is not None:
             self._hosted.tell(through=True)
         while self._host_pid and (self._closing is None or self._closing_left_s > 0):
@@ -188,7 +185,7 @@ class Guard:
     def _serve(self, timeout_s: float | None = None) -> None:
         ready = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
         for descriptor, watched in [(number, self._watched.get(number)) for number, _ in ready]:
-            if watched is not None and self._watched.get(descriptor) is watched:  # the number may be another's by now
+            if watched is not None and self._watched.get(descriptor) is watched:  # the number may be reused by now
                 watched[1]()
 
     # --- children ----------------------------------------------------------------------------------
@@ -238,7 +235,7 @@ class Guard:
             self._host_ended(code)
 
     def _came(self, what: signal_info.Heard | None) -> None:
-        """Deal with a signal: pass on that the job is to end, with who has sent it, or what is the script's."""
+        """Handle a signal: pass it on, with its sender, if it ends the job; count it if it is the script's."""
         if what is not None and what.number not in signal_info.ENDING:
             self._copies.came(what.number)
         elif what is not None:
@@ -248,10 +245,10 @@ class Guard:
                 line.tell(signal=what.text)
 
     def _supervisor_ended(self, code: int) -> None:
-        """Deal with a supervisor's end; one that ends by itself is through with its worker and the job, else another is
-        forked.
+        """Handle a supervisor's end. If it was killed, fork another; one that ends by itself is through with worker and
+        job.
         """
-        while self._supervisor.end.fileno() in self._watched:  # what it has said before
+        while self._supervisor.end.fileno() in self._watched:  # its last messages
             self._hear_supervisor()
         self._supervisor_pid = 0
         now = time.monotonic()
@@ -270,19 +267,19 @@ class Guard:
             self._begin()
 
     def _follow(self, mirror: int) -> None:
-        """Note which process is in step with the host; one that is so no longer is of no use."""
+        """Record which process is in step with the host. Kill a standby that no longer is: it is of no use."""
         if self._mirror and not mirror and self._standing_by is not None:
             os.kill(self._standing_by[0], signal.SIGKILL)
         self._mirror = mirror
 
     def _end_standby(self) -> None:
-        """End who stands by, whom nobody needs any more."""
+        """Kill the standby, which is no longer needed."""
         self._stand_by = None
         if self._standing_by is not None:
             os.kill(self._standing_by[0], signal.SIGKILL)
 
     def _have_one_stand_by(self, elsewhere: Address | None = None) -> None:
-        """Have a process stand by, for the coordinator ``elsewhere``, or for this guard's host."""
+        """Start a standby if there is none: for the coordinator ``elsewhere``, or for this guard's host."""
         stand_by = self._stand_by
         if stand_by is not None and self._result is None and self._standing_by is None:
             address = elsewhere or self._coordinator
@@ -302,7 +299,7 @@ class Guard:
             self._lead(leads, messages)
 
     def _lead(self, address: list[Any], messages: list[dict[Any, Any]]) -> None:
-        """Who stood by for the coordinator of another host is that now, and this guard's host."""
+        """Record that the standby for another host's coordinator has become the coordinator, and this guard's host."""
         assert self._standing_by is not None, "it has said so"
         self._coordinator = address[0], address[1]
         self._host_pid, self._hosted = self._standing_by
@@ -311,7 +308,7 @@ class Guard:
         self._have_one_stand_by()
 
     def _standby_ended(self) -> None:
-        """Have another one stand by, unless that does not help."""
+        """Start another standby, unless that does not help."""
         assert self._standing_by is not None, "it has ended"
         self._forget(self._standing_by[1].end)
         self._standing_by, self._mirror = None, 0
@@ -319,7 +316,7 @@ class Guard:
             self._have_one_stand_by()
 
     def _is_worth_another(self) -> bool:
-        """Whether another process is to stand by now: where they end one after the other, only after a while."""
+        """Return whether to start another standby now: if they end one after the other, only after a while."""
         now = time.monotonic()
         self._hosts_killed = [when for when in self._hosts_killed if now - when < WITHIN_S] + [now]
         if len(self._hosts_killed) > TRIES:
@@ -328,11 +325,11 @@ class Guard:
 
     @property
     def _standby_s(self) -> float | None:
-        """In how many seconds another process is to stand by; None where none is put off."""
+        """In how many seconds to start a standby; None if none is put off."""
         return None if self._again_at is None else max(0.0, self._again_at - time.monotonic())
 
     def _goes_on(self, how: str) -> bool:
-        """Have who stands by go on in the host's place, if it is in step with that."""
+        """Have the standby go on in the host's place, if it is in step with the host."""
         if self._standing_by is None or self._standing_by[0] != self._mirror:
             return False
         self._host_pid, self._hosted = self._standing_by
@@ -346,7 +343,7 @@ class Guard:
 
     def _host_ended(self, code: int) -> None:
         assert self._hosted is not None, "it has a line"
-        while self._hosted.end.fileno() in self._watched:  # what it has said before
+        while self._hosted.end.fileno() in self._watched:  # its last messages
             self._hear_host()
         self._host_pid = 0
         self._forget(self._hosted.end)
@@ -360,11 +357,11 @@ class Guard:
         self._end_standby()
         if (self._ready or code < 0) and code != DEPOSED:
             self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
-        if not self._ready:  # why, it has said itself; the supervisor waits for it
+        if not self._ready:  # the host has said why; the supervisor waits for it
             self._supervisor.end.shutdown(socket.SHUT_WR)
 
     def _tell_folder(self, text: str) -> None:
-        """Log the job's end in the run folder; only the host writes to it otherwise."""
+        """Log the job's end in the run folder, to which only the host writes otherwise."""
         say(f"the job ends: {text}")
         if self._folder is not None:
             event = {"time": round(time.time(), 6), "event": "end", "text": f"the job ends: {text}"}
@@ -424,7 +421,7 @@ class Guard:
             if environment.get(SERVER_VARIABLE):
                 self._worker = self._forked_elsewhere(command, environment)
             else:
-                ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and nobody else
+                ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # only Python ignores these
                 arguments = [sys.executable, "-u", "-m", *command]
                 self._worker = os.posix_spawn(sys.executable, arguments, environment, setsigdef=ignored, setsigmask=[])
         except OSError as error:
@@ -433,8 +430,8 @@ class Guard:
             self._supervisor.tell(pid=self._worker)
 
     def _forked_elsewhere(self, command: list[str], environment: dict[str, str]) -> int:
-        """Have the fork server start the worker, which runs as long as this process has the connection; its process
-        id.
+        """Have the fork server start the worker, which lives as long as this process holds the connection. Return its
+        pid.
         """
         from recycle_plugin.runtime.processes.spawn import Request, ask, forked_pid
 
@@ -443,7 +440,7 @@ class Guard:
         connection = ask(environment[SERVER_VARIABLE], request, [1, 2])
         connection.settimeout(FORK_S)
         answer = b""
-        while not answer.endswith(b"\n") and (more := connection.recv(1)):  # and nothing of the next line
+        while not answer.endswith(b"\n") and (more := connection.recv(1)):  # a byte at a time: none of the next line
             answer += more
         pid = forked_pid(module, answer)
         self._forked = Pipe(connection)
@@ -451,7 +448,7 @@ class Guard:
         return pid
 
     def _hear_server(self) -> None:
-        """Hear a worker's exit code from the fork server, or that this is gone, and the worker with it."""
+        """Handle a worker's exit code from the fork server, or the server's end, which is the worker's too."""
         assert self._forked is not None, "it has said something"
         code: list[Any] | None = self._forked.heard()
         self._forget(self._forked.end)
@@ -464,7 +461,7 @@ class Guard:
 
     def _send_worker(self, number: int) -> None:
         if self._worker is not None and self._code is None:
-            with suppress(ProcessLookupError):  # one that was forked elsewhere, and has just ended
+            with suppress(ProcessLookupError):  # a server's fork that has just ended
                 os.kill(self._worker, number)
 
     # --- descriptors and signals -------------------------------------------------------------------
@@ -481,7 +478,7 @@ class Guard:
 
     @staticmethod
     def _take_signals() -> socket.socket:
-        """A socket on which the numbers of arriving signals come out."""
+        """Return a socket that delivers the numbers of arriving signals."""
         out, into = socket.socketpair()
         out.setblocking(False)
         into.setblocking(False)
@@ -492,10 +489,9 @@ class Guard:
 
 
 def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
-    """Be a child, in a fork of the guard, of that ``name``.  Does not return.
-
-    It ignores signals that end the job until it can deal with them: the guard has got them too, or none of them was
-    meant for the job.  Those that are the script's wait for a supervisor, and a host never deals with them.
+    """Be a child with this ``name``, in a fork of the guard. Does not return. The child ignores signals that end the
+    job until it can handle them: the guard has got them too, or they were not meant for the job. The script's signals
+    stay blocked in a supervisor, and are ignored in a host.
     """
     code = 1
     try:
@@ -506,7 +502,7 @@ def _become(child: Child, line: socket.socket, others: list[socket.socket | Bina
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-        for end in others:  # of the guard: it would not be gone here
+        for end in others:  # the guard's: they would keep its connections open
             end.close()
         code = child(line)
     except BaseException:
@@ -518,12 +514,12 @@ def _become(child: Child, line: socket.socket, others: list[socket.socket | Bina
 
 
 def call_this(name: str) -> None:
-    """Name this process where people look for one: in top, and to pkill."""
+    """Set this process's name, as top and pkill show it."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 
 
 def _ended(pid: int) -> int | None:
-    """The exit code of a child, negative for a signal; None while it runs."""
+    """Return the exit code of a child, negative for a signal; None while it runs."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None

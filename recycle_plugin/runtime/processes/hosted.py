@@ -1,7 +1,6 @@
-"""What the host of rank 0 has: the coordinator, on the launcher's own master port, and the job's key-value store.
-
-Rank 0's guard hosts them (runtime/processes/guard.py), or the launcher for one host.  Workers learn the store's port
-through ``MASTER_PORT``, so stock ``env://`` finds it.
+"""What the host of rank 0 runs: the coordinator, on the launcher's own master port, and the job's key-value store. Rank
+0's guard hosts them (runtime/processes/guard.py), or the launcher for one host. Workers learn the store's port through
+``MASTER_PORT``, so stock ``env://`` finds it.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
-STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
-FREE_S, LOOK_S = 10.0, 0.02  # how long the port of one that has died may be taken, and between two tries
-KEEP_S = 3600.0  # between two looks after the secret's file
+STORE_S = 5.0  # how long the store's process may take to end once killed
+FREE_S, LOOK_S = 10.0, 0.02  # how long a dead coordinator's port may be taken; s between tries
+KEEP_S = 3600.0  # s between refreshes of the secret's file
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
 OF_TORCHRUN = "it follows from torchrun's own port: start torchrun again, with another --master_port if it has one"
 ANOTHER_ADDRESS = (
@@ -52,13 +51,13 @@ ANYWHERE = "0.0.0.0"
 
 
 async def pause(seconds: float) -> bool:
-    """Let ``seconds`` pass; true."""
+    """Let ``seconds`` pass; return True."""
     await asyncio.sleep(seconds)
     return True
 
 
 class Adopted:
-    """A process that another one has started, which is dead: its end can be seen, but not how it has ended."""
+    """A process whose parent, another process, is dead: its end can be seen, but not its exit code."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -77,11 +76,11 @@ class Adopted:
             self._ended.set_result(None)
 
     async def wait(self) -> None:
-        """Wait for its end."""
+        """Wait for the process's end."""
         await asyncio.shield(self._ended)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it is still there."""
+        """Send the process a signal, if it is still there."""
         if not self._ended.done():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -92,7 +91,7 @@ class BadMaster(RuntimeError):
 
 
 class Hosted:
-    """The coordinator and the store's process, which rank 0's guard, or the launcher for one host, hosts."""
+    """The coordinator and the store's process, hosted by rank 0's guard or by the launcher for one host."""
 
     def __init__(
         self,
@@ -117,11 +116,9 @@ class Hosted:
         told: Callable[[Event], None] = lambda event: None,
         guard: int | None = None,
     ) -> Hosted:
-        """Start the coordinator and the store's process, and make the job's secret.  Raises BadMaster where the port of
+        """Start the coordinator and the store's process, and create the job's secret. ``told`` gets all events that the
+        user gets. ``guard``: the process that ends the job at SIGTERM, if not this one. Raises BadMaster if the port of
         ``address`` is taken, and NoCredentials.
-
-        ``told`` gets all events, as the user does; ``guard`` is the process that ends the job at SIGTERM, where it
-        is not this one.
         """
         file, here = SecretFile.of(environment | {"MASTER_PORT": str(address[1])}), _own_address(address[0])
         secret, listener = file.make(), socket.create_server((here, 0), backlog=4096)
@@ -150,10 +147,8 @@ class Hosted:
         guard: int,
         why: str,
     ) -> Hosted:
-        """Go on at the ``address`` of a coordinator that has died, with what is ``known`` of it.
-
-        ``store`` is the store's process, and ``why`` says in words how the other one has ended.  Raises BadMaster where
-        the port can't be had.
+        """Go on at the ``address`` of a dead coordinator, with its state ``known``. ``store``: the store's process.
+        ``why``: how the coordinator has ended, in words. Raises BadMaster if the port does not become free.
         """
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
@@ -170,8 +165,8 @@ class Hosted:
         guard: int,
         hand_over: Callable[[Callable[[InLoop, Hello], None]], None],
     ) -> Hosted:
-        """Go on at the ``entrance`` of this host, with a store of its own, in place of a coordinator on another host,
-        from which enough have turned to this one; ``hand_over`` gives all of them to a function, and who still comes.
+        """Go on at the ``entrance`` of this host, with a new store, in place of a coordinator on another host, after
+        enough workers have turned here. ``hand_over`` passes their connections, and later ones, to a function.
         """
         address, gone = entrance.address, known.board.succession.host
         listener = socket.create_server((address[0], 0), backlog=4096)
@@ -214,7 +209,7 @@ class Hosted:
         return Coordinator(0, 0, telling.say, secret.read(), telling.claims.take, known), telling
 
     def watch_standby(self, guard: Pipe) -> None:
-        """Tell the ``guard`` which process could go on in this one's place from now on, and the user."""
+        """From now on tell the ``guard`` and the user which process could go on in this one's place."""
 
         def changes(pid: int) -> None:
             guard.tell(mirror=pid)
@@ -226,11 +221,13 @@ class Hosted:
         self._coordinator.mirror.watch(changes)
 
     def tell_store(self, guard: Pipe) -> None:
-        """Tell the ``guard`` the store's process, and hand it what has to stay open for that to live."""
+        """Tell the ``guard`` the store's process, and hand over the descriptor that has to stay open for the store to
+        live.
+        """
         guard.tell(self._life, store=self._store.pid)
 
     def connect(self) -> InProcess:
-        """A connection to the coordinator from within this process."""
+        """Return a connection to the coordinator from within this process."""
         return self._coordinator.connect()
 
     def terminate(self, reason: str) -> None:
@@ -238,19 +235,17 @@ class Hosted:
         self._coordinator.terminate(reason)
 
     async def deposed(self) -> None:
-        """Return where the others may go on without this coordinator."""
+        """Return once the others may go on without this coordinator."""
         await self._coordinator.deposed.wait()
 
     @property
     def code(self) -> int:
-        """The exit code that the job has ended with, 0 where it has not ended."""
+        """The exit code with which the job has ended, 0 if it has not ended."""
         return self._coordinator.code
 
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
-        """End coordinator and store, after the other supervisors have gone, whose workers may train on without this
-        one's.
-
-        ``at_once``: without waiting for them.  ``closing`` is called once they have gone.
+        """End coordinator and store once the other supervisors are gone, whose workers may train on without this one's.
+        ``closing`` is called before that end. ``at_once``: don't wait for the supervisors.
         """
         if not at_once:
             await self._coordinator.all_gone(GOODBYE_S)
@@ -262,26 +257,24 @@ class Hosted:
             _begin_report(folder)
 
     async def leave(self) -> None:
-        """End both, and touch nothing that is the job's, which may go on elsewhere."""
+        """End both, and leave what is the job's alone: the job may go on elsewhere."""
         await self._coordinator.close()
         self._closing = True
         if not self._watching.done():
             self._store.send_signal(signal.SIGKILL)
-        # one that was forked from a stopped process is never heard of
+        # a fork server that is stopped never reports the end
         await asyncio.wait({self._watching}, timeout=STORE_S)
         self._watching.cancel()
         self._keeping.cancel()
 
     async def _keep_secret(self) -> None:
-        """Have the secret's file stay where it is, for workers that are still to come."""
+        """Keep the secret's file in place, for workers that still come."""
         while await pause(KEEP_S):
-            with suppress(NoSecret):  # as long as nobody comes, nobody misses it
+            with suppress(NoSecret):  # nobody misses it until a worker comes
                 self._secret.keep()
 
     async def _watch_store(self) -> None:
-        """Fail the job where the store's process ends: without it workers could not find each other, and would wait for
-        it.
-        """
+        """Fail the job if the store's process ends: without it workers could not find each other, and would wait."""
         code = await self._store.wait()
         if not self._closing:
             how = "has ended" if code is None else how_ended(code)
@@ -289,10 +282,8 @@ class Hosted:
 
 
 def _begin_report(folder: Path) -> None:
-    """Write the report in a process of its own, which outlives this one.
-
-    Nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that
-    train.
+    """Write the report in a process of its own, which outlives this one. Its failures go nowhere, and the launcher's
+    SIGTERM, meant for processes that train, does not end it.
     """
     try:
         subprocess.Popen(
@@ -317,8 +308,8 @@ def _resolved(host: str) -> str:
 
 
 def _own_address(master: str) -> str:
-    """The address at which the master's host listens: the one that all others reach, or ANYWHERE where that is none of
-    its own, as behind an address that is translated.
+    """Return the address at which the master's host listens: the one that all others use, or ANYWHERE if it is none of
+    this host's own, as behind address translation.
     """
     address = _resolved(master)
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
@@ -330,9 +321,8 @@ def _own_address(master: str) -> str:
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Run rank 0's coordinator and store at the end of its guard's ``line``; returns the job's exit code.
-
-    It returns once the supervisor there has gone, and then the others.
+    """Run rank 0's coordinator and store at the end of the guard's ``line``. Return the job's exit code, once the
+    guard's supervisor and then all others are gone.
     """
     address, ranks = address_of(environment), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
@@ -355,7 +345,7 @@ def tell_folder(guard: Pipe, event: Event) -> None:
 
 
 async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:
-    """Host until the job is over, or goes on elsewhere; returns its exit code, or DEPOSED."""
+    """Host until the job is over or goes on elsewhere. Return its exit code, or DEPOSED."""
     hosted.watch_standby(guard)
     guard.tell(ready=True)
     through = asyncio.Event()
@@ -370,8 +360,8 @@ async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReade
 
 
 async def _start_store(listener: socket.socket, environment: dict[str, str]) -> tuple[Process, int]:
-    """Start the store's process, which takes the ``listener``; and the descriptor that has to stay open, in any
-    process, for it to live.
+    """Start the store's process, which takes over the ``listener``. Return it, and the descriptor that has to stay
+    open, in any process, for the store to live.
     """
     os.set_inheritable(listener.fileno(), True)
     module, (end, life) = "recycle_plugin.runtime.processes.store_host", os.pipe()
@@ -387,12 +377,12 @@ async def _start_store(listener: socket.socket, environment: dict[str, str]) -> 
 
 
 def address_of(environment: dict[str, str]) -> tuple[str, int]:
-    """Where the launcher has the coordinator."""
+    """Return the coordinator's address by the launcher."""
     return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
 
 
 async def _until_free(start: Callable[[], Coroutine[None, None, None]], port: int) -> None:
-    """Start where another process has just ended, whose ``port`` may not be free yet.  Raises BadMaster."""
+    """Call ``start`` until ``port`` is free, which a process has held that has just ended. Raises BadMaster."""
     deadline = time.monotonic() + FREE_S
     while True:
         try:
@@ -404,7 +394,7 @@ async def _until_free(start: Callable[[], Coroutine[None, None, None]], port: in
 
 
 async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:
-    """Pass the guard's messages on until it is gone, and its supervisor with it."""
+    """Pass on the guard's messages until it is gone, and its supervisor with it."""
     while said := await reader.readline():
         message = json.loads(said)
         if "signal" in message:
@@ -415,7 +405,7 @@ async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asy
 
 
 def _check_reachable(name: str) -> None:
-    """Raise BadMaster for a loopback address, which workers on other hosts could not reach the coordinator at."""
+    """Raise BadMaster for a loopback address, at which workers on other hosts can't reach the coordinator."""
     if ip_address(found := _resolved(name)).is_loopback:
         raise BadMaster(
             f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}"
@@ -423,10 +413,10 @@ def _check_reachable(name: str) -> None:
 
 
 def in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
-    """The exit code of ``run``, with one line on stderr where it could not begin."""
+    """Return the exit code of ``run``, with one line on stderr if it could not begin."""
     try:
         return asyncio.run(run())
-    except asyncio.CancelledError:  # told to end before there was anything to end
+    except asyncio.CancelledError:  # told to end before anything was started
         return 1
     except (BadMaster, NoCredentials, ConnectionError) as error:
         say(f"error: {error}")

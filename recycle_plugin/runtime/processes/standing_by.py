@@ -1,5 +1,5 @@
-"""The processes that stand by, to take the coordinator's place: one on its own host, where their guard decides on that,
-and one on another host, to which the others turn where the coordinator is silent (core/coordinator/succession.py).
+"""The standbys, which may take the coordinator's place: one on its own host, for which their guard decides, and one on
+another host, to which the others turn if the coordinator is silent (core/coordinator/succession.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from recycle_plugin.runtime.processes.guard import HOST, Pipe, call_this
 from recycle_plugin.runtime.processes.hosted import Hosted, address_of, in_one_line, pause, tell_folder, until_through
 from recycle_plugin.runtime.system.console import say
 
-CONNECT_S = 60.0  # how long it tries to reach the coordinator
-LOOK_S = 0.5  # between two tries
+CONNECT_S = 60.0  # how long a standby tries to reach the coordinator
+LOOK_S = 0.5  # s between tries
 Address = tuple[str, int]
 
 
 def stand_by(environment: dict[str, str], line: socket.socket, address: Address | None, elsewhere: bool) -> int:
-    """Stand by at the end of the guard's ``line``, to go on in place of the coordinator at ``address``, or else at the
-    launcher's, which is ``elsewhere`` or on this host; returns the job's exit code if it does, else 0.
+    """Stand by at the end of the guard's ``line`` for the coordinator at ``address`` (None: the launcher's), which is
+    ``elsewhere`` or on this host. Return the job's exit code if this process takes its place, else 0.
     """
     own = environment if address is None else environment | {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
 
@@ -52,7 +52,7 @@ def stand_by(environment: dict[str, str], line: socket.socket, address: Address 
 async def _here(
     address: Address, secret: SecretFile, environment: dict[str, str], guard: Pipe, reader: asyncio.StreamReader
 ) -> Hosted | None:
-    """What goes on once the guard says so; None where nothing is known to go on from: this process ends soon."""
+    """Return the new host once the guard says so; None if no state is known to go on from: this process then ends."""
     learnt: list[Known] = []
     following = asyncio.create_task(_follow(ControlWay(address, secret), learnt))
     said = json.loads(await reader.readline() or "{}")
@@ -67,10 +67,10 @@ async def _here(
 
 
 async def _follow(way: ControlWay, learnt: list[Known]) -> None:
-    """Take in what the coordinator at the end of the ``way`` does, until it is gone."""
+    """Take in what the coordinator at the end of ``way`` does, until it is gone."""
     try:
         control = await InLoop.connect(way, CONNECT_S)
-    except (ConnectionError, NoSecret):  # there is nobody to stand by for, or none that could be known
+    except (ConnectionError, NoSecret):  # no coordinator answers, or it can't be authenticated
         return
     try:
         await follow(control, Hello(-1, STANDBY, os.getpid(), socket.gethostname()), learnt.append)
@@ -81,14 +81,14 @@ async def _follow(way: ControlWay, learnt: list[Known]) -> None:
 async def _elsewhere(
     address: Address, secret: SecretFile, environment: dict[str, str], guard: Pipe, reader: asyncio.StreamReader
 ) -> Hosted | None:
-    """What goes on once more than half of the workers have come; None where nobody wants it any more."""
+    """Return the new host once more than half of the workers have turned here; None if it is no longer wanted."""
     way = ControlWay(address, secret)
     candidate = await Candidate.at(way)
     if candidate is None:
         return None
     elected, alone = asyncio.create_task(candidate.elected()), asyncio.create_task(reader.read(1))
     await asyncio.wait((elected, alone), return_when=asyncio.FIRST_COMPLETED)
-    if alone.done() or (known := elected.result()) is None:  # a guard that is gone could not end the coordinator
+    if alone.done() or (known := elected.result()) is None:  # without its guard, nothing would end the coordinator
         return None
     alone.cancel()
     await asyncio.wait((alone,))
@@ -101,8 +101,8 @@ async def _elsewhere(
 
 
 class Candidate:
-    """Follows the coordinator at the end of the ``way``, over ``control`` first, and counts the workers that turn to
-    this process, as supervisors do.
+    """Follows the coordinator at the end of ``way``, first over ``control``, and counts the workers and supervisors
+    that turn to this process.
     """
 
     def __init__(self, way: ControlWay, control: InLoop, here: str) -> None:
@@ -118,8 +118,8 @@ class Candidate:
 
     @classmethod
     async def at(cls, way: ControlWay) -> Candidate | None:
-        """One that listens at this host's address on the interface that reaches the coordinator; None where nobody does
-        at the end of the ``way``.
+        """Return a candidate that listens at this host's address on the interface that reaches the coordinator; None if
+        no coordinator answers at the end of ``way``.
         """
         try:
             control = await InLoop.connect(way, CONNECT_S)
@@ -130,8 +130,8 @@ class Candidate:
         return made
 
     async def elected(self) -> Known | None:
-        """What is known once enough have turned to this process; None where the coordinator wants it no more, or nobody
-        can be reached.
+        """Return what is known once enough workers have turned here; None if the coordinator does not want this standby
+        any more, or can't be reached.
         """
         hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
         while True:
@@ -149,7 +149,7 @@ class Candidate:
                 return None
 
     async def _again(self) -> bool:
-        """Connect once more, where another process may be the coordinator by now; whether somebody is there."""
+        """Connect again, perhaps to another process that is the coordinator by now. Return whether one is there."""
         await pause(LOOK_S)
         try:
             self._control = await InLoop.connect(self._way, CONNECT_S)
@@ -158,7 +158,7 @@ class Candidate:
         return True
 
     async def _unless_enough(self, work: Coroutine[Any, Any, bool]) -> bool:
-        """What ``work`` returns, false where enough have come before."""
+        """Return the result of ``work``, False if enough workers have turned here before it is done."""
         tasks = asyncio.create_task(work), asyncio.create_task(self._enough.wait())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -185,7 +185,7 @@ class Candidate:
         self._count()
 
     def hand_over(self, answer: Callable[[InLoop, Hello], None]) -> None:
-        """Give all who have turned to this process to ``answer``, and those who still come."""
+        """Pass all connections that have turned here, and later ones, to ``answer``."""
         self._answer = answer
         for control, hello in self._turned:
             answer(control, hello)
