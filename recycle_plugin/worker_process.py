@@ -166,9 +166,12 @@ def _end_early(session: Session) -> None:
     such as that of torch's store, which takes minutes.
     """
     assert session.view.end is not None, "the job has failed"
-    if session.view.incarnation:  # the job's output does not reach the reader of a process that came later
-        _say(f"recycle: error: {session.view.end.reason}")
-    session.leave()
+    if session.coordinator_is_gone:  # nobody else can say so, or hears a goodbye
+        _say(f"recycle: the job ends: {session.view.end.reason}")
+    else:
+        if session.view.incarnation:  # the job's output does not reach the reader of a process that came later
+            _say(f"recycle: error: {session.view.end.reason}")
+        session.leave()
     flush()
     os._exit(1)
 

@@ -6,7 +6,6 @@ import json
 from contextlib import ExitStack
 from functools import partial
 
-import psutil
 import pytest
 
 from tests.support.hosts import HostsRun
@@ -30,11 +29,10 @@ def start(plain_server, tmp_path):
         yield launch
 
 
-def are_connected(run, workers: int) -> bool:
+def are_connected(run, hosts) -> bool:
     """Whether all workers and supervisors speak with the coordinator, and the process that stands by on its host."""
-    found = psutil.Process(run.launcher.pid).children(recursive=True)
-    ends = [end for process in found if process.name() == "recycle-host" for end in process.net_connections("tcp")]
-    return len([end for end in ends if end.raddr and end.laddr.port == run.port]) == 2 * workers + 1
+    ends = hosts.connections(hosts.names[0])
+    return len([here for here, _ in ends if here == run.port]) == 2 * len(hosts.names) + 1
 
 
 def all_end(run, hosts) -> None:
@@ -58,5 +56,5 @@ def test_of_two_hosts_the_other_one_ends(start, pair, tmp_path):
 def test_before_the_first_step_all_others_end(start, four, tmp_path):
     """No process of another host stands by yet: scripts have not begun."""
     run = start(four, {"name": "begin_late", "until": str(tmp_path / "go")})
-    run.wait_for(lambda: are_connected(run, 4), "connection of each process")
+    run.wait_for(lambda: are_connected(run, four), "connection of each process")
     all_end(run, four)

@@ -161,7 +161,7 @@ def test_operators_find_the_next_coordinator(launch, reference, four, tmp_path):
     run.hear("newcomer")
     address = told["text"].partition("have turned to ")[2].partition(": process")[0]
     code, said = recycle("status", address, "--json")
-    assert code == 0 and "3.0" in [each["seat"] for each in json.loads(said)["joining"]], said
+    assert code == 0 and json.loads(said)["coordinator"]["host"] == "beta", said
     (tmp_path / "go30").touch()
     result = run.finish()
     assert_same_training(result, reference(steps, shape=FOUR), {"0.0"}, left={"3.0"})
@@ -230,12 +230,12 @@ def test_a_coordinator_that_is_stopped_finds_that_the_others_have_gone_on(launch
     assert_same_training(result, reference(shape=FOUR))
 
 
-def test_a_coordinator_that_goes_on_in_time_has_lost_nobody(launch, reference, tmp_path):
+def test_a_coordinator_that_goes_on_in_time_has_lost_nobody(launch, reference, four, tmp_path):
     """Those who had hung up, and were about to turn to another host, come again."""
     run = start(launch, tmp_path)
-    stopped, worker = host_process(run), psutil.Process(run.pids()[3])
+    stopped = host_process(run)
     stopped.suspend()
-    run.wait_for(lambda: not [each for each in worker.net_connections("tcp") if run.port in each.raddr[1:]], "a worker")
+    run.wait_for(lambda: len([there for _, there in four.connections("delta") if there == run.port]) < 2, "a worker")
     stopped.resume()
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR))

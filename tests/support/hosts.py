@@ -29,6 +29,7 @@ Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
 
 NAMES = ("alpha", "beta")
 MORE = (*NAMES, "gamma", "delta")
+ESTABLISHED = "01"  # in /proc/net/tcp
 HOLDS = "hostname {} && ip link set lo up && echo ready && exec cat"  # until its input ends
 
 
@@ -73,6 +74,12 @@ class Hosts:
     def pid(self, name: str) -> int:
         """A process on that host."""
         return self._holders[name].pid
+
+    def connections(self, name: str) -> list[tuple[int, int]]:
+        """The ports, here and there, of each end of a TCP connection on that host; psutil sees those of this one."""
+        rows = [line.split() for line in Path(f"/proc/{self.pid(name)}/net/tcp").read_text().splitlines()[1:]]
+        ports = [[int(address.partition(":")[2], 16) for address in row[1:3]] for row in rows if row[3] == ESTABLISHED]
+        return [(here, there) for here, there in ports]
 
     def cut(self, name: str) -> None:
         """Pull the host's plug out of the switch."""

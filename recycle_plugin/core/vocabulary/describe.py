@@ -6,6 +6,7 @@ import signal
 
 from recycle_plugin.core.vocabulary.ids import Seat
 
+COORDINATOR_GONE = "the coordinator's host is gone, and no other process has taken its place"
 BROKEN = "its connection broke"  # until its supervisor reports how its process ended
 
 

@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_coordinator import (
 )
 from recycle_plugin.core.messages.from_workers import Durable, Replaying, Serving
 from recycle_plugin.core.vocabulary.commit_rule import is_reached
-from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.describe import COORDINATOR_GONE, named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
@@ -233,9 +233,7 @@ class ControlView:
         outside = self.worker not in generation.roster.workers and not generation.from_step
         return outside and self._leaves_at > 0 and self.committed >= self._leaves_at - 1
 
-    def lose_coordinator(
-        self, why: str = "the coordinator's host is gone, and no other process has taken its place"
-    ) -> bool:
+    def lose_coordinator(self, why: str = COORDINATOR_GONE) -> bool:
         """Take the job for over, also if it had a planned end: the coordinator is gone. Return whether that is news."""
         lost = self.end is None or not self.end.failed
         if lost:

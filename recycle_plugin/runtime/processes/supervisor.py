@@ -43,6 +43,7 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.kept import BEATS
 from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S
+from recycle_plugin.core.vocabulary.describe import COORDINATOR_GONE, named
 from recycle_plugin.errors import CutOff, NoCredentials
 from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -127,6 +128,7 @@ class Supervisor:
         self._datagrams: SealedDatagrams | None = None  # of the last connection with a Welcome
         self._hosted = hosted
         self._over: asyncio.Future[int]  # the job's exit code
+        self._alone = False  # no process coordinates any more
         self._control: InLoop
         self._worker = place.worker
         self._started = place.worker is not None  # whether this incarnation's process was started
@@ -407,6 +409,8 @@ class Supervisor:
             done, _ = await asyncio.wait({exit_code}, timeout=END_S)
             if done:
                 return
+            if self._alone and number == signal.SIGTERM:  # the worker has not said so
+                say(f"the job ends: {COORDINATOR_GONE}; the process of {named(self._rank)} runs on, and is ended")
             worker.send_signal(number)
         await exit_code
 
@@ -455,7 +459,8 @@ class Supervisor:
                 case Over() if not self._over.done():
                     self._over.set_result(message.code)
         if not self._over.done():
-            self._over.set_result(1)  # the coordinator is gone
+            self._alone = True  # the coordinator is gone
+            self._over.set_result(1)
 
     async def _resumed(self) -> bool:
         """Restore the broken connection while the worker goes on, and repeat a worker's end that is not confirmed.
