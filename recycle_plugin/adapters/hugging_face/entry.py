@@ -35,9 +35,7 @@ def section(driver: str | None, given: Any) -> Any:
 
 
 def check(driver: str, settings: Settings, session: Session, trains: bool = True) -> None:
-    """Raise RecycleError for unsupported settings of replicas that ``driver`` trains, before their engine is built.
-    ``trains``: whether it gets an optimizer.
-    """
+    """Raise RecycleError for unsupported settings, before the engine is built. ``trains``: it gets an optimizer."""
     for release in releases(HUGGING_FACE if driver == TRAINER else ["accelerate"]):
         if not release.fits:
             raise RecycleError(f"{release.wrong}, or set recycle.enabled to false")

@@ -26,9 +26,7 @@ def install(team: Team, trains: Callable[[], bool]) -> None:
 
 
 def note_trackers(module: Any, session: Session) -> None:
-    """Have each Accelerator of the imported ``module`` (accelerate.accelerator) keep how to start its trackers, for a
-    process that becomes the first one after a loss.
-    """
+    """Have Accelerators of ``module`` keep how to start trackers, for a process that becomes the first after a loss."""
 
     def init_trackers(stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
         def start() -> None:

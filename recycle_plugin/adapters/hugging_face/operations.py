@@ -85,9 +85,7 @@ class Operations:
         return self._team.kept(f"reduce, {reduction}", PartialState().device, reduce)
 
     def pad(self, stock: Callable[..., Any], tensor: Any, dim: int = 0, *arguments: Any, **named: Any) -> Any:
-        """Pad to the largest size. In steps that are over, this rank's tensor may be larger than the others' were, and
-        does not count.
-        """
+        """Pad to the largest size. In steps that are over, this rank's tensor doesn't count: others' may be smaller."""
 
         def emptied(each: torch.Tensor) -> torch.Tensor:
             there = -each.ndim <= dim < each.ndim and not each.is_nested  # otherwise stock leaves it as it is
@@ -132,20 +130,16 @@ class Operations:
             self._from(0, synchronize)
 
     def wait_for_everyone(self, stock: Callable[..., Any], of: Any) -> None:
-        """Wait for all live ranks. Afterwards all know the first process, which often writes something then."""
+        """Wait for all live ranks, which then know the first process: it often writes something next."""
         self._team.agree()
 
     def step_scheduler(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
-        """Step a scheduler, which counts the samples of all processes: always those of a whole batch, since a loss does
-        not change the job's number of steps.
-        """
+        """Step a scheduler by the samples of a whole batch: a loss does not change the job's number of steps."""
         with self._team.as_at_start():
             stock(of, *arguments, **named)
 
     def _from(self, process: int, send: Callable[[int], Any]) -> Any:
-        """Return ``send(rank)`` for the rank of ``process``; if that rank is lost meanwhile, for the next one in its
-        place.
-        """
+        """Return ``send(rank)`` for the rank of ``process``, or for its successor if that rank is lost meanwhile."""
         while True:
             rank = self._team.live[process]
             try:

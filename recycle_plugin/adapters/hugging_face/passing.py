@@ -77,9 +77,7 @@ class Passing:
     # --- the engine's -----------------------------------------------------------------------------------
 
     def forward(self, stock: Callable[..., Any], of: Any, *inputs: Any, **named: Any) -> Any:
-        """Run a forward, or give a stand-in while the script is in steps that are over. A step's first one begins the
-        step.
-        """
+        """Run a forward, or a stand-in while the script is in steps that are over. A step's first one begins it."""
         trains = of.module.training and torch.is_grad_enabled()
         if self._replay is not None and trains:
             self._team.replay = self._replay  # from here on: before its first step, results are its predecessor's
@@ -221,9 +219,7 @@ class Passing:
         return record, randomness
 
     def _stand_in(self, compute: Callable[[], Any], given: Any) -> Any:
-        """Return the result of a forward in a step that is over: zeros, with the step's loss as the first number.
-        ``compute()`` runs once for each combination of shapes.
-        """
+        """Return zeros shaped like ``compute()``, called once per input shape; the first number is the loss."""
         assert self._replay is not None, "it comes back"
         key = _shapes(given, self._engine.training)
         if self._agreed(key is None or key not in self._forms):

@@ -74,9 +74,7 @@ class Replay:
         return self.step == len(self.losses)
 
     def next(self, name: str) -> Call:
-        """Return the next kept call, which the script makes as ``name``. Raises RecycleError if the others made
-        another.
-        """
+        """Return the next kept call. Raises RecycleError if the script's next call ``name`` is another."""
         kept = self._calls[0] if self._calls else None
         if kept is None or (kept.name, kept.step) != (name, self.step):
             then = "no call" if kept is None else f"{kept.name}, behind step {kept.step}"

@@ -51,9 +51,7 @@ class Team:
         return self.replay is None and self.live[0] == self._session.rank
 
     def kept(self, name: str, device: torch.device, call: Callable[[], T]) -> T:
-        """Return the result of ``call()``, the same on all live ranks. In steps that are over, return what the call
-        ``name`` gave then, on ``device``.
-        """
+        """Return ``call()``, the same on all live ranks; in steps that are over, what ``name`` gave, on ``device``."""
         if self.replay is not None:
             found = self.replay.next(name)
             self.live = found.live
@@ -101,9 +99,7 @@ class Team:
         return {rank: whole[rank].clone().view(tensor.dtype).view(tensor.shape) for rank in live}
 
     def joined(self, tensor: torch.Tensor, kept: Callable[[int, int], int] = lambda rank, size: size) -> torch.Tensor:
-        """Return the live ranks' tensors, concatenated in the first dimension. A rank with ``size`` rows contributes
-        the first ``kept(rank, size)``.
-        """
+        """Return the live ranks' tensors, concatenated: of a rank's ``size`` rows the first ``kept(rank, size)``."""
         found = self.rows(tensor[None] if tensor.ndim == 0 else tensor)
         return torch.cat([row[: kept(rank, len(row))] for rank, row in found.items()])
 
@@ -117,9 +113,7 @@ class Team:
         return {rank: object_of(row[: sizes[rank]]) for rank, row in rows}
 
     def steadily(self, gather: Callable[[], T]) -> T:
-        """Return the result of ``gather()``, repeated until no rank is lost in its gathers: several tensors then have
-        rows of the same ranks.
-        """
+        """Return ``gather()``, repeated until no rank is lost in it: all its tensors have rows of the same ranks."""
         while True:
             before, found = self.live, gather()
             if self.live == before:
@@ -147,9 +141,7 @@ class Team:
 
     @contextmanager
     def told_of_losses(self, tell: Callable[[], None]) -> Iterator[None]:
-        """A context of an evaluation: ``tell()`` is called on all ranks alike, after a gather that lacks one
-        of them.
-        """
+        """A context of an evaluation: all ranks call ``tell()`` after a gather that lacks one of them."""
         before, self._tell = self._tell, tell
         try:
             yield

@@ -28,9 +28,7 @@ AGAIN_S = 10.0  # how long a host may take to provide a standby before another h
 
 
 class Electorate:
-    """The memberships that the other side may go by, mostly one or two: from the one in force when the coordinator's
-    last message went out to the newest.
-    """
+    """The memberships, mostly one or two, that the other side may go by: as of the last message out, and newer ones."""
 
     def __init__(self) -> None:
         self._since: deque[tuple[int, Roster]] = deque()
@@ -59,9 +57,7 @@ class Electorate:
 
 @dataclass
 class Succession:
-    """Who may take the place of the coordinator on ``host``: the standby at ``address`` since the last ``term`` began,
-    or no process on another host.
-    """
+    """Who may take the place of the coordinator on ``host`` in this ``term``: the standby at ``address``, if any."""
 
     host: str
     term: int = 0
@@ -90,9 +86,7 @@ class Succession:
         return len({self.host, *roster.hosts_by_rank().values()}) >= LEAST
 
     def asks(self, roster: Roster, now: float) -> int | None:
-        """Return the rank whose supervisor is to start a standby: one host after the other is asked, until one has a
-        standby. None if there is one or may be soon.
-        """
+        """Return the rank whose supervisor is to start a standby, host by host. None if there is one or may be soon."""
         if self.address is not None or now < self._ask_at or not self.wants_one(roster):
             return None
         firsts: dict[str, int] = {}

@@ -25,7 +25,5 @@ def pace(state: JobState, whom: Whom) -> None:
 
 
 def join(state: JobState, number: int, host: str, waits: bool) -> None:
-    """Handle that a supervisor on ``host``, the ``number``-th to do so, asks for a lost worker's seat. With ``waits``
-    it takes the next one that is lost.
-    """
+    """Handle the ``number``-th request for a lost worker's seat, from ``host``; ``waits``: also for a later one."""
     state.vacancies.join(number, host, waits, state.attendance.unreachable, state.is_ending, state.now, state.out)

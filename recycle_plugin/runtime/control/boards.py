@@ -41,9 +41,7 @@ class BoardAccess:
             self._readings.pop(board, None)
 
     def predecessors(self, board: str) -> bytes | None:
-        """Return what the first process of this worker's rank has posted on ``board`` for newcomers, None if nothing.
-        Blocks until the coordinator has answered; raises WaitTimeout.
-        """
+        """Return what this rank's first process has posted on ``board`` for newcomers. Blocks; raises WaitTimeout."""
         reading = self.read(board, [self._view.rank], ALWAYS)
         what = f"the coordinator's answer on {board} of this worker's predecessor"
         self._waiting.until(what, lambda: reading.answered or None, interruptible=False)

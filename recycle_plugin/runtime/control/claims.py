@@ -21,9 +21,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EB
 
 
 class Claims:
-    """The folders that a job has claimed. ``warn`` gets a line for each that can't be locked; ``owner``: the owner's
-    name in the lock files.
-    """
+    """A job's claimed folders. ``warn`` gets a line for each that can't be locked. ``owner``: as in the lock files."""
 
     def __init__(self, warn: Callable[[str], None], owner: str = "") -> None:
         self._warn, self._owner = warn, owner

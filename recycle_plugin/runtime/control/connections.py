@@ -34,8 +34,7 @@ class ControlWay:
 
     def go(self, timeout_s: float) -> Proved:
         """Return an authenticated connection once a process listens there. Raises OSError, Stranger (an OSError) if
-        another job listens, and NoSecret. The secret is read only when a process listens: until then the file may be an
-        earlier job's.
+        another job listens, and NoSecret. The secret is only read then: before, the file may be an earlier job's.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -112,7 +111,6 @@ class SocketControl(Framed):
         return None
 
     def _stand(self, fresh: SocketControl, welcome: Welcome, way: ControlWay) -> None:
-        """Go on over a ``fresh`` connection, to the end of ``way``."""
         with self._sending, self._receiving:
             turned, self._way = way is not self._way, way
             self._socket, self.here, self.there = fresh._socket, fresh.here, fresh.there
@@ -172,9 +170,8 @@ class SocketControl(Framed):
 
 
 def connect(way: ControlWay, timeout_s: float) -> SocketControl:
-    """Connect, waiting until a process listens at the end of ``way``. Raises ConnectionError with the reason if none
-    does within ``timeout_s`` seconds; Stranger, a ConnectionError, if the listener does not know the secret; and
-    NoSecret.
+    """Connect, once a process listens at the end of ``way``. Raises ConnectionError if none does within ``timeout_s``
+    seconds; Stranger, a ConnectionError, if it does not know the secret; and NoSecret.
     """
     host, port = way.address
     try:

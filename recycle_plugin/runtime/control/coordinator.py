@@ -148,9 +148,7 @@ class Coordinator(Exchange):
         self._begin()
 
     async def lead(self, entrance: Entrance, gone: str) -> None:
-        """Go on as a former standby on another host than ``gone``, whose processes need not come. Processes have
-        already turned to the ``entrance`` (:meth:`answer`).
-        """
+        """Go on as a former standby at ``entrance``, to which others have turned. Host ``gone`` is probably dead."""
         self._entrance = entrance
         self._leads()
         try:
@@ -209,9 +207,7 @@ class Coordinator(Exchange):
         return self._board.over.code if self._board.over is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
-        """Return once every reachable supervisor has closed its connection, at the latest ``goodbye_s`` seconds after
-        the end of the job.
-        """
+        """Return once all reachable supervisors have gone, at most ``goodbye_s`` seconds after the job's end."""
         if not self._board.awaited:
             return
         gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())

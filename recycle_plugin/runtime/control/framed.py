@@ -54,9 +54,7 @@ class Control(Protocol):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """The (host, port) of the last listener that has let this end in; None at the listening end and within a
-        process.
-        """
+        """The (host, port) at which this end was let in last; None at the listening end and within a process."""
 
     @property
     def elsewhere(self) -> tuple[str, int] | None:
@@ -81,9 +79,7 @@ class Control(Protocol):
 
     @property
     def held_up(self) -> bool:
-        """Whether the other end's host has not acknowledged all that was sent; also while the connection is broken.
-        False within a process.
-        """
+        """Whether some sent bytes are not acknowledged, or the connection is broken. False within a process."""
 
     @property
     def sent(self) -> int:
@@ -94,9 +90,7 @@ class Control(Protocol):
         """How many of the sent messages the other end has not confirmed."""
 
     def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
-        """Return whether the other end confirms the first ``count`` messages within ``timeout_s`` seconds. Another
-        thread has to receive meanwhile.
-        """
+        """Return whether the other end confirms ``count`` messages in time. Another thread has to receive meanwhile."""
 
     def receive(self, timeout_s: float = 0.0) -> object | None:
         """Return the next message; None if the connection is broken, or nothing comes within ``timeout_s`` seconds."""
@@ -118,14 +112,12 @@ class Control(Protocol):
         """Close the connection, also for threads that wait in it. The other end still gets all that is on its way."""
 
     def fileno(self) -> int:
-        """Return a descriptor for ``select``: readable if something can be received, writable if something can be
-        pushed.
-        """
+        """Return a descriptor for ``select``: readable to receive, writable to push."""
 
 
 class Framed(LineEnd):
-    """What the implementations have in common: messages in, frames out. Subclasses move bytes, as non-blocking sockets
-    do. With ``seals`` a seal follows each frame.
+    """What implementations share: messages in, frames out. With ``seals`` a seal follows each frame. Subclasses move
+    bytes, as non-blocking sockets do.
     """
 
     def __init__(self, limit: int, seals: Seals | None = None) -> None:

@@ -45,9 +45,7 @@ class Heartbeats:
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
     def start(self, lease_s: float, every_s: float) -> None:
-        """Send heartbeats from now on, ``every_s`` seconds apart. ``lease_s``: the shortest lease that the coordinator
-        gives.
-        """
+        """Send heartbeats from now on, at least every ``every_s``. ``lease_s``: the coordinator's shortest lease."""
         self._lease_s, self.lease_until = lease_s, time.monotonic() + lease_s
         threading.Thread(
             target=self._beat_on, args=(min(every_s, lease_s / 4),), name="recycle: heart", daemon=True
@@ -57,9 +55,8 @@ class Heartbeats:
 
     @contextmanager
     def at(self, at: str, what: object) -> Iterator[None]:
-        """Report that the main thread is at ``what`` inside this context; does nothing in other threads. ``at`` is a
-        word of core/messages/activity.py. ``what``, or the result of calling it, becomes a text only when the other
-        thread sends it.
+        """Report that the main thread is at ``what`` inside this context. ``at``: a word of core/messages/activity.py.
+        ``what``, or the result of calling it, becomes a text only when it is sent, in another thread.
         """
         before = self.turn_to((at, what))
         try:
@@ -68,9 +65,8 @@ class Heartbeats:
             self.turn_to(before)
 
     def turn_to(self, at: tuple[str, object]) -> tuple[str, object]:
-        """Record what the main thread is at from now on (see :meth:`at`) and return what it was at. Other threads
-        change nothing. The end of computing is sent at once: the next thing may hold the interpreter up, and then no
-        heartbeat gets out.
+        """Record what the main thread is at (see :meth:`at`); return what it was at. The end of computing is sent at
+        once: the next thing may hold the interpreter up, and then no heartbeat gets out.
         """
         before = self._at
         if threading.get_ident() != self._main:

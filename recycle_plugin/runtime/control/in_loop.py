@@ -22,9 +22,7 @@ class InLoop:
 
     @classmethod
     async def connect(cls, way: ControlWay, timeout_s: float) -> InLoop:
-        """Connect as runtime.control.connections.connect does, in a thread per attempt. If cancelled, at most one
-        attempt (5 s) still runs.
-        """
+        """Connect as connections.connect does, in threads. If cancelled, at most one attempt (5 s) still runs."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -46,22 +44,18 @@ class InLoop:
 
     @property
     def datagrams(self) -> SealedDatagrams | None:
-        """See Control."""
         return self._control.datagrams
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """See Control."""
         return self._control.address
 
     @property
     def held_up(self) -> bool:
-        """See Control."""
         return self._control.held_up
 
     @property
     def elsewhere(self) -> tuple[str, int] | None:
-        """See Control."""
         return self._control.elsewhere
 
     @property
@@ -70,9 +64,7 @@ class InLoop:
         return None if self._come else self._control.broken
 
     def send(self, message: object, more: bool = False) -> None:
-        """Send a message; what the other end can't take now goes out once it can. ``more``: hold the message back, to
-        go out with the next one or at :meth:`flush_soon`.
-        """
+        """Send a message, now or once the other end takes it. ``more``: with the next one or at :meth:`flush_soon`."""
         if not self._control.send(message, more=more) and self._control.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
 

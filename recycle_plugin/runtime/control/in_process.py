@@ -53,9 +53,7 @@ class _Wire:
 
 
 class InProcess(Framed):
-    """A connection between two threads or tasks of one process. ``answer`` gets the other end, now and at each resume;
-    it is None at that other end.
-    """
+    """A connection within one process. ``answer`` gets the other end at each (re)connection; there it is None."""
 
     here = "127.0.0.1"
     held_up = False

@@ -24,8 +24,8 @@ async def serve(mirror: Mirror, control: InLoop, hello: Hello) -> None:
 
 
 async def follow(control: InLoop, hello: Hello, learnt: Callable[[Known], Any]) -> bool:
-    """Take in all that the coordinator behind ``control`` does, until it is gone. ``learnt``: see :class:`Following`.
-    Return whether this process may ask again.
+    """Take in all that the coordinator behind ``control`` does, until it is gone. Return whether this process may ask
+    again. ``learnt``: see :class:`Following`.
     """
     control.send(hello)
     following = Following(learnt)

@@ -25,9 +25,8 @@ class OperatorAccess:
 
     @classmethod
     def read(cls, folder: Path) -> OperatorAccess | None:
-        """Return the access to the job of a run folder; None if there is no file, since no job runs. Raises OSError if
-        the file can't be read (another user's), ValueError if it is no such file, and NoCertificate if the job's TLS
-        files are not available here.
+        """Return the access to a run folder's job, None if none runs. Raises OSError if the file can't be read (another
+        user's), ValueError if it is malformed, NoCertificate if the job's TLS files are missing here.
         """
         path = folder / FILE
         try:

@@ -58,9 +58,7 @@ class TrainingThread:
         return self.ident == threading.get_ident()
 
     def serve_newcomers(self) -> bool | None:
-        """Serve newcomers' requests, if the calling thread is the one that trains. Return whether there was anything to
-        do now, None if no newcomer wants anything.
-        """
+        """Serve newcomers, on the training thread. Return whether there was something to do, None without newcomers."""
         return self.idle(waiting=True) if self.is_current else None
 
     @contextmanager

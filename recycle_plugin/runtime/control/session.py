@@ -143,9 +143,7 @@ class Session:
     # --- talking -----------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """Send a message, with this worker's incarnation if it is about the worker. Raises RecycleError in a fork of
-        it.
-        """
+        """Send a message, with this worker's incarnation if about the worker. Raises RecycleError in a fork of it."""
         self._refuse_forks()
         if isinstance(message, OfWorker) and message.incarnation != self.view.incarnation:
             message = replace(message, incarnation=self.view.incarnation)
@@ -195,9 +193,7 @@ class Session:
     # --- forks of this process -----------------------------------------------------------------------
 
     def cut_off(self) -> None:
-        """Mark this process as a fork of the worker (runtime/system/forked.py): it sends and awaits nothing in its
-        name.
-        """
+        """Mark this process as a fork of the worker (runtime/system/forked.py), which must send and await nothing."""
         self.forked, self.waiting.changed = True, threading.Condition()
 
     def _refuse_forks(self) -> None:

@@ -23,8 +23,7 @@ Refuse = Callable[[tuple[Any, ...], OSError | str], None]
 
 class HeartbeatListener(asyncio.DatagramProtocol):
     """Listens for heartbeats by datagram. ``take`` gets each heartbeat of a known supervisor, with the Hello of the
-    connection whose key sealed it. ``refuses`` gets the sender (host, port) of every other datagram, and why it is
-    refused.
+    connection that sealed it; ``refuses`` the sender (host, port) of any other datagram, and why.
     """
 
     def __init__(self, take: Take, refuses: Refuse) -> None:
@@ -41,9 +40,7 @@ class HeartbeatListener(asyncio.DatagramProtocol):
         return made
 
     def expect(self, rank: int, hello: Hello, datagrams: SealedDatagrams | None) -> None:
-        """Accept heartbeats of the supervisor of ``rank``, whose last connection began with ``hello`` and seals
-        ``datagrams``.
-        """
+        """Accept heartbeats of the supervisor of ``rank``, by its last connection's ``hello`` and ``datagrams``."""
         if datagrams is not None:
             self._door.expect(rank, hello, datagrams.key)
 

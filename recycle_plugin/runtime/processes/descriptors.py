@@ -28,9 +28,7 @@ def needed(workers: int) -> int:
 
 
 def provide(workers: int) -> None:
-    """Raise the limit of this process and its future children as far as possible. Raises TooFewDescriptors if that is
-    not enough.
-    """
+    """Raise the limit of this process and its children as far as possible; TooFewDescriptors if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -227,9 +227,7 @@ def _run(module: str, first: Callable[[], None]) -> int:
 
 
 def _seed() -> None:
-    """Seed NumPy's and torch's generators anew: importing them has seeded them once for all workers. Python reseeds its
-    own.
-    """
+    """Seed NumPy's and torch's generators, which imports have seeded once for all workers. Python reseeds its own."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -251,9 +249,7 @@ def unsafe() -> str:
 
 
 def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambda: None) -> None:
-    """Import the modules, print ``ready`` or ``unsafe``, and serve until this process is ended. ``in_worker``: see
-    Server.
-    """
+    """Import the modules, print ``ready`` or ``unsafe``, and serve until killed. ``in_worker``: see Server."""
     die_with_parent()
     signal_info.block()  # blocked, not ignored: a worker that is not set up yet would lose them
     answer = os.fdopen(os.dup(1), "w")

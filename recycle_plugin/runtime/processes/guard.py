@@ -110,8 +110,8 @@ class Pipe:
 
 class Guard:
     """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host. ``supervise``, ``host``
-    (None for other ranks) and ``stand_by`` run in forks of it. ``stand_by`` gets the coordinator's address, None for
-    the launcher's, and whether that is on another host.
+    (None for other ranks) and ``stand_by`` run in forks. ``stand_by`` gets the coordinator's address (None: the
+    launcher's) and whether that is on another host.
     """
 
     def __init__(
@@ -245,9 +245,7 @@ class Guard:
                 line.tell(signal=what.text)
 
     def _supervisor_ended(self, code: int) -> None:
-        """Handle a supervisor's end. If it was killed, fork another; one that ends by itself is through with worker and
-        job.
-        """
+        """Handle a supervisor's end: after a signal fork another; after an exit, this place is done."""
         while self._supervisor.end.fileno() in self._watched:  # its last messages
             self._hear_supervisor()
         self._supervisor_pid = 0
@@ -273,7 +271,6 @@ class Guard:
         self._mirror = mirror
 
     def _end_standby(self) -> None:
-        """Kill the standby, which is no longer needed."""
         self._stand_by = None
         if self._standing_by is not None:
             os.kill(self._standing_by[0], signal.SIGKILL)
@@ -430,9 +427,7 @@ class Guard:
             self._supervisor.tell(pid=self._worker)
 
     def _forked_elsewhere(self, command: list[str], environment: dict[str, str]) -> int:
-        """Have the fork server start the worker, which lives as long as this process holds the connection. Return its
-        pid.
-        """
+        """Have the fork server start the worker, which lives as long as the connection from here. Return its pid."""
         from recycle_plugin.runtime.processes.spawn import Request, ask, forked_pid
 
         module, *arguments = command
@@ -489,9 +484,9 @@ class Guard:
 
 
 def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
-    """Be a child with this ``name``, in a fork of the guard. Does not return. The child ignores signals that end the
-    job until it can handle them: the guard has got them too, or they were not meant for the job. The script's signals
-    stay blocked in a supervisor, and are ignored in a host.
+    """Be a child with this ``name``, in a fork of the guard. Does not return. It ignores signals that end the job until
+    it can handle them: the guard has got them too. The script's stay blocked in a supervisor, and are ignored in a
+    host.
     """
     code = 1
     try:

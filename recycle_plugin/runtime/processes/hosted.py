@@ -221,9 +221,7 @@ class Hosted:
         self._coordinator.mirror.watch(changes)
 
     def tell_store(self, guard: Pipe) -> None:
-        """Tell the ``guard`` the store's process, and hand over the descriptor that has to stay open for the store to
-        live.
-        """
+        """Tell the ``guard`` the store's process, and hand over the descriptor without which the store ends."""
         guard.tell(self._life, store=self._store.pid)
 
     def connect(self) -> InProcess:
@@ -308,9 +306,7 @@ def _resolved(host: str) -> str:
 
 
 def _own_address(master: str) -> str:
-    """Return the address at which the master's host listens: the one that all others use, or ANYWHERE if it is none of
-    this host's own, as behind address translation.
-    """
+    """Return the address to listen at: the master's, or ANYWHERE if it is not this host's own (translated)."""
     address = _resolved(master)
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
@@ -321,9 +317,7 @@ def _own_address(master: str) -> str:
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Run rank 0's coordinator and store at the end of the guard's ``line``. Return the job's exit code, once the
-    guard's supervisor and then all others are gone.
-    """
+    """Run coordinator and store at rank 0's guard. Return the job's exit code once all supervisors are gone."""
     address, ranks = address_of(environment), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
 
@@ -360,9 +354,7 @@ async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReade
 
 
 async def _start_store(listener: socket.socket, environment: dict[str, str]) -> tuple[Process, int]:
-    """Start the store's process, which takes over the ``listener``. Return it, and the descriptor that has to stay
-    open, in any process, for the store to live.
-    """
+    """Start the store's process on ``listener``. Return it, and the descriptor without which it ends."""
     os.set_inheritable(listener.fileno(), True)
     module, (end, life) = "recycle_plugin.runtime.processes.store_host", os.pipe()
     if SERVER_VARIABLE in environment:

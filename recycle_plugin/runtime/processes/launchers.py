@@ -47,9 +47,7 @@ def local_rank(environment: Mapping[str, str]) -> str:
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment under torchrun, which keeps the master's port for its own store unless told not to: the
-    job then takes a port that follows from it.
-    """
+    """Return the environment under torchrun. If its own store has the master's port, the job takes another one."""
     port = int(environment["MASTER_PORT"])
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = _beside(port)

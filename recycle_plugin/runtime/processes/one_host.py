@@ -118,7 +118,6 @@ class Launcher:
             self._passed(number, to_other=True)
 
     def _passed(self, number: int, to_other: bool = False) -> None:
-        """Handle a signal that is the script's."""
         self._copies.came(number, to_other)
         if (wait_s := self._copies.wait_s) is not None:
             asyncio.get_running_loop().call_later(wait_s, self._copies.settle)

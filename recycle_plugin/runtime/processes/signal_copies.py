@@ -18,9 +18,7 @@ TOGETHER_S = 1.0  # within which all get it if it is sent to one after the other
 
 
 class Copies:
-    """The signals that have come to two processes, *one* and the *other*. ``pass_on`` gets each signal that has come to
-    only one of them.
-    """
+    """The signals that two processes, *one* and the *other*, got. ``pass_on`` gets those that only one got."""
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self._pass_on = pass_on

@@ -43,9 +43,7 @@ class Heard(NamedTuple):
 
 
 def opened() -> BinaryIO | None:
-    """Return a file that delivers the ``HEEDED`` signals, which all threads have to block; None if a sandbox forbids
-    it. It closes on exec.
-    """
+    """Return a file with the ``HEEDED`` signals, which all threads must block; None if a sandbox forbids it."""
     wanted = sum(1 << number - 1 for number in HEEDED).to_bytes(SET, "little")
     descriptor = ctypes.CDLL(None).signalfd(-1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)
     return os.fdopen(descriptor, "rb", buffering=0) if descriptor >= 0 else None

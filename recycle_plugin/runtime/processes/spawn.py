@@ -42,9 +42,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A request to fork a process that runs ``module`` with ``arguments`` in ``folder``. ``keep_fd``: the number that
-    the third descriptor gets, if there is one.
-    """
+    """A request to run ``module`` with ``arguments`` in ``folder``. ``keep_fd``: the third descriptor's number."""
 
     module: str
     arguments: tuple[str, ...]
@@ -97,9 +95,7 @@ class ForkedProcess:
         return number
 
     async def wait(self) -> int:
-        """Wait for the process's end. Return its exit code, negative for a signal; -SIGKILL if the server itself is
-        gone.
-        """
+        """Wait for its end. Return its exit code, negative for a signal; -SIGKILL if the server itself is gone."""
         line = await self._reader.readline()
         self._writer.close()
         return int(line) if line else -signal.SIGKILL
@@ -110,9 +106,8 @@ class ForkedProcess:
 
 
 def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
-    """Ask the server for a fork with these descriptors as its standard output, standard error and ``request.keep_fd``.
-    The returned socket brings one line with the process id and one with the exit code. Raises ConnectionError if the
-    server can't be reached.
+    """Ask the server for a fork with these descriptors as standard output, standard error and ``request.keep_fd``. The
+    socket then brings a line with the process id, and one with the exit code. Raises ConnectionError.
     """
     frame = LANGUAGE.encode(request)
     connection = socket.socket(socket.AF_UNIX)
@@ -157,9 +152,7 @@ def socket_name(listener: socket.socket) -> str:
 
 
 class ServerProcess:
-    """A fork server (runtime/processes/fork_server.py) that this process has started and that ends with it at the
-    latest. Its output is this process's.
-    """
+    """A fork server (fork_server.py) of this process: the server ends with this process, and shares its output."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str, line: int) -> None:
         self._process, self._line = process, line
@@ -167,9 +160,7 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, modules: list[str], timeout_s: float = SERVER_S) -> ServerProcess:
-        """Start a server and return once it has imported ``modules``. Raises NoServer if that fails or takes
-        ``timeout_s``.
-        """
+        """Start a server; return once it has imported ``modules``. Raises NoServer if not within ``timeout_s``."""
         theirs, line = os.pipe()
         command = [sys.executable, "-u", "-m", "recycle_plugin.runtime.processes.fork_server"]
         process = await asyncio.create_subprocess_exec(

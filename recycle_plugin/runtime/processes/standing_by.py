@@ -101,9 +101,7 @@ async def _elsewhere(
 
 
 class Candidate:
-    """Follows the coordinator at the end of ``way``, first over ``control``, and counts the workers and supervisors
-    that turn to this process.
-    """
+    """Follows the coordinator at the end of ``way``, first over ``control``, and counts the workers that turn here."""
 
     def __init__(self, way: ControlWay, control: InLoop, here: str) -> None:
         self._way, self._control = way, control
@@ -130,9 +128,7 @@ class Candidate:
         return made
 
     async def elected(self) -> Known | None:
-        """Return what is known once enough workers have turned here; None if the coordinator does not want this standby
-        any more, or can't be reached.
-        """
+        """Return what is known once enough workers have turned here; None once it is unwanted or nobody is reached."""
         hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
         while True:
             wanted = await self._unless_enough(follow(self._control, hello, self._learn))

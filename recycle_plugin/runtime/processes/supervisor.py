@@ -81,9 +81,7 @@ async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: 
 
 
 def _refused(stranger: Stranger, advice: str) -> NoCredentials | ConnectionError:
-    """Return the error that ends a supervisor which no coordinator of its job has answered. ``advice``: if the Stranger
-    has none.
-    """
+    """Return the error that ends a supervisor that has found no coordinator. ``advice``: if ``stranger`` has none."""
     return NoCredentials(str(stranger)) if stranger.advice else ConnectionError(f"{stranger}: {advice}")
 
 
@@ -140,9 +138,8 @@ class Supervisor:
         self._logs: ServedLogs
 
     async def run(self) -> int:
-        """Run the worker and those that follow it to their ends, and then wait for the job's end. Return the exit code
-        for the launcher: 0 also if the worker was killed and the job went on. Raises ConnectionError if the coordinator
-        can't be reached, and NotSeated.
+        """Run the worker and its successors to their ends, and wait for the job's. Return the launcher's exit code: 0
+        also if the worker was killed and the job went on. Raises ConnectionError without a coordinator, NotSeated.
         """
         try:
             if self._placement == "spread" and self._rank != NOBODY and self._place.rank is None:
@@ -303,7 +300,6 @@ class Supervisor:
         }
 
     async def _start(self) -> None:
-        """Start the worker; raises ConnectionError."""
         self._started = True
         self._worker = await self._place.start(WORKER, self._command, self._worker_environment())
         if self._fenced >= self._incarnation:  # meanwhile
@@ -397,9 +393,7 @@ class Supervisor:
         return self._answered.is_set()
 
     async def _is_to_stay(self) -> bool:
-        """Return whether the worker has left as planned, so that its seat may be admitted again. The coordinator says
-        so before it confirms the worker's end.
-        """
+        """Return whether the worker has left as planned and its seat may return: known before its end is confirmed."""
         if not self._over.done():
             await self._is_answered()
         return self._leaving >= self._incarnation and not self._over.done()
@@ -415,9 +409,7 @@ class Supervisor:
         await exit_code
 
     async def _send_heartbeats(self, worker: Process) -> None:
-        """Report at intervals that the worker's process exists and whether it runs; also by datagram while the last
-        report is held up.
-        """
+        """Report at intervals the state of the worker's process; also by datagram if the last report is held up."""
         on_disk_s = 0.0  # time spent waiting for a disk, or for swapped memory, counts as work
         while not self._over.done():
             held_up = self._control.held_up
@@ -463,9 +455,7 @@ class Supervisor:
             self._over.set_result(1)
 
     async def _resumed(self) -> bool:
-        """Restore the broken connection while the worker goes on, and repeat a worker's end that is not confirmed.
-        Return whether the connection stands.
-        """
+        """Restore the broken connection, and repeat a worker's end if not confirmed. Return whether it stands."""
         broken = self._control.broken
         if broken is not None and broken.unreadable is not None:
             say(f"error: the coordinator can't be understood: {broken}")

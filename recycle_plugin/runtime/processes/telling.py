@@ -106,14 +106,11 @@ class Telling:
 
 
 def _last(folder: Path) -> list[Event]:
-    """Return the last events of the log in a run folder."""
     return [event for event, _ in _past(folder / LOG, LAST)]
 
 
 def _past(path: Path, last: int | None = None) -> Iterator[tuple[Event, float]]:
-    """Yield the events that a log has now, in its ``last`` bytes or in all, each with its time; none if it can't be
-    read.
-    """
+    """Yield (event, time) of all that a log has now, or of its ``last`` bytes; nothing if it can't be read."""
     try:
         log = path.open("rb")
     except OSError:

@@ -19,9 +19,7 @@ class Misspelt(ValueError):
 
 
 def check(names: Iterable[str]) -> str:
-    """Raise Misspelt if one of the environment's ``names`` is almost the plugin's. Return a line on other unknown names
-    that begin with RECYCLE_, or "".
-    """
+    """Raise Misspelt for a name that is almost the plugin's. Return a line on other RECYCLE_ names, or ""."""
     unknown = [name for name in sorted(names) if name.startswith("RECYCLE_") and name not in (*USERS, *OWN)]
     others = [name for name in unknown if not name.startswith(TESTS)]
     if not others:

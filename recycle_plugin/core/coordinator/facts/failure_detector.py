@@ -144,9 +144,7 @@ class FailureDetector:
         return answer
 
     def ran(self, worker: WorkerId) -> None:
-        """Record that ``worker`` has sent something that a stopped process can't send: a process that is stopped twice
-        may go on in between without a heartbeat.
-        """
+        """Record that ``worker`` has sent what no stopped process can: it may have run between two stops."""
         sign = self._signs.get(worker)
         if sign is not None:
             sign.heard = sign.supervisor_heartbeat = self.clock
@@ -157,9 +155,7 @@ class FailureDetector:
         return sign.last if sign is not None else None
 
     def doing(self, worker: WorkerId) -> tuple[str, str, float]:
-        """Return what ``worker`` is at, as its heartbeats say, or that it is stopped or silent; and for how many
-        seconds.
-        """
+        """Return what ``worker`` is at by its heartbeats, or that it is stopped or silent; and for how many seconds."""
         sign = self._signs[worker]
         if sign.stopped:
             return "is stopped", "", self.clock - max(sign.supervisor_heartbeat, sign.heartbeat)
@@ -224,9 +220,7 @@ class FailureDetector:
 
     @property
     def standstill_s(self) -> float:
-        """For how many seconds all workers have been heard to wait and nothing else was done; 0 if one does
-        not wait.
-        """
+        """For how many seconds all workers have been heard to wait, and none has got on; 0 if one does not wait."""
         if self._all_wait_since is None:
             return 0.0
         return self.clock - max([self._all_wait_since, *(sign.since for sign in self._signs.values())])
@@ -251,9 +245,7 @@ class FailureDetector:
         self._lease_s = min(self.instruction_s, self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
-        """Return the gravest suspicion of a worker, if any. If the worker is silent, its last activity no longer
-        counts.
-        """
+        """Return the gravest suspicion of a worker, if any. What a silent worker was at no longer counts."""
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
             return Suspicion(
