@@ -26,7 +26,7 @@ from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.transfers import Transfers
-from recycle_plugin.runtime.catch_up.wire import FRAMES, Arrival, Mark, mark
+from recycle_plugin.runtime.catch_up.wire import FRAMES, Arrival, Begin, Chunk, Mark, Part, digest, mark
 from recycle_plugin.runtime.devices.host import CPU
 from tests.support.coordinator import generation
 from tests.support.descriptors import none_left
@@ -121,6 +121,42 @@ def test_a_frame_that_changes_breaks_the_line(ends):
             assert not inlet.broken, "what has come before is still to be taken"
             assert list(inlet.items()) == [Marker(4)]
             until(lambda: inlet.broken, "the end of the line")
+
+
+def of_units(text: bytes) -> list[object]:
+    """A head whose units are ``text``."""
+    values = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (b"value", text)]
+    parts = tuple(Part(name, "uint8", (len(value),)) for name, value in zip(("value", "units"), values))
+    begin = Begin("head", 4, "", parts)
+    said: list[object] = [begin]
+    for part, value in zip(parts, values):
+        data = value.numpy().tobytes()
+        said += [Chunk(part.name, 0, len(data), digest(begin, part.name, 0, data)), data]
+    return said
+
+
+NO_ITEMS: dict[str, list[object]] = {
+    "units that are no JSON": of_units(b"no JSON"),
+    "units that are no dict": of_units(b"[1]"),
+    "units deeper than Python follows": of_units(b"[" * 100_000),
+    "bytes that are no bytes": [Begin("script", 4, "", (Part("value", "bfloat16", (0,)),))],
+}
+
+
+@pytest.mark.parametrize("odd", NO_ITEMS)
+def test_what_is_no_item_breaks_the_line_and_that_is_said(ends, odd):
+    """A line that only stopped would have the newcomer wait for it until a deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        noted: list[str] = []
+        address = f"tcp://127.0.0.1:{fake.getsockname()[1]}"
+        inlet = TcpInlet(address, Arrival("job", NEWCOMER), SECRET, ends.changed, noted.append)
+        ends.inlets.append(inlet)
+        with fake.accept()[0] as connection:
+            seal = answered(connection, Port.STATE).seals.out
+            for each in NO_ITEMS[odd]:
+                connection.sendall(each if isinstance(each, bytes) else FRAMES.frame(each, seal))
+            ends.wait(lambda: inlet.broken, "the end of the line")
+            assert "can't be understood" in noted[0]
 
 
 def ended(connection: socket.socket) -> bool:

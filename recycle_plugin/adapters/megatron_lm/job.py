@@ -124,12 +124,12 @@ class Job:
         self._module.forward_step = forward_step
         args = self._args
         size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-        each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-        count = size // (each * args.data_parallel_size)
+        together = (getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size) * args.data_parallel_size
+        count = size // together
         found: log_line.Sums = {}
         for _ in range(args.eval_iters if iterations is None else iterations):
-            for name, each in self._evaluated(data_iterator, count).items():
-                found[name] = found.get(name, 0) + each
+            for name, value in self._evaluated(data_iterator, count).items():
+                found[name] = found.get(name, 0) + value
             args.consumed_valid_samples += size
         return log_line.quotients(found) if self._module.last else {}
 

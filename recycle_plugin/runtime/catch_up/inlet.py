@@ -136,10 +136,11 @@ class TcpInlet:
             )
         except (OSError, EOFError):
             pass
-        with self._space:
-            self._over = True
-        with self._changed:
-            self._changed.notify_all()
+        finally:  # also after an error that nobody expects: else the newcomer would wait for it
+            with self._space:
+                self._over = True
+            with self._changed:
+                self._changed.notify_all()
 
     def _take(self, connection: Connection) -> None:
         found = FRAMES.receive(connection, object, self._seals.into)

@@ -20,13 +20,14 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.lines.frames import Framing, Nonsense
-from recycle_plugin.runtime.movers.wire import DTYPES
+from recycle_plugin.runtime.movers.wire import DTYPES, dtype_of
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
 
 CHUNK_BYTES = 1 << 20
 LONGEST_HELLO = 1 << 12  # bytes of a frame from an unknown caller
-PLAIN, VALUE, UNITS = "plain", "value", "units"  # parts that are no tensors of the state, whose names never equal these
+# parts that are no tensors of the state, whose names never equal these
+PLAIN, VALUE, UNITS = PLAIN_BYTES = "plain", "value", "units"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ KINDS = ("head", "unit", "sums", "script")
 
 def digest(begin: Begin, part: str, offset: int, data: Any) -> str:
     """Return the hash of a chunk of an item."""
-    found = hashlib.sha256(f"{begin.kind} {begin.name} {part} {offset} {begin.step} ".encode())
+    found = hashlib.sha256(f"{begin.kind} {begin.name} {part} {offset} {begin.step} ".encode(errors="surrogatepass"))
     found.update(data)
     return found.hexdigest()
 
@@ -127,7 +128,8 @@ def mark(marker: Marker) -> Mark:
 
 def marker(found: Mark) -> Marker:
     """Invert :func:`mark`. Raises Nonsense for an unknown dtype, and for invalid settings."""
-    norm = found.norm if not found.dtype or found.norm is None else torch.tensor(found.norm, dtype=_dtype(found.dtype))
+    whole = not found.dtype or found.norm is None
+    norm = found.norm if whole else torch.tensor(found.norm, dtype=dtype_of(found.dtype))
     settings = _settings(found.settings)
     return Marker(found.step, norm, found.begins, found.valid_from, settings, found.share, found.ends)
 
@@ -179,7 +181,14 @@ def item(begin: Begin, tensors: list[torch.Tensor] | None) -> Item | None:
         return Handed(begin.step, _as_bytes(named[VALUE]))
     if named.keys() != {VALUE, UNITS}:
         raise Nonsense(f"a head of {', '.join(named)[:80]!r}")
-    return Head(begin.step, _as_bytes(named[VALUE]), json.loads(_as_bytes(named[UNITS])))
+    return Head(begin.step, _as_bytes(named[VALUE]), _weights(_as_bytes(named[UNITS])))
+
+
+def _weights(text: bytes) -> dict[str, int]:
+    try:
+        return {name: int(weight) for name, weight in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise Nonsense(f"units that are none: {text[:80]!r}") from None
 
 
 def check(begin: Begin) -> None:
@@ -187,7 +196,9 @@ def check(begin: Begin) -> None:
     if begin.kind not in KINDS:
         raise Nonsense(f"an item of kind {begin.kind[:80]!r}")
     for part in begin.parts:
-        _dtype(part.dtype)
+        dtype = dtype_of(part.dtype)
+        if part.name in PLAIN_BYTES and dtype is not torch.uint8:
+            raise Nonsense(f"a {part.name} of {dtype}")
         if min(part.shape, default=0) < 0:
             raise Nonsense(f"a tensor of shape {str(part.shape)[:80]}")
 
@@ -207,12 +218,6 @@ def _begin(
 
 def _part(name: str, tensor: torch.Tensor, on_host: bool = False) -> Part:
     return Part(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), on_host)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise Nonsense(f"a tensor of {name[:80]!r}, which is no type")
-    return DTYPES[name]
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

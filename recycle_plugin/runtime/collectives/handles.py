@@ -26,7 +26,11 @@ class BaseWork(dist.Work):
 
     def is_success(self) -> bool:
         """torch.distributed's ``Work.is_success``: whether it has ended without an error."""
-        return self.is_completed()
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """torch.distributed's ``Work.exception``: the error that it has ended with, if any."""
+        return None
 
     def result(self) -> list[torch.Tensor]:
         """torch.distributed's ``Work.result``: wait, and return the tensors with the result; raises its error."""
@@ -57,10 +61,6 @@ class TorchWork(BaseWork):
     def is_completed(self) -> bool:
         """torch.distributed's ``Work.is_completed``: whether it has ended, also with an error."""
         return self._flight.poll(self._call)
-
-    def is_success(self) -> bool:
-        """torch.distributed's ``Work.is_success``: whether it has ended without an error."""
-        return self.is_completed() and self._call.error is None
 
     def exception(self) -> BaseException | None:
         """torch.distributed's ``Work.exception``: the error that it has ended with, if any."""
@@ -100,9 +100,9 @@ class Together(BaseWork):
         """torch.distributed's ``Work.is_completed``: whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
-    def is_success(self) -> bool:
-        """torch.distributed's ``Work.is_success``: whether all have ended without an error."""
-        return all(work.is_success() for work in self._works)
+    def exception(self) -> BaseException | None:
+        """torch.distributed's ``Work.exception``: the first error that any has ended with."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
 
 
 class PartOfWork(BaseWork):
@@ -121,9 +121,13 @@ class PartOfWork(BaseWork):
     def is_completed(self) -> bool:
         """torch.distributed's ``Work.is_completed``: whether it has ended, also with an error."""
         over = self._work.is_completed()
-        if over and self._work.is_success():
+        if over and self.exception() is None:
             self._take()
         return over
+
+    def exception(self) -> BaseException | None:
+        """torch.distributed's ``Work.exception``: the error that it has ended with, if any."""
+        return self._work.exception()
 
 
 class Finished(BaseWork):

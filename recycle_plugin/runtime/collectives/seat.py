@@ -16,7 +16,7 @@ import torch.distributed as dist
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.asked import Asked
 from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S
-from recycle_plugin.runtime.collectives.link import Link
+from recycle_plugin.runtime.collectives.link import Broken, Link
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
@@ -42,17 +42,19 @@ class SeatLink:
         self._link: Link | None = None
 
     def run(self, asked: Asked) -> None:
-        """Run a layer's call, and write the result to its tensors. If the operation fails, another member is gone, and
-        this worker is about to be ended. It waits for that, up to NEWS_TIMEOUT_S, then raises WaitTimeout.
+        """Run a layer's call, and write the result to its tensors. If a connection breaks, another member is gone, and
+        this worker is about to be ended. It waits for that, up to NEWS_TIMEOUT_S, then raises WaitTimeout. Raises any
+        other error of the operation at once.
         """
         held = [_copy(tensor) for tensor in asked.tensors]
         handle = self._connected().start(asked.make(held, {place: place for place in range(len(self._ranks))}))
         handle.when_over(self._wake)
         name = f"{asked.called} among ranks {', '.join(map(str, self._ranks))}, in a layer"
         self._session.waiting.until(name, lambda: True if handle.poll() else None, interruptible=False)
-        if handle.error is not None:
+        if isinstance(handle.error, Broken):
             what = f"news of a lost worker after {name} failed ({handle.error})"
             self._session.waiting.until(what, lambda: None, interruptible=False, timeout_s=NEWS_TIMEOUT_S)
+        handle.wait(0)
         with torch.no_grad():
             for tensor, value in zip(asked.tensors, held) if asked.writes else ():
                 if asked.adjust is not None:

@@ -107,10 +107,6 @@ class Gradients:
         self.find_places()
         self._retrained = step, trained
 
-    def forget(self) -> None:
-        """Empty the gradients: contributions, or their sum."""
-        self._gradients.zero()
-
     def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
         """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: one tensor per
         parameter.
@@ -220,7 +216,7 @@ class Gradients:
         return not self._places or any(gradient is not None for gradient in self._applied(step))
 
     def empty(self) -> None:
-        """Have the step that is being applied find no gradients; the sum stays unchanged."""
+        """Empty the gradients. The kept sum stays, and so do sums of blocks (Stage.forget_sums)."""
         self._gradients.zero()
 
     def scale(self, factor: Callable[[torch.Tensor], torch.Tensor]) -> None:

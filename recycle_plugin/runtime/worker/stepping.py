@@ -162,7 +162,7 @@ class Stepping:
 
     def forget_sums(self) -> None:
         """Drop all gradients that are not applied."""
-        self._gradients.forget()
+        self._gradients.empty()
         self._stage.forget_sums()
 
 
