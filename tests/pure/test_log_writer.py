@@ -48,7 +48,13 @@ def fill(disk: RefusingDisk, writer: LogWriter, step: int) -> None:
     """The disk is full from this step on."""
     disk.room = 0
     put_step(writer, step)
-    assert not writer.durable(step)
+    assert not kept(writer)
+
+
+def kept(writer: LogWriter) -> bool:
+    """Whether nothing is refused, once all that was kept so far is written or refused."""
+    writer.flush(PATIENCE_S)
+    return not writer.refusal
 
 
 def read(folder: Path, writer: LogWriter | None = None) -> LogReader:
@@ -124,7 +130,7 @@ def test_the_ring_is_emptied_as_it_is_written(tmp_path) -> None:
     writer = LogWriter(tmp_path, stream(), 8 * (24 + OVERHEAD), news)
     for step in range(1, 20):
         assert put_step(writer, step)
-        assert writer.durable(step)
+        assert kept(writer)
     assert read(tmp_path, writer).whole == tuple(range(1, 20)) and not news
 
 
@@ -190,7 +196,7 @@ def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
         put_step(writer, step)
     (stopped,) = news.wait(1)
     assert isinstance(stopped, Stopped) and stopped.why.startswith(f"{WORDS[number]}: {tmp_path} can't be written")
-    assert not writer.durable(9)
+    assert not kept(writer)
     reader = LogReader(tmp_path, RUN)
     assert reader.whole == tuple(range(1, stopped.step)) and not reader.verify()
     disk.room = 1 << 20
@@ -198,12 +204,12 @@ def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
     _, resumed = news.wait(2)
     assert resumed == Resumed(9)
     assert not put_step(writer, 8) and put_step(writer, 9)
-    assert not writer.durable(9), "between the checkpoint and this step is the gap"
+    writer.flush(PATIENCE_S)
     reader = read(tmp_path)
     assert reader.gaps == {ME: (Gap(stopped.step, 8, stopped.why),)}
     assert reader.whole == tuple(step for step in (*range(1, stopped.step), 9) if step > 4 or stopped.step > 5)
     writer.checkpointed(8)
-    assert writer.durable(9)
+    assert kept(writer)
     writer.close()
 
 
@@ -212,10 +218,10 @@ def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None
     for step in range(1, 5):
         put_step(writer, step)
     news.wait(1)
-    assert not writer.durable(4)
+    assert not kept(writer)
     disk.room = 0
     writer.checkpointed(0)
-    assert not writer.durable(4)
+    assert not kept(writer)
     assert not put_step(writer, 5)
     disk.room = 1 << 20
     writer.checkpointed(2)
@@ -234,7 +240,7 @@ def test_all_that_waits_behind_a_refusal_is_lost(tmp_path, monkeypatch) -> None:
     assert put_step(writer, 1) and put(writer, act(3))
     disk.go.set()
     assert news.wait(1)[0].step == 1
-    assert not writer.durable(1)
+    assert not kept(writer)
     disk.room = 1 << 20
     writer.checkpointed(0)
     assert news.wait(2)[1] == Resumed(4)
@@ -248,7 +254,7 @@ def test_all_that_waits_behind_a_refusal_is_lost(tmp_path, monkeypatch) -> None:
 
 def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwards(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1) and put_step(writer, 2) and put_step(writer, 3) and writer.durable(3)
+    assert put_step(writer, 1) and put_step(writer, 2) and put_step(writer, 3) and kept(writer)
     fill(disk, writer, 4)
     writer.void(1, 6)
     assert [each.step for each in news] == [4, 2]
@@ -264,11 +270,11 @@ def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwar
 
 def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1) and writer.durable(1)
+    assert put_step(writer, 1) and kept(writer)
     fill(disk, writer, 2)
     disk.room, disk.refuses_files = 1 << 20, True
     writer.checkpointed(0)
-    assert not writer.durable(2)
+    assert not kept(writer)
     assert not put_step(writer, 3)
     disk.refuses_files = False
     writer.checkpointed(0)
@@ -284,7 +290,7 @@ def test_a_checkpoint_makes_room_first(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1)
     writer.checkpointed(0)
-    assert put_step(writer, 2) and writer.durable(2)
+    assert put_step(writer, 2) and kept(writer)
     disk.room = 0
     put_step(writer, 3)
     assert news.wait(1)[0].step == 3
@@ -296,11 +302,11 @@ def test_a_checkpoint_makes_room_first(tmp_path) -> None:
 def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
     """The gap begins with the earliest step that waits."""
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1) and writer.durable(1)
+    assert put_step(writer, 1) and kept(writer)
     disk.room = 0
     put_step(writer, 2)
     put_step(writer, 3)
-    assert not writer.durable(3)
+    assert not kept(writer)
     assert news[0].step == 2
     writer.close()
     assert LogReader(tmp_path, RUN).whole == (1,)
@@ -308,10 +314,10 @@ def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
 
 def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1) and writer.durable(1)
+    assert put_step(writer, 1) and kept(writer)
     disk.room = 10
     writer.checkpointed(0)
-    assert writer.durable(1) is False
+    assert kept(writer)
     assert not news, "nothing is lost yet"
     assert not put_step(writer, 2)
     assert [each.step for each in news] == [2]
@@ -322,26 +328,29 @@ def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None
 
 def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put(writer, act(1)) and writer.durable(1)
+    assert put(writer, act(1)) and kept(writer)
     disk.room = 10
     writer.checkpointed(0)
-    assert not writer.durable(0)
+    writer.flush(PATIENCE_S)
     assert not writer.commit(1, 0)
     assert [each.step for each in news] == [1]
     writer.close()
 
 
-def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
+def test_what_a_file_refuses_as_it_is_closed_may_be_lost(tmp_path) -> None:
+    """As a network's file system does, which says then what it could not write."""
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1) and writer.durable(1)
-    assert put_step(writer, 2)
-    disk.refuses_sync = True
-    assert not writer.durable(2)
+    assert put_step(writer, 1)
+    writer.checkpointed(0)
+    assert put_step(writer, 2) and kept(writer)
+    disk.refuses_closing = True
+    writer.checkpointed(0)
+    assert not kept(writer)
     assert news[0].step == 2 and news[0].why.startswith("disk broken")
-    disk.refuses_sync = False
+    disk.refuses_closing = False
     writer.checkpointed(0)
     assert news.wait(2)[1] == Resumed(3)
-    assert put_step(writer, 3) and not writer.durable(3)
+    assert put_step(writer, 3) and kept(writer)
     assert read(tmp_path).whole == (1, 3)
     fill(disk, writer, 4)
     assert news[2].step == 4, "what was doubted once is not doubted for ever"
@@ -353,7 +362,7 @@ def test_what_another_run_has_left_stays_and_is_no_fault(tmp_path) -> None:
     for run in ("run-0", RUN):
         news = News()
         writer = LogWriter(tmp_path, stream(run=run), 1 << 20, news)
-        assert put_step(writer, 1) and writer.durable(1)
+        assert put_step(writer, 1) and kept(writer)
         writer.close()
         assert not news
     assert names(tmp_path) == [called(ME, 0), called(ME, 1)]
@@ -365,19 +374,6 @@ def test_what_another_run_has_left_stays_and_is_no_fault(tmp_path) -> None:
 # --- segments --------------------------------------------------------------------------------------------------
 
 
-def test_durable_syncs_the_files_and_the_folder(tmp_path) -> None:
-    disk = RefusingDisk()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=400, disk=disk)
-    assert put_step(writer, 1, size=300) and writer.durable(1)
-    made = names(tmp_path)
-    assert len(made) > 1 and disk.syncs == [*made, tmp_path.name]
-    disk.syncs.clear()
-    assert writer.durable(1) and not disk.syncs, "all of it is there"
-    assert put(writer, act(2)) and writer.durable(2)
-    assert disk.syncs == [names(tmp_path)[-1], tmp_path.name]
-    writer.close()
-
-
 def test_what_was_kept_can_be_read_once_it_is_flushed(tmp_path) -> None:
     disk, heard = RefusingDisk(), News()
     disk.go.clear()
@@ -387,7 +383,7 @@ def test_what_was_kept_can_be_read_once_it_is_flushed(tmp_path) -> None:
     assert not heard
     disk.go.set()
     writer.flush(PATIENCE_S)
-    assert heard == [(1,)] and not disk.syncs
+    assert heard == [(1,)]
     disk.room = 0
     put_step(writer, 2)
     writer.reached(lambda: heard("never: the disk has refused"))
@@ -402,8 +398,6 @@ def test_a_wait_has_a_deadline_and_says_for_what(tmp_path) -> None:
     disk = StuckDisk()
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
     assert put(writer, act(3))
-    with pytest.raises(WaitTimeout, match=f"waited 0 s for the log of step 3 to be on the disk of {tmp_path}"):
-        writer.durable(3, 0)
     with pytest.raises(WaitTimeout, match=f"waited 0 s for the log to be written to {tmp_path}"):
         writer.flush(0)
     with pytest.raises(WaitTimeout, match="waited 0 s for the end of the log"):
@@ -415,17 +409,17 @@ def test_a_wait_has_a_deadline_and_says_for_what(tmp_path) -> None:
 def test_segments_go_only_when_a_checkpoint_of_all_their_steps_is_durable(tmp_path) -> None:
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=900)
     for step in range(1, 7):
-        assert put_step(writer, step) and writer.durable(6)
+        assert put_step(writer, step) and kept(writer)
     last = {each: load(tmp_path / each).last_step for each in names(tmp_path)}
     assert len(last) > 3
     writer.checkpointed(3)
-    assert writer.durable(6)
+    assert kept(writer)
     assert names(tmp_path) == [each for each, step in last.items() if step > 3]
     reader = read(tmp_path)
     assert reader.whole[-3:] == (4, 5, 6)
     assert put_step(writer, 7)
     writer.checkpointed(7)
-    assert writer.durable(7)
+    assert kept(writer)
     assert not names(tmp_path)
     writer.close()
 
@@ -437,7 +431,7 @@ def test_the_oldest_goes_first(tmp_path) -> None:
     writer.void(2, 7)
     assert put(writer, act(3), valid_from=7)
     writer.checkpointed(3)
-    assert writer.durable(3)
+    assert kept(writer)
     assert len(names(tmp_path)) == 3
     writer.close()
 
@@ -469,21 +463,21 @@ def test_what_an_earlier_process_of_the_rank_has_left_goes_too(tmp_path) -> None
         writer.close()
     writer = LogWriter(tmp_path, stream(incarnation=4), 1 << 20, News())
     writer.checkpointed(2)
-    assert writer.durable(2)
+    assert kept(writer)
     assert len(names(tmp_path)) == 4
     writer.checkpointed(3)
-    assert writer.durable(3)
+    assert kept(writer)
     assert names(tmp_path) == [called(WorkerId(1, 1), 0), called(WorkerId(2), 0)]
     writer.close()
 
 
 def test_voids_are_said_again_in_each_segment_while_they_matter(tmp_path) -> None:
     writer = LogWriter(tmp_path, stream(), 1 << 20, News())
-    assert put_step(writer, 1) and writer.durable(1)
+    assert put_step(writer, 1) and kept(writer)
     writer.void(1, 2)
     writer.void(4, 3)
     writer.checkpointed(2)
-    assert put_step(writer, 5, valid_from=3) and writer.durable(5)
+    assert put_step(writer, 5, valid_from=3) and kept(writer)
     writer.void(3, 6)
     writer.checkpointed(3)
     assert put_step(writer, 6, valid_from=6)
@@ -502,9 +496,9 @@ def test_a_writer_may_be_killed_at_any_byte(tmp_path) -> None:
     disk = RecordingDisk()
     writer = LogWriter(tmp_path / "none", stream(), 1 << 20, News(), segment_bytes=800, disk=disk)
     for step in (1, 2, 3):
-        assert put_step(writer, step, micro_batches=1) and writer.durable(step)
+        assert put_step(writer, step, micro_batches=1) and kept(writer)
     writer.void(2, 4)
-    assert put_step(writer, 3, valid_from=4, micro_batches=1) and writer.durable(3)
+    assert put_step(writer, 3, valid_from=4, micro_batches=1) and kept(writer)
     writer.checkpointed(2)
     writer.close()
     seen = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -17,11 +19,19 @@ def members(view) -> list[Member]:
     return [Member(rank, seat, "", f"host{seat.replica}") for rank, seat in enumerate(sorted(view.live))]
 
 
+def planned() -> None:
+    """All that the threads have to plan is planned."""
+    for thread in threading.enumerate():
+        if thread.name == "recycle: plan prefetcher":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 def test_every_single_loss_and_every_host_is_in_store_and_as_on_demand() -> None:
     prefetcher, view = PlanPrefetcher(COSTS, POLICY), SHAPE.full()
     assert prefetcher.plan(view).digest == planner.plan(view, COSTS, POLICY).digest
     prefetcher.prepare(view, members(view))
-    assert prefetcher.prepared.wait(60)
+    planned()
     for lost in [[seat] for seat in SHAPE.seats] + [[Seat(replica, 0), Seat(replica, 1)] for replica in range(3)]:
         after = view.without(*lost)
         assert after in prefetcher.store
@@ -39,5 +49,5 @@ def test_what_was_begun_for_an_older_membership_is_left() -> None:
     prefetcher, old, new = PlanPrefetcher(COSTS, POLICY), SHAPE.full(), SHAPE.full().without(Seat(1, 1))
     prefetcher.prepare(old, members(old))
     prefetcher.prepare(new, members(new))
-    assert prefetcher.prepared.wait(60)
+    planned()
     assert new.without(Seat(0, 1)) in prefetcher.store and new.without(Seat(2, 0)) in prefetcher.store

@@ -32,7 +32,8 @@ class Counted:
 
 
 def test_each_step_and_evaluation_is_given_once_in_its_order():
-    replay = ScriptReplay({1: 0.5, 2: 0.25}, {1: 7.0})
+    replay = ScriptReplay()
+    replay.hear(Recorded(1, (0.5, 0.25), 1, (7.0,), 2))
     assert [replay.loss(), replay.evaluation(), replay.loss(), replay.loss(), replay.evaluation()] == [
         0.5,
         7.0,
@@ -41,20 +42,20 @@ def test_each_step_and_evaluation_is_given_once_in_its_order():
         None,
     ]
     assert (replay.position, replay.evaluated) == (2, 1)
-    replay.take({3: float("nan")}, {2: 8.0})
+    replay.hear(Recorded(3, (float("nan"),), 2, (8.0,), 3))
     assert (loss := replay.loss()) != loss and replay.evaluation() == 8.0
     assert (replay.position, replay.evaluated) == (3, 2)
 
 
 def test_evaluations_and_ends_of_data_that_are_over_are_no_steps():
-    replay = ScriptReplay({}, {})
+    replay = ScriptReplay()
     replay.hear(Recorded(1, (0.5, 0.25, 0.125), 1, (7.0,), 3, unfilled=(2,)))
     found = [replay.only_steps, replay.evaluation(), replay.only_steps, replay.loss(), replay.loss(), replay.only_steps]
     assert found == [False, 7.0, False, 0.5, 0.25, True]
 
 
 def test_a_piece_may_come_twice_and_another_is_added():
-    replay = ScriptReplay({}, {}, position=4)
+    replay = ScriptReplay(4)
     for _ in range(2):
         replay.hear(Recorded(5, (1.0, 2.0), 1, (), 6))
     replay.hear(Recorded(7, (3.0,), 1, (9.0,), 7))
@@ -70,7 +71,7 @@ def test_a_piece_may_come_twice_and_another_is_added():
     ],
 )
 def test_a_loss_that_nobody_has_is_not_made_up(message, said):
-    replay = ScriptReplay({}, {})
+    replay = ScriptReplay()
     replay.hear(message)
     with pytest.raises(RecycleError, match=said):
         replay.loss()

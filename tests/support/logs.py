@@ -74,16 +74,15 @@ class News(list[Stopped | Resumed]):
 class RefusingDisk(Disk):
     """A disk with room for so many bytes, whose files are real ones; the last bytes that fit are written.
 
-    ``syncs``: what was synced, by name; ``refuses_sync``: no file can be; ``refuses_files``: nor can one be made.
+    ``refuses_closing``: no file can be closed; ``refuses_files``: none can be made.
     ``go``: nothing is appended before it is set.
     """
 
     def __init__(self, room: int = 1 << 30, number: int = errno.ENOSPC) -> None:
         self.room, self.number = room, number
-        self.refuses_sync = self.refuses_files = False
+        self.refuses_closing = self.refuses_files = False
         self.go = threading.Event()
         self.go.set()
-        self.syncs: list[str] = []
 
     def create(self, path: Path) -> GrowingFile:
         if self.refuses_files:
@@ -93,15 +92,6 @@ class RefusingDisk(Disk):
     def remove(self, path: Path) -> None:
         self.room += path.stat().st_size
         super().remove(path)
-
-    def sync(self, path: Path) -> None:
-        self.synced(path)
-        super().sync(path)
-
-    def synced(self, path: Path) -> None:
-        if self.refuses_sync:
-            raise OSError(errno.EIO, "broken")
-        self.syncs.append(path.name)
 
 
 class _Refusing:
@@ -121,12 +111,10 @@ class _Refusing:
         self._disk.room += self._path.stat().st_size - size
         self._file.cut(size)
 
-    def sync(self) -> None:
-        self._disk.synced(self._path)
-        self._file.sync()
-
     def close(self) -> None:
         self._file.close()
+        if self._disk.refuses_closing:
+            raise OSError(errno.EIO, "broken")
 
 
 class StuckDisk(Disk):
@@ -149,9 +137,6 @@ class RecordingDisk(Disk):
     def create(self, path: Path) -> GrowingFile:
         self.done.append(("create", path.name, b""))
         return _Recording(self, path.name)
-
-    def sync(self, path: Path) -> None:
-        pass
 
     def remove(self, path: Path) -> None:
         self.done.append(("remove", path.name, b""))
@@ -185,9 +170,6 @@ class _Recording:
 
     def cut(self, size: int) -> None:
         raise AssertionError(f"{self._name} is cut to {size} bytes, and nothing was refused")
-
-    def sync(self) -> None:
-        pass
 
     def close(self) -> None:
         pass

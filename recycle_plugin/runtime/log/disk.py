@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from recycle_plugin import folders
 from recycle_plugin.runtime.log.segment import Buffer
 
 
@@ -20,9 +19,6 @@ class GrowingFile(Protocol):
     def cut(self, size: int) -> None:
         """Drop everything after the first ``size`` bytes."""
 
-    def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-
     def close(self) -> None:
         """Close the file."""
 
@@ -33,10 +29,6 @@ class Disk:
     def create(self, path: Path) -> GrowingFile:
         """Create and return an empty file. Raises FileExistsError if it exists."""
         return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666))
-
-    def sync(self, path: Path) -> None:
-        """Flush a file or folder to the disk."""
-        folders.sync(path)
 
     def remove(self, path: Path) -> None:
         """Remove a file, which may be gone already."""
@@ -58,9 +50,6 @@ class _File:
 
     def cut(self, size: int) -> None:
         os.ftruncate(self._descriptor, size)
-
-    def sync(self) -> None:
-        os.fsync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)

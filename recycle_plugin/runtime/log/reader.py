@@ -7,8 +7,7 @@ of the whole job. A step's data counts
 * and if it is valid from the latest generation required by a Void of the steps after an earlier one, or by the Commit
   of this or an earlier step.
 
-So records of rejected and abandoned attempts are never returned. A log can't know a Void that none of its writers lived
-to write; a caller that knows it passes it to the reader.
+So records of rejected and abandoned attempts are never returned.
 
 Commits, Voids and Gaps are read at once, everything else on request, each with its CRC checked.
 """
@@ -55,7 +54,7 @@ class NotKept(RecycleError):
 class LogReader:
     """The logs of the run ``run_id`` in ``folder``, and those of other workers in the folders ``also``.
 
-    ``voids``: what the job has voided, as far as the caller knows. ``before``: a reader of the same logs, from which
+    ``before``: a reader of the same logs, from which
     unchanged parts are taken. Read-only: ``segments``, by stream and in order; ``gaps`` of each stream; ``faults``:
     what is unreadable in these and in any other segment of the folder. Raises nothing for a damaged log.
     """
@@ -64,7 +63,6 @@ class LogReader:
         self,
         folder: Path,
         run_id: str,
-        voids: Iterable[Void] = (),
         before: LogReader | None = None,
         also: Iterable[Path] = (),
     ) -> None:
@@ -82,7 +80,7 @@ class LogReader:
             there |= files(each)
         for worker, paths in there.items():
             self._open(worker, paths)
-        found = list(voids)
+        found: list[Void] = []
         for worker, segments in self.segments.items():
             found += self._read(worker, segments)
         commits = [each for of in self._commits.values() for each in of.values()]
@@ -125,10 +123,6 @@ class LogReader:
             if not self._counted(step, self._steps.get(step, {}).get(worker, ())):
                 found.append(f"{self._name(worker)} has no record of step {step}")
         return found
-
-    def data(self, step: int) -> tuple[Datum, ...]:
-        """Return the data of ``step`` that count; () if the step is not committed."""
-        return tuple(datum for datum, _ in self._that_count(step)) if self._counting(step) else ()
 
     def missing(self, wanted: Iterable[Datum]) -> dict[Datum, str]:
         """Return each datum of ``wanted`` that is not here, and why."""

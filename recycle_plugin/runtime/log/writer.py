@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -45,7 +45,6 @@ OVERHEAD = 512  # bytes that a record counts in the ring besides its payload
 NICE = 10  # of the writing thread, if training needs the processor too: 50 MB/s take a twentieth of one
 SEGMENT_BYTES = 256 << 20
 SEGMENT_RECORDS = 1 << 16  # so that an index stays small
-DURABLE_S = 120.0
 CLOSE_S = 60.0
 BATCH_BYTES, BATCH_RECORDS = 1 << 20, 256  # written at once: small records then cost little more than large ones
 
@@ -66,12 +65,6 @@ class Resumed:
 
 
 Report = Callable[[Stopped | Resumed], None]
-
-
-@dataclass
-class _Sync:
-    done: threading.Event = field(default_factory=threading.Event)
-    synced: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class LogWriter:
     ) -> None:
         self._folder, self._budget, self._report = folder, budget, report
         self._segments = _Segments(folder, stream, segment_bytes, disk or Disk())
-        self._ring: deque[_Waiting | _Sync | _Checkpointed | _UpToHere | _Close] = deque()
+        self._ring: deque[_Waiting | _Checkpointed | _UpToHere | _Close] = deque()
         self._writing: list[_Waiting] = []  # taken out of the ring by the thread, and not written yet
         self._weight = 0  # of both, in bytes
         self._gap: Gap | None = None
@@ -130,7 +123,7 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name="recycle: log", daemon=True)
         self._thread.start()
 
-    # --- the worker's side: nothing here waits, but for durable() and close() ------------------------
+    # --- the worker's side: nothing here waits, but for flush() and close() ------------------------
 
     def keep(self, record: Kept, tensors: Sequence[Buffer] = ()) -> bool:
         """Keep a record, and the bytes of its tensors, which nobody may change afterwards. Returns False if it is
@@ -220,19 +213,6 @@ class LogWriter:
         if not asked.done.wait(timeout_s):
             raise WaitTimeout(f"waited {timeout_s:g} s for the log to be written to {self._folder}")
 
-    def durable(self, step: int, timeout_s: float = DURABLE_S) -> bool:
-        """Wait until all that was kept so far is on the disk, files and folder. Returns whether it includes all steps
-        from the last durable checkpoint to ``step``. Raises WaitTimeout.
-        """
-        asked = _Sync()
-        with self._lock:
-            self._put(asked)
-        if not asked.done.wait(timeout_s):
-            raise WaitTimeout(f"waited {timeout_s:g} s for the log of step {step} to be on the disk of {self._folder}")
-        with self._lock:
-            gap = self._gap
-            return asked.synced and (gap is None or gap.first > step or not gap.covers(max(gap.first, self._base + 1)))
-
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what is in the ring, and end the stream. Raises WaitTimeout."""
         with self._lock:
@@ -256,7 +236,7 @@ class LogWriter:
             return False, news
         return True, None
 
-    def _put(self, item: _Waiting | _Sync | _Checkpointed | _UpToHere | _Close) -> None:
+    def _put(self, item: _Waiting | _Checkpointed | _UpToHere | _Close) -> None:
         if self._closed:
             raise RuntimeError("the log is closed")
         self._weight += item.weight if isinstance(item, _Waiting) else 0
@@ -294,10 +274,10 @@ class LogWriter:
             except OSError as error:
                 self._fail(error)
                 going_on = not isinstance(item, _Close)
-            if isinstance(item, _Sync | _UpToHere):
+            if isinstance(item, _UpToHere):
                 item.done.set()
 
-    def _next(self) -> _Sync | _Checkpointed | _UpToHere | _Close | None:
+    def _next(self) -> _Checkpointed | _UpToHere | _Close | None:
         """Take the next item out of the ring: None for records, a batch of which is moved to ``_writing``."""
         with self._wake:
             while not self._ring:
@@ -314,7 +294,7 @@ class LogWriter:
                 self._ring.popleft()
             return None
 
-    def _handle(self, item: _Sync | _Checkpointed | _UpToHere | _Close | None) -> bool:
+    def _handle(self, item: _Checkpointed | _UpToHere | _Close | None) -> bool:
         """Handle an item of the ring. Returns whether anything can follow it."""
         match item:
             case None:
@@ -323,9 +303,6 @@ class LogWriter:
                     with self._lock:
                         self._weight -= sum(each.weight for each in self._writing[:written])
                     del self._writing[:written]
-            case _Sync():
-                self._segments.sync()
-                item.synced = not self._refusal
             case _Checkpointed(step):
                 self._segments.let_go(step)
                 self._segments.rotate()
@@ -396,9 +373,6 @@ class _Open:
     def seal(self) -> None:
         self._append(ended(self.entries, self.size, self._seed))
 
-    def sync(self) -> None:
-        self._file.sync()
-
     def close(self) -> None:
         self._file.close()
 
@@ -427,7 +401,6 @@ class _Segments:
         self._open: _Open | None = None
         self._ended: deque[_Ended] = deque()
         self._before: list[deque[_Ended]] | None = None  # of each earlier incarnation; None: not looked for yet
-        self._unsynced: dict[Path, int] = {}  # the first step of each segment that may not be on the disk
         self.doubted: list[int] = []  # steps of which written records may be lost
 
     def append(self, batch: Sequence[_Waiting], voids: Iterable[Void]) -> int:
@@ -440,8 +413,6 @@ class _Segments:
             repeated = [_Waiting(each, (), 0) for each in voids]
         now = batch[: self._fitting(batch) or 1]
         self._open.append([*repeated, *now])
-        first = min(each.record.step for each in now)
-        self._unsynced[self._open.path] = min(first, self._unsynced.get(self._open.path, first))
         return len(now)
 
     def _fitting(self, batch: Sequence[_Waiting]) -> int:
@@ -464,28 +435,10 @@ class _Segments:
         ending.seal()
         self._ended.append(_Ended(ending.path, max((each.step for each in ending.entries), default=-1)))
         self._open = None
-        with self._doubting():
-            ending.close()
-
-    def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-        with self._doubting():
-            for path in self._unsynced:
-                if self._open is not None and path == self._open.path:
-                    self._open.sync()
-                else:
-                    self._disk.sync(path)
-            if self._unsynced:
-                self._disk.sync(self._folder)
-        self._unsynced.clear()
-
-    @contextmanager
-    def _doubting(self) -> Iterator[None]:
-        """A context in which an OSError means that records written before may be lost."""
         try:
-            yield
-        except OSError:
-            self.doubted += self._unsynced.values()
+            ending.close()
+        except OSError:  # a network's file system may say only now that it has not taken what was written
+            self.doubted += [each.step + (each.what == "Void") for each in ending.entries]
             raise
 
     def let_go(self, step: int) -> None:
@@ -494,9 +447,7 @@ class _Segments:
             self._before = list(self._found())
         for stream in (self._ended, *self._before):
             while stream and stream[0].last_step <= step:
-                path = stream[0].path
-                self._disk.remove(path)
-                self._unsynced.pop(path, None)
+                self._disk.remove(stream[0].path)
                 stream.popleft()
 
     def _found(self) -> Iterator[deque[_Ended]]:

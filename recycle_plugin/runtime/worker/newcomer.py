@@ -102,7 +102,7 @@ class NewcomersScript:
     def _begun(self) -> ScriptReplay:
         """The replay, which begins after the step of a checkpoint that the script has loaded."""
         if self._replay is None:
-            self._replay = ScriptReplay({}, {}, self._optimizer.steps)
+            self._replay = ScriptReplay(self._optimizer.steps)
             self._ask()
         return self._replay
 

@@ -26,14 +26,13 @@ Hosts = list[list[Seat]]
 
 
 class PlanPrefetcher:
-    """Makes a worker's plans, ahead if it can. ``whole``: replicas are lost whole. ``prepared``: all are stored."""
+    """Makes a worker's plans, ahead if it can. ``whole``: replicas are lost whole."""
 
     def __init__(self, costs: CostModel, policy: Policy, whole: bool = False) -> None:
         self.costs, self._policy = costs, policy
         self.store = planner.PlanStore(costs, policy, whole=whole)
         self._lock = threading.Lock()  # guards the store, for one plan at a time
         self._view: ClusterView | None = None
-        self.prepared = threading.Event()
 
     def plan(self, view: ClusterView) -> Plan:
         """Return the plan for ``view``, that of ``planner.plan``; from the store if that is free. Raises PlanError."""
@@ -47,7 +46,6 @@ class PlanPrefetcher:
     def prepare(self, view: ClusterView, members: Iterable[Member]) -> None:
         """Begin to plan, on a thread, for what may happen to ``view``. Drops work for an older view."""
         self._view = view
-        self.prepared.clear()
         threading.Thread(
             target=self._work, args=(view, _hosts(members)), name="recycle: plan prefetcher", daemon=True
         ).start()
@@ -62,8 +60,6 @@ class PlanPrefetcher:
             with self._lock:
                 if next(plans, None) is None:
                     break
-        if self._view is view:
-            self.prepared.set()
 
 
 def _hosts(members: Iterable[Member]) -> Hosts:

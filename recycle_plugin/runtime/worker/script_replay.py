@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.errors import RecycleError
 
 
 class ScriptReplay:
-    """A script's place among the recorded ``losses`` of steps and means of ``evaluations``, by number. ``position``:
-    the last step whose loss the script got; ``evaluated``: how many evaluations.
+    """A script's place among the recorded losses of steps and means of evaluations, by number. ``position``: the last
+    step whose loss the script got; ``evaluated``: how many evaluations.
     """
 
-    def __init__(self, losses: Mapping[int, float], evaluations: Mapping[int, float], position: int = 0) -> None:
-        self._losses, self._evaluations = dict(losses), dict(evaluations)
+    def __init__(self, position: int = 0) -> None:
+        self._losses: dict[int, float] = {}
+        self._evaluations: dict[int, float] = {}
         self._unknown: set[int] = set()
         self._unfilled: tuple[int, ...] = ()
         self._refused = ""
@@ -25,20 +24,14 @@ class ScriptReplay:
         """Whether the others are ahead of this script by steps only: by no evaluation, and no end of their data."""
         return not self._evaluations and all(step <= self.position for step in self._unfilled)
 
-    def take(self, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
-        """Add losses and evaluations that are known by now."""
-        self._losses.update(losses)
-        self._evaluations.update(evaluations)
-
     def hear(self, message: Recorded) -> None:
         """Record the coordinator's message on what is over."""
         self._refused = self._refused or message.refused
         self._unknown |= {*message.unknown}
         self._unfilled = message.unfilled
-        self.take(
-            {step: loss for step, loss in enumerate(message.losses, message.step) if step not in message.unknown},
-            dict(enumerate(message.evaluations, message.evaluation)),
-        )
+        known = enumerate(message.losses, message.step)
+        self._losses.update((step, loss) for step, loss in known if step not in message.unknown)
+        self._evaluations.update(enumerate(message.evaluations, message.evaluation))
 
     def loss(self) -> float | None:
         """Return the script's next loss, and advance; None while unknown. Raises RecycleError if nobody has it."""
