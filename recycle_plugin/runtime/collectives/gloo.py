@@ -31,6 +31,7 @@ from recycle_plugin.runtime.collectives.link import (
     Receive,
     ReduceScatter,
     Send,
+    connecting,
     done,
     unheard,
     with_values,
@@ -244,7 +245,7 @@ class GlooLink:
 
     def _connect(self) -> Handle:
         if self._connecting is None:
-            self._connecting = Handle(self._who_is_missing)
+            self._connecting = connecting(self._name, self._rendezvous.ranks, self._rendezvous.missing)
             if self._end is not None:
                 self._connecting.end(self._end)
             else:
@@ -281,11 +282,6 @@ class GlooLink:
         ]
         self._waiting.clear()
         return ended
-
-    def _who_is_missing(self) -> str:
-        whole, meeting = f"the connections among {self._name}", self._rendezvous
-        missing = ", ".join(str(meeting.ranks.index(rank)) for rank in meeting.missing())
-        return f"{whole}; not there of {len(meeting.ranks)} are number {missing}" if missing else whole
 
     def _made(self) -> dist.ProcessGroupGloo:
         before, meeting = set(_sockets()), self._rendezvous

@@ -260,7 +260,7 @@ class Flight:
         link, call.connecting = self._link(call.link, call.members, where)
         with call.order.kept():
             call.handle = link.start(operation)
-        call.handle.when_over(self._wake)
+        call.handle.when_over(self._session.waiting.wake)
 
     def _leave_device(self, call: Call, error: BaseException) -> None:
         """End a call that could not be launched. On an accelerator its link goes too: without numbers, the next
@@ -289,7 +289,7 @@ class Flight:
         call.error, call.handle, call.fetched, call.over = error, None, None, True
         if call.lasts:
             self._count(call)
-        self._wake()
+        self._session.waiting.wake()
 
     def _count(self, call: Call) -> None:
         """Record that a call is behind this worker. A failed call counts too: it has failed elsewhere as well."""
@@ -306,10 +306,6 @@ class Flight:
             whole = gives != EACH and call.error is None and len(call.held) == len(call.asked.tensors)
             with call.order.kept():
                 self._outcomes.add(self._line(gives), call.number, call.held if whole else None)
-
-    def _wake(self) -> None:
-        with self._session.waiting.changed:
-            self._session.waiting.changed.notify_all()
 
     def _hand_over_finished(self) -> None:
         """Hand all finished calls their results, also those that nobody has waited for."""

@@ -13,7 +13,7 @@ An implementation passes tests/support/link_port.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -203,6 +203,21 @@ class Link(Protocol):
         """Break the connections, and return at once. Waits for this link's handles end with :class:`Broken`: here at
         once, elsewhere once they notice. Until the returned handle is over, the device may be stuck.
         """
+
+
+def among(ranks: Iterable[int]) -> str:
+    """Return these ranks in the words of messages."""
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def connecting(name: str, ranks: Sequence[int], missing: Callable[[], Sequence[int]]) -> Handle:
+    """Return the handle of a link among ``name`` that is being connected. It names the ``ranks`` that are missing()."""
+
+    def what() -> str:
+        whole, numbers = f"the connections among {name}", ", ".join(str(ranks.index(rank)) for rank in missing())
+        return f"{whole}; not there of {len(ranks)} are number {numbers}" if numbers else whole
+
+    return Handle(what)
 
 
 def done() -> Handle:

@@ -44,6 +44,7 @@ from recycle_plugin.runtime.collectives.link import (
     Handle,
     Operation,
     ReduceScatter,
+    connecting,
     done,
     unheard,
     with_values,
@@ -194,7 +195,7 @@ class NcclLink:
         """Start connecting, once, in the link's thread. The handle names the members that have not come."""
         with self._changed:
             if self._connecting is None:
-                self._connecting = Handle(self._who_is_missing)
+                self._connecting = connecting(self._name, self._meeting.ranks, self._meeting.missing)
                 if self._end is None:
                     self._thread = threading.Thread(target=self._run, name=f"recycle: NCCL, {self._name}", daemon=True)
                     self._thread.start()
@@ -351,11 +352,6 @@ class NcclLink:
         self._group = None
         self._lane.leave()
         self._down.end()
-
-    def _who_is_missing(self) -> str:
-        whole, meeting = f"the connections among {self._name}", self._meeting
-        missing = ", ".join(str(meeting.ranks.index(rank)) for rank in meeting.missing())
-        return f"{whole}; not there of {len(meeting.ranks)} are number {missing}" if missing else whole
 
 
 Works = list[Any]

@@ -197,7 +197,7 @@ class LinkedPairs:
         self._given_up += 1
         for way in self._ways():
             way.leave()
-        self._wake()
+        self._session.waiting.wake()
 
     def cut(self) -> list[Handle]:
         """Leave the old membership's links; returns their ends."""
@@ -205,7 +205,7 @@ class LinkedPairs:
         ends = [way.leave() for way in self._ways()]
         self._out, self._in = {}, {}
         self._lost.clear()
-        self._wake()
+        self._session.waiting.wake()
         return ends
 
     def go_on(self) -> None:
@@ -279,7 +279,7 @@ class LinkedPairs:
         if handle.error is None:
             if way.under_way.pop(number, None) is not None:
                 self.by_link += 1
-            self._wake()
+            self._session.waiting.wake()
         elif way.left:
             way.under_way.pop(number, None)
         else:
@@ -318,7 +318,7 @@ class LinkedPairs:
             except Exception as error:  # of the copy to the host; the training thread has to know
                 self._tcp.failed(RecycleError(f"{message} could not be sent: {error}"))
             way.under_way.pop(number, None)
-            self._wake()
+            self._session.waiting.wake()
 
     # --- receiving ------------------------------------------------------------------------------------
 
@@ -385,16 +385,12 @@ class LinkedPairs:
             timer.daemon = True
             timer.start()
             self._fail(way)
-        self._wake()
+        self._session.waiting.wake()
 
     def _complain(self, way: Way, datum: Datum) -> None:
         """Tell the coordinator of a tensor that came by neither way, if the membership is still the same."""
         if datum in self._lost and not way.left and not self._tcp.has(datum):
             self._tcp.say_broken(way.address, f"{datum} over a link of two", way.link.generation)
-
-    def _wake(self) -> None:
-        with self._session.waiting.changed:
-            self._session.waiting.changed.notify_all()
 
 
 def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:

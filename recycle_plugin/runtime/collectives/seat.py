@@ -16,7 +16,7 @@ import torch.distributed as dist
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.asked import Asked
 from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S
-from recycle_plugin.runtime.collectives.link import Broken, Link
+from recycle_plugin.runtime.collectives.link import Broken, Link, among
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
@@ -48,8 +48,8 @@ class SeatLink:
         """
         held = [_copy(tensor) for tensor in asked.tensors]
         handle = self._connected().start(asked.make(held, {place: place for place in range(len(self._ranks))}))
-        handle.when_over(self._wake)
-        name = f"{asked.called} among ranks {', '.join(map(str, self._ranks))}, in a layer"
+        handle.when_over(self._session.waiting.wake)
+        name = f"{asked.called} among {among(self._ranks)}, in a layer"
         self._session.waiting.until(name, lambda: True if handle.poll() else None, interruptible=False)
         if isinstance(handle.error, Broken):
             what = f"news of a lost worker after {name} failed ({handle.error})"
@@ -68,10 +68,6 @@ class SeatLink:
             self._link = self._open(f"seat of {' '.join(workers)}")
             self._link.connect()
         return self._link
-
-    def _wake(self) -> None:
-        with self._session.waiting.changed:
-            self._session.waiting.changed.notify_all()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

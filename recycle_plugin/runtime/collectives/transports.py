@@ -18,7 +18,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import nccl_door
 from recycle_plugin.runtime.collectives.confirmed import ConfirmedLink
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
-from recycle_plugin.runtime.collectives.link import Link
+from recycle_plugin.runtime.collectives.link import Link, among
 from recycle_plugin.runtime.collectives.nccl import GroupMade, Meeting, NcclLink, process_group, takes, thin_group
 from recycle_plugin.runtime.collectives.pairs import LinkedPairs
 from recycle_plugin.runtime.control.session import THROUGH_HOST, Session
@@ -47,7 +47,7 @@ class Way(NamedTuple):
 def _over_gloo(
     session: Session, generation: int, called: str, ranks: Sequence[int], timeout: timedelta, where: torch.device
 ) -> Link:
-    return GlooLink(generation, Rendezvous(session, called, ranks), _name(ranks), session.own_address, timeout)
+    return GlooLink(generation, Rendezvous(session, called, ranks), among(ranks), session.own_address, timeout)
 
 
 def over_nccl(
@@ -61,12 +61,8 @@ def over_nccl(
 ) -> Link:
     """Open a link over NCCL, whose groups ``make`` makes, confirmed over Gloo."""
     meeting, lane = Meeting(session, called, ranks), accelerator_at(where).lane()
-    link = NcclLink(generation, meeting, _name(ranks), lane, timeout, make)
+    link = NcclLink(generation, meeting, among(ranks), lane, timeout, make)
     return ConfirmedLink(link, _over_gloo(session, generation, f"{called}, confirmed", ranks, timeout, where))
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 LINKS: dict[str, Way] = {  # by kind of device

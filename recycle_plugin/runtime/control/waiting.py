@@ -87,6 +87,11 @@ class Waiting:
             f"so the others may have gone on without it; it stops waiting for {name}"
         )
 
+    def wake(self) -> None:
+        """Have whoever waits look again; for any thread."""
+        with self.changed:
+            self.changed.notify_all()
+
     def for_lease(self, what: object, interruptible: bool = True) -> None:
         """Return once the lease holds, so that nobody goes on without this worker. To be called before ``what``, which
         others would see. Raises WaitTimeout, or CutOff if the coordinator is no longer heard.

@@ -72,7 +72,7 @@ class Transport:
         with self._peers:
             if address not in self._outboxes:
                 own = Identity(self._session.secret, self.address)
-                self._outboxes[address] = Outbox(address, own, self._broke, self._emptied, self.failed)
+                self._outboxes[address] = Outbox(address, own, self._broke, self._session.waiting.wake, self.failed)
             return self._outboxes[address]
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
@@ -258,10 +258,6 @@ class Transport:
             if self._heard is None or sender in self._heard or datum.kind == OF_REPLAYS:
                 self._arrived.append((datum, tensors, valid_from))
                 self._session.waiting.changed.notify_all()
-
-    def _emptied(self) -> None:
-        with self._session.waiting.changed:
-            self._session.waiting.changed.notify_all()
 
 
 def _refuse(sender: str, message: object) -> None:

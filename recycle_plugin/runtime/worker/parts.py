@@ -252,8 +252,7 @@ class Parts:
         """Send a hash that the coordinator has asked for, on the thread that computed it."""
         session = self.session
         session.send(StateHash(session.rank, step, digest))
-        with session.waiting.changed:
-            session.waiting.changed.notify_all()
+        session.waiting.wake()
 
     def resize(self, micro_batches: int) -> None:
         """Train with so many micro-batches a replica from now on."""
