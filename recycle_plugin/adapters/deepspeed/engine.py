@@ -20,6 +20,7 @@ from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DistributedSampler
 
+from recycle_plugin.adapters.comes_back import ComesBack
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
 from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
@@ -56,7 +57,7 @@ class EngineArguments:
     settings: Settings
 
 
-class RecycleEngine(PipelineEngine):
+class RecycleEngine(ComesBack, PipelineEngine):
     """DeepSpeed's ``PipelineEngine``, which survives the loss of workers. Additional methods:
     ``set_data_source(source)`` replaces ``training_data`` and iterators, ``settle()`` waits until all steps so far are
     committed. ``on_join(callback, state)``, ``skip_to_present()`` and ``behind`` are for scripts of workers that come
@@ -68,7 +69,6 @@ class RecycleEngine(PipelineEngine):
     masters: Masters | None = None  # in bf16 and fp16
     scaler: Scaler | None = None  # of the loss
     seat: Seat
-    _trainer: Trainer
     _files: EngineFiles
     _feeding: Feeding
     _reporting: Reporting
@@ -178,32 +178,6 @@ class RecycleEngine(PipelineEngine):
         first step. Steps count from 1, the same on every worker. Iterators given to ``train_batch`` are then not read.
         """
         self._feeding.set_source(source)
-
-    def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
-        """Have ``callback(step, state)`` called in a worker that comes back, before its first step; ``step`` is the
-        last one before. Call it on every worker, before the first step.
-
-        It is for what a script keeps itself: an average of weights, or counters of what it has computed. ``state()`` is
-        called at the lowest live rank of the same stage, between two steps, and returns what torch.save can write.
-        Without it ``callback`` gets None.
-        """
-        self._trainer.on_join(callback, state)
-
-    @property
-    def behind(self) -> bool:
-        """Whether this worker has come back, and its script still goes through steps that are over."""
-        return self._trainer.behind
-
-    def skip_to_present(self) -> None:
-        """Skip the steps that are over, all but the last, if this worker has come back; else do nothing.
-        ``global_steps`` and learning rates advance as with them. Evaluations and ends of data are not skipped. Call it
-        before each step of a loop that counts by ``global_steps``.
-        """
-        self._trainer.skip_to_present()
-
-    def settle(self) -> None:
-        """Wait until every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
-        self._trainer.settle()
 
     def finish(self) -> None:
         """Wait until everybody's last step is committed, report, and close; then this worker may leave."""
@@ -534,9 +508,8 @@ def engine_class(users: type, job: EngineArguments) -> type:
             "which the plugin's own takes the place of, so it would not be called; override train_batch, eval_batch, "
             "save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
         )
-    taken = {
-        name for name in {**vars(RecycleEngine), **RecycleEngine.__annotations__} if not hasattr(PipelineEngine, name)
-    }
+    own = {name for each in (RecycleEngine, ComesBack) for name in {**vars(each), **each.__annotations__}}
+    taken = {name for name in own if not hasattr(PipelineEngine, name)}
     if clash := sorted(mine & taken):
         raise RecycleError(
             f"{users.__name__}.{clash[0]} has the name of a part of the plugin's engine, which would call it instead "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recycle_plugin.adapters.comes_back import ComesBack
 from recycle_plugin.adapters.plain.checkpoint import PlainFiles, chosen
 from recycle_plugin.adapters.plain.ports import PlainOptimizer
 from recycle_plugin.core.worker.data_cursor import DataCursor
@@ -77,7 +78,7 @@ def device_of_all(module: nn.Module) -> Device:
     return device_of(found.pop())
 
 
-class PlainJob:
+class PlainJob(ComesBack):
     """The training of the stage ``module`` at ``place``. ``make(stage)``: makes any stage's module once more.
     ``shards``: this process's part of a module that the processes of a replica share. ``dcp``: use the checkpoint
     format of torch.distributed.checkpoint.
@@ -157,32 +158,6 @@ class PlainJob:
     def steps(self) -> int:
         """How many steps were done, including those of a loaded checkpoint's job."""
         return self._trainer.step
-
-    @property
-    def behind(self) -> bool:
-        """Whether this worker has come back, and its script still goes through steps that are over."""
-        return self._trainer.behind
-
-    def skip_to_present(self) -> None:
-        """Skip the steps that are over, all but the last, if this worker has come back; else do nothing. ``steps`` and
-        learning rates advance as with them. Evaluations and ends of data are not skipped. Call it before each step of a
-        loop that counts by ``steps``.
-        """
-        self._trainer.skip_to_present()
-
-    def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
-        """Have ``callback(step, state)`` called in a worker that comes back, before its first step; ``step`` is the
-        last one before. Call it on every worker, before the first step.
-
-        It is for what a script keeps itself: an average of weights, or counters of what it has computed. ``state()`` is
-        called at the lowest live rank of the same stage, between two steps, and returns what torch.save can write.
-        Without it ``callback`` gets None.
-        """
-        self._trainer.on_join(callback, state)
-
-    def settle(self) -> None:
-        """Wait until all steps so far are committed, whoever dies meanwhile."""
-        self._trainer.settle()
 
     def save(self, folder: str | Path, tag: str | None = None) -> None:
         """Save a checkpoint of all steps so far in ``folder``/``tag``, complete even if workers are missing. It is in

@@ -152,7 +152,7 @@ class Hosted:
         """
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
-        return cls._taken_over(coordinator, Adopted(store), -1, telling, secret, why)
+        return cls(coordinator, Adopted(store), -1, telling, secret)._taken_over(why)
 
     @classmethod
     async def lead(
@@ -177,23 +177,14 @@ class Hosted:
         where = "{}:{}".format(*address)
         why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to {where}"
         store, life = await _start_store(listener, environment)
-        return cls._taken_over(coordinator, store, life, telling, secret, why)
+        return cls(coordinator, store, life, telling, secret)._taken_over(why)
 
-    @classmethod
-    def _taken_over(
-        cls,
-        coordinator: Coordinator,
-        store: Process | Adopted,
-        life: int,
-        telling: Telling,
-        secret: SecretFile,
-        why: str,
-    ) -> Hosted:
-        """Tell the user ``why``, and claim the job's folders anew."""
+    def _taken_over(self, why: str) -> Hosted:
+        """Tell the user ``why``, and claim the job's folders anew; returns this."""
         told_of = f"{why}: process {os.getpid()} on host {socket.gethostname()}, which stood by, goes on in its place"
-        telling.say(Event("coordinator", told_of), clock.now())
-        coordinator.claim_anew()
-        return cls(coordinator, store, life, telling, secret)
+        self._telling.say(Event("coordinator", told_of), clock.now())
+        self._coordinator.claim_anew()
+        return self
 
     @staticmethod
     def _following(

@@ -106,7 +106,7 @@ class BlockSums:
         group.exchange(told, mine.repeat(live), [len(members)] * live, [len(members)] * live)
         counts = told.view(live, -1)
         for block, column in zip(members, counts.T.tolist(), strict=True):
-            if sorted(column)[-1] != len(members[block]) or sum(column) != len(members[block]):
+            if max(column) != len(members[block]) or sum(column) != len(members[block]):
                 raise RecycleError(
                     f"the block of micro-batches {members[block][0]} to {members[block][-1]} has {column} weight "
                     "gradients on the live workers of a stage, and one has to have all: "

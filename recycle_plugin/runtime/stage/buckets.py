@@ -17,6 +17,8 @@ class MeanBuckets:
 
     limit = BUCKET
     averages = True
+    flatten = staticmethod(torch._utils._flatten_dense_tensors)
+    unflatten = staticmethod(torch._utils._unflatten_dense_tensors)
 
     def __init__(self, group: MemberGroup) -> None:
         self.group = group
@@ -27,13 +29,3 @@ class MeanBuckets:
         flat = CPU.room([numbers], one.dtype) if on_host(one) else one.new_empty(numbers)
         self.group.sum_into(flat, gradients, 1.0 / self.group.size())
         return flat
-
-    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Concatenate ``tensors`` to a flat tensor."""
-        flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
-        return flat
-
-    def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Split a flat tensor into parts in the shapes of ``like``."""
-        parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
-        return parts

@@ -82,8 +82,3 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
 def coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """Return min(1, limit / norm) in the dtype of ``norm``, as DeepSpeed does: a scalar on the host."""
     return torch.min(torch.tensor(1.0), torch.tensor(float(limit), dtype=norm.dtype) / (norm + 1e-6))
-
-
-def scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Return ``gradient`` times a coefficient, as a new tensor."""
-    return gradient * by

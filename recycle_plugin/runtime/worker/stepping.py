@@ -15,7 +15,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.clipping import Clipping, scaled
+from recycle_plugin.runtime.stage.clipping import Clipping
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.ports import OptimizerStep
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
@@ -117,7 +117,7 @@ class Stepping:
         """Clip the gradients of the step being applied. Returns its norm, None while it is not known."""
         by = self._clipping.coefficient(self._applying)
         if by is not None:
-            self._gradients.scale(partial(scaled, by=by))
+            self._gradients.scale(lambda gradient: gradient * by)
         return self._clipping.norm(self._applying)
 
     def share(self, step: int) -> float:
