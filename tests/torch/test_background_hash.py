@@ -53,7 +53,7 @@ CHANGES = {
 def test_what_would_change_the_state_waits_for_the_hash(change, monkeypatch):
     slow = Slow(monkeypatch)
     slow.hash.hash_state(1)
-    assert slow.reading.wait(PATIENCE_S) and not slow.hash.hash_done() and slow.told.empty()
+    assert slow.reading.wait(PATIENCE_S) and not slow.hash._over.is_set() and slow.told.empty()
     changing = threading.Thread(target=CHANGES[change], args=(slow,), daemon=True)
     before = slow.worker.module[0].weight.detach().clone()
     changing.start()
@@ -74,7 +74,7 @@ def test_what_does_not_change_it_goes_on(monkeypatch):
     slow.worker.module(torch.randn(4, 7)).sum().backward()
     slow.worker.optimizer.skipped += 1
     slow.let.set()
-    assert slow.told.get(timeout=PATIENCE_S) == (1, slow.right) and slow.hash.hash_done()
+    assert slow.told.get(timeout=PATIENCE_S) == (1, slow.right) and slow.hash._over.is_set()
 
 
 def test_a_hash_of_another_step_is_a_mistake(monkeypatch):
@@ -101,4 +101,4 @@ def test_an_error_of_the_thread_is_raised_where_the_training_is(monkeypatch):
     slow.hash.hash_state(1)
     with pytest.raises(RuntimeError, match="the device is gone"):
         slow.train(2)
-    assert slow.hash.hash_done() and slow.told.empty()
+    assert slow.hash._over.is_set() and slow.told.empty()

@@ -104,9 +104,9 @@ class Waiting:
                 interruptible,
             )
 
-    def for_commit(self, step: int, interruptible: bool = True) -> None:
+    def for_commit(self, step: int) -> None:
         """Wait until ``step`` is committed; raises as :meth:`until` does."""
-        self.until(f"the commit of step {step}", lambda: self._view.is_committed(step), interruptible)
+        self.until(f"the commit of step {step}", lambda: self._view.is_committed(step))
 
     def run(self, what: str, function: Callable[[], T]) -> T:
         """Run a blocking ``function`` in a thread of its own and wait for it as in :meth:`until`; raises its error.

@@ -40,11 +40,11 @@ class Framing:
             raise Nonsense(f"a {type(message).__name__} where it should be a {kind.__name__}")
         return message
 
-    def taken(self, received: bytearray, seal: Seal, limit: int = LIMIT) -> object | None:
+    def taken(self, received: bytearray, seal: Seal) -> object | None:
         """Remove and return ``received``'s first message; None until it is whole. Raises Nonsense for a wrong seal."""
         if len(received) < HEAD.size:
             return None
-        end = HEAD.size + self._size(received, limit)
+        end = HEAD.size + self._size(received, LIMIT)
         if len(received) < end + SEAL:
             return None
         made, its = bytes(received[:end]), bytes(received[end : end + SEAL])

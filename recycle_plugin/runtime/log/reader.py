@@ -240,10 +240,7 @@ class LogReader:
         for segment in others:
             place = segment.head.sequence
             if not there or there[0] < place < there[-1]:  # else the folder was used before, or again later
-                self._fault_of_run(segment)
-
-    def _fault_of_run(self, segment: Segment) -> None:
-        self._fault(segment.path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
+                self._fault(segment.path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
 
     def _read(self, worker: WorkerId, segments: Sequence[Segment]) -> list[Void]:
         """Index a stream's records. Returns its Voids."""

@@ -269,12 +269,8 @@ class Stage:
         Parameters' gradients are set aside: torch.autograd.grad would leave them alone, but refuses checkpointed
         layers.
         """
-        with (
-            self._drawing(key),
-            swapped(self._made, empty(self._made)),
-            resting_hooks(self._parameters),
-            self._hold(),
-        ):
+        aside = swapped(self._made, empty(self._made))
+        with self._drawing(key), aside, resting_hooks(self._parameters), self._hold():
             return self._differentiate(stash, grads)
 
     def backward_weight(self, key: Key, inner: Inner) -> None:
@@ -309,9 +305,9 @@ class Stage:
 
     # --- parts -------------------------------------------------------------------------------------
 
-    def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager[Any]:
+    def _drawing(self, key: Key) -> AbstractContextManager[Any]:
         """Return a context in which the backward's hooks and functions draw keyed numbers, other than the forward's."""
-        return self._randomness(key[1], key[0], half)
+        return self._randomness(key[1], key[0], "input")
 
     def _hold(self) -> AbstractContextManager[PendingWeights | None]:
         return NOTHING if self._deferred is None else self._deferred.hold()

@@ -32,10 +32,6 @@ class BackgroundHash:
         self._over.clear()
         threading.Thread(target=self._work, args=(compute,), name="recycle: hash", daemon=True).start()
 
-    def hash_done(self) -> bool:
-        """Return whether no hash is being computed."""
-        return self._over.is_set()
-
     def finish(self, timeout_s: float = HASH_S) -> None:
         """Return once no hash is being computed. Raises the error that it has failed with, or WaitTimeout."""
         if not self._over.wait(timeout_s):

@@ -89,9 +89,9 @@ class StageState:
 
     # --- by value ----------------------------------------------------------------------------------
 
-    def small(self, own: bool = False) -> dict[str, Any]:
-        """Copy the non-tensor state as {part: value}; ``own``: the worker's own parts instead of the stage's."""
-        return {part.name: part.get() for part in self.parts.values() if part.get is not None and part.own is own}
+    def small(self) -> dict[str, Any]:
+        """Copy the stage's non-tensor state as {part: value}."""
+        return {part.name: part.get() for part in self.parts.values() if part.get is not None and not part.own}
 
     def put(self, small: Mapping[str, Any]) -> None:
         """Set these parts, dropping tensors of the optimizer that they lack. Raises RecycleError for a foreign part."""
