@@ -224,5 +224,4 @@ class Returns:
 
 
 def _exporting(handler: Any) -> list[Any]:
-    """Return the callbacks of ``handler`` that export their state."""
     return [each for each in handler.callbacks if isinstance(each, ExportableState)]

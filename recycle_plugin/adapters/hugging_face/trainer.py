@@ -104,7 +104,7 @@ class Seams:
     def call_event(
         self, stock: Callable[..., Any], of: Any, event: str, args: Any, state: Any, control: Any, **named: Any
     ) -> Any:
-        """Call the callbacks, which see who is the first process now."""
+        """Call the callbacks, with the present first process in ``state``."""
         if event == "on_train_begin":
             check(args)
         if self._returns is not None and not self._returns.hears(event, of, state):

@@ -264,7 +264,6 @@ class Coordinator(Exchange):
             await self._hear(line, hello, control)
 
     async def _hear(self, line: int, hello: Hello, control: InLoop) -> None:
-        """Handle all messages until the connection is broken."""
         while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
             if message is None:
                 if hello.role == OPERATOR:

@@ -106,7 +106,7 @@ class Control(Protocol):
         """
 
     def give_up(self, why: str) -> None:
-        """Break the connection if :meth:`resume` may turn to another process; whoever receives then finds it broken."""
+        """Break the connection if :meth:`resume` may turn to another process; receiving then finds it broken."""
 
     def close(self) -> None:
         """Close the connection, also for threads that wait in it. The other end still gets all that is on its way."""
@@ -263,7 +263,6 @@ class Framed(LineEnd):
         self._shut()
 
     def _await(self, what: int, deadline: float) -> None:
-        """Wait until the descriptor is ready or the connection is shut."""
         poll = select.poll()
         poll.register(self.fileno(), what)
         poll.poll(max(1.0, (deadline - time.monotonic()) * 1000))

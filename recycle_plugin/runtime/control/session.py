@@ -124,7 +124,6 @@ class Session:
 
     @contextmanager
     def _adopting(self) -> Iterator[None]:
-        """Adopt a new membership inside this context, and tell the collectives."""
         with self.waiting.changed:
             yield
         self.when_adopted()

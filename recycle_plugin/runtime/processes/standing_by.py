@@ -128,7 +128,7 @@ class Candidate:
         return made
 
     async def elected(self) -> Known | None:
-        """Return what is known once enough workers have turned here; None once it is unwanted or nobody is reached."""
+        """Return what is known once enough workers have turned here; None once unwanted, or without a coordinator."""
         hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
         while True:
             wanted = await self._unless_enough(follow(self._control, hello, self._learn))
