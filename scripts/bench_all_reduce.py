@@ -3,14 +3,13 @@
 
     scripts/bench_all_reduce.py [--members 2 4] [--mib 1 4 16 64 256] [--rounds 15] [--out DIR]
 
-A job under the plugin's launcher has both: the group as REDUCE uses it (runtime/collectives/), which a loss interrupts
-and which is made anew among those who are left, and a process group of Gloo's own among the same processes.  They sum
-the same buffers of fp32 in turn, the first one of each pair changing from round to round.  Medians over --rounds, of
-the slowest member of each.
+A job under the plugin's launcher has both: the group of REDUCE (runtime/collectives/), which a loss interrupts and
+which is made anew among the survivors, and a process group of Gloo's own among the same processes. They sum the same
+buffers of fp32 in turn; the order changes from round to round. Medians over --rounds, of the slowest member of each.
 
-"second buffer": the same with the copy that leaves the contributions as they were, and the division, as a step does it;
-Gloo's column is its sum alone, in place.  Where ours takes more than 1.1 times as long the table says for what: "in
-sums" is the time with a piece in Gloo's hands, "around" that before the first, between two and behind the last.
+"second buffer": the same as in a step, with the copy that leaves the contributions unchanged, and the division; Gloo's
+column is its sum alone, in place. If ours takes more than 1.1 times as long, the table divides its time: "in sums" has
+a piece in Gloo's hands, "around" is before the first, between two and after the last.
 
 Targets: ratio at most 1.1 as the median over sizes, and at most 1.5 at each.
 """
@@ -42,7 +41,7 @@ from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
 
 TYPICAL, WORST = 1.1, 1.5
-JOB = "BENCH_ALL_REDUCE"  # the variable that a worker finds its part in
+JOB = "BENCH_ALL_REDUCE"  # the environment variable with a worker's part
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 WARM_UP = 2
 
@@ -63,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare(found: argparse.Namespace) -> dict:
-    """Rows by number of members and size."""
+    """Return rows by number of members and size."""
     rows = [row for members in found.members for row in measured(members, found.mib, found.rounds, found.out)]
     for row in rows:
         print(shown(row), flush=True)
@@ -77,7 +76,7 @@ def compare(found: argparse.Namespace) -> dict:
 
 
 def measured(members: int, sizes: list[float], rounds: int, out: Path) -> list[dict]:
-    """One job of so many members; a row for each size.  Raises RunFailed."""
+    """Run a job of so many members; return a row for each size. Raises RunFailed."""
     folder = (out / f"members{members}").resolve()
     for stale in [*folder.glob("times*.json"), *folder.glob("store")]:
         stale.unlink()
@@ -91,7 +90,7 @@ def measured(members: int, sizes: list[float], rounds: int, out: Path) -> list[d
 
 
 def row(members: int, mib: float, told: list[dict[str, list[float]]]) -> dict:
-    """The medians of one size: of each way, the slowest member of each round."""
+    """Return the medians of one size, for each kind of sum, over the slowest member of each round."""
     found = {way: 1e3 * median(map(max, zip(*(each[way] for each in told)))) for way in told[0]}
     return {"members": members, "mib": mib, "ratio": found["ours"] / found["gloo"], **found}
 
@@ -110,7 +109,7 @@ def shown(row: dict) -> str:
 
 
 class UnderWay:
-    """How long at least one of a link's operations was under way, in seconds; a profile of what is around them."""
+    """The seconds in which at least one of a link's operations was under way; a profile of the time around them."""
 
     def __init__(self) -> None:
         self.seconds, self._now, self._since = 0.0, 0, 0.0
@@ -150,7 +149,7 @@ def member(given: dict) -> None:
             times.append(in_turn(ways, torch.empty(numbers), given["rounds"], meeting, watch))
     path = Path(given["folder"]) / f"times{rank}"
     path.write_text(json.dumps(times))
-    path.rename(path.with_suffix(".json"))  # which says that it is whole
+    path.rename(path.with_suffix(".json"))  # the new name says that the file is whole
     meeting.barrier(dist.BarrierOptions()).wait()
 
 
@@ -161,9 +160,9 @@ def in_turn(
     meeting: Any,
     watch: UnderWay,
 ) -> dict[str, list[float]]:
-    """Seconds of each way, round by round, and of "ours" how they divide; checks that what comes out is the sum.
+    """Return seconds of each kind of sum by round, and how those of "ours" divide. Checks the sums.
 
-    All come to each by a group apart, ``meeting``: one that has just been used is quicker on busy cores.
+    All meet before each sum in a separate group, ``meeting``: a group just used is quicker on busy cores.
     """
     found: dict[str, list[float]] = {way: [] for way in (*ways, "in sums", "around")}
     for number in range(WARM_UP + rounds):
@@ -180,7 +179,7 @@ def in_turn(
 
 
 def _check(way: str, buffer: torch.Tensor, made: object, members: int) -> None:
-    """Raise AssertionError where what came out is not the sum, or, of the contributions that stay, their mean."""
+    """Raise AssertionError if the result is not the sum, or, with unchanged contributions, not their mean."""
     stays = way == "second buffer"
     expected = [(buffer, 1.0 if stays else float(members)), *([(made, 1.0)] if isinstance(made, torch.Tensor) else [])]
     for found, value in expected:

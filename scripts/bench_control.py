@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""What thousands of workers cost the process that coordinates them, and each of them after a loss, in CPU time.
+"""CPU time of the coordinator of thousands of workers, and of each of them after a loss.
 
 scripts/bench_control.py                            # 8 x 4, 16 x 16 and 32 x 48 workers
 scripts/bench_control.py --shapes 64x64 --micro-batches 128 --out runs/control
 
-Nothing runs: the coordinator's state machine gets what such a job's workers say, in an order that is drawn; in the
-middle of a step one of them is lost, with what the plan has each of them hold by then.  Reading and writing the
-messages of a step is counted beside it.  Then all of them connect to the coordinator's server over loopback
-(lab/control_sockets.py), which is idle but for heartbeats, and hears the messages of steps.
+No job runs: the coordinator's state machine gets the messages of such a job's workers, in a random order. In the middle
+of a step a worker is lost; each worker then holds what the plan says. Reading and writing the messages of a step is
+counted separately. Then all workers connect to the coordinator's server over loopback (lab/control_sockets.py). The
+server is first idle but for heartbeats, and then receives the messages of steps.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from recycle_plugin.planner.recovery import recover
 from recycle_plugin.settings.schema import Settings
 
 STEPS = 5
-HEARTBEATS, TICKS = 2, 20  # of a worker, and of the coordinator's clock, in a step of 5 s
-AT_ONCE = 100  # messages that are read before they are handled, so that the clock is not looked at for each
+HEARTBEATS, TICKS = 2, 20  # heartbeats of a worker, and ticks of the coordinator, in a step of 5 s
+AT_ONCE = 100  # messages that are read before they are handled, so the clock is not read for each
 DEADLINES = Settings().deadlines
-HOST = 8  # workers of one
-SERVED = 10  # steps over connections, since a process's time is told in hundredths of a second
-IDLE_S = 10.0  # for so long the coordinator's server is watched where only heartbeats come
+HOST = 8  # workers of a host
+SERVED = 10  # steps over connections: a process's time has a resolution of 10 ms
+IDLE_S = 10.0  # the time in which the coordinator's server gets only heartbeats
 
 
 class Measured(NamedTuple):
-    """CPU seconds and bytes; ``step``: of the coordinator, the median of some; ``codec``: of it, to read and write the
-    messages of that step; ``loss``: of it, until all may go on; ``left``: of a worker that works out what is left;
-    ``told``: bytes of what each is told by that.  Of the coordinator's server, over connections: ``idle``, the share of
-    a core that heartbeats take, and ``served``, the seconds of a step.
+    """CPU seconds and bytes. The coordinator's: ``step``, a median; ``codec``, to read and write a step's messages;
+    ``loss``, until all may go on. ``left``: a worker's, to work out the rest of the step. ``told``: bytes sent to each
+    worker at the loss. The coordinator's server, over connections: ``idle``, the share of a core that heartbeats take,
+    and ``served``, the seconds of a step.
     """
 
     workers: int
@@ -107,7 +107,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def measured(shape: Topology) -> Measured:
-    """What a job of this shape costs."""
+    """Return the costs of a job of this shape."""
     costs, whole = CostModel.uniform(shape.stages), shape.full()
     lost = Seat(shape.replicas // 2, shape.stages // 2)
     planner.warm()
@@ -130,14 +130,14 @@ def measured(shape: Topology) -> Measured:
 
 
 def spent(work: Callable[[], object]) -> float:
-    """CPU seconds of this process."""
+    """Return the CPU seconds of this process."""
     began = time.process_time()
     work()
     return time.process_time() - began
 
 
 def started(job: JobSpec, ranks: dict[Seat, int]) -> Membership:
-    """The state of a job that all its workers have come to."""
+    """Return the state of a job that all its workers have joined."""
     membership = Membership(len(ranks))
     for seat, rank in ranks.items():
         membership.receive(
@@ -150,7 +150,7 @@ def started(job: JobSpec, ranks: dict[Seat, int]) -> Membership:
 
 
 def one_step(membership: Membership, job: JobSpec, ranks: dict[Seat, int], step: int) -> tuple[float, float]:
-    """What a step without a failure takes the coordinator, and what the reading and writing of its messages."""
+    """Return the coordinator's time for a step without a failure, and for reading and writing its messages."""
     frames = [encode(each) for each in of_step(job, ranks, step)]
     handled, ticked, handling, codec = 0, 0, 0.0, 0.0
     for begin in range(0, len(frames), AT_ONCE):
@@ -174,7 +174,7 @@ def one_step(membership: Membership, job: JobSpec, ranks: dict[Seat, int], step:
 
 
 def of_step(job: JobSpec, ranks: dict[Seat, int], step: int) -> Iterator[object]:
-    """All that the coordinator hears in a step."""
+    """Return all messages to the coordinator in a step."""
     order, batch = list(ranks.items()), len(job.shape.batch)
     random.Random(step).shuffle(order)
     for number in range(HEARTBEATS):
@@ -188,7 +188,7 @@ def of_step(job: JobSpec, ranks: dict[Seat, int], step: int) -> Iterator[object]
 
 
 def one_loss(membership: Membership, lost: int, held: dict[int, dict[str, str]]) -> Iterator[object]:
-    """What the coordinator tells all survivors from the news of a death until they may go on."""
+    """Return the coordinator's messages to all survivors from the news of a death until they may go on."""
     now = (STEPS + 2) * TICKS * TICK_S
     outs = [membership.receive(Exited(lost, -9, now), now)]
     for rank, data in held.items():
@@ -197,7 +197,7 @@ def one_loss(membership: Membership, lost: int, held: dict[int, dict[str, str]])
 
 
 def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:
-    """What each worker holds in the middle of a step that goes by ``plan``."""
+    """Return what each worker holds in the middle of a step of ``plan``."""
     held = {seat: {Datum("params", seat.stage, None, step)} for seat in plan.view.live}
     for seat, data in held.items():
         for each, start in zip(plan.programs[seat], plan.starts[seat], strict=True):
@@ -214,7 +214,7 @@ def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:
 
 @no_collections()
 def worked_out(plan: Plan, costs: CostModel, resume: Resume, seat: Seat) -> None:
-    """Work out what is left to do for ``seat``, as a worker does."""
+    """Work out the rest of the step for ``seat``, as a worker does."""
     held = {Seat.parse(name): PackedData(packed) for name, packed in resume.held.items()}
     for recovery in unfinished(partial(recover, plan, costs), resume.committed, held):
         assert recovery.program(seat)

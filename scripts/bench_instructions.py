@@ -1,8 +1,8 @@
-"""Processor time of the thread that trains, by kind of instruction, beside stock DeepSpeed's pipeline; a part of
+"""Processor time of the training thread, by kind of instruction, beside stock DeepSpeed's pipeline; a part of
 scripts/bench_step.py.
 
-Two stages of two replicas, fp32, 8 micro-batches.  A rank is this file with its job in the environment: it runs as any
-script of DeepSpeed's, and sums up the seconds of ``time.thread_time`` between one instruction and the next.  Both jobs
+Two stages of two replicas, fp32, 8 micro-batches.  A rank runs this file, with its job in the environment, as any
+script of DeepSpeed's. It sums up the seconds of ``time.thread_time`` between one instruction and the next. Both jobs
 have the machine in turn.
 """
 
@@ -19,17 +19,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-JOB = "BENCH_INSTRUCTIONS"  # the variable that a rank finds its part in
+JOB = "BENCH_INSTRUCTIONS"  # the environment variable with a rank's part
 MICRO_BATCHES, WIDTH, TOKENS, SAMPLES = 8, 64, 16, 4
 MODELS = {"two Linears a stage": 2, "24 Linears a stage": 24, "six transformer blocks a stage": 6}
 TARGETS = {"two Linears a stage": 1.2, "24 Linears a stage": 1.7, "six transformer blocks a stage": 1.7}
 MOVES = ("SA", "RA", "SG", "RG", "LOAD")
-ONCE = {"TIE": "REDUCE", "VALIDATE": "STEP"}  # in a step, and what stock does them in
+ONCE = {"TIE": "REDUCE", "VALIDATE": "STEP"}  # in a step, and stock's instructions for them
 PAIRS, WINDOW_S, STARTED, COUNTED = 6, 4.0, 5, 10
 
 
 def instructions(out: Path, recycle: Mapping[str, Any], rounds: int | None) -> dict:
-    """The table, printed and as it is written: µs of each micro-batch and step, and our calls by instruction."""
+    """Print and return the table: µs of each micro-batch and step, and our calls by instruction."""
     result: dict = {"met": True}
     for model, target in TARGETS.items():
         figures, counts = measured(out, model, recycle, rounds or PAIRS)
@@ -45,7 +45,7 @@ def instructions(out: Path, recycle: Mapping[str, Any], rounds: int | None) -> d
 
 
 def measured(out: Path, model: str, recycle: Mapping[str, Any], rounds: int) -> tuple[dict, dict]:
-    """µs by what is measured, of stock and of ours, medians over ranks and steps; and what an instruction calls."""
+    """Return µs by measured part, of stock and of ours, medians over ranks and steps; and an instruction's calls."""
     from recycle_plugin.lab.experiments import turns
     from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S
 
@@ -64,7 +64,7 @@ def measured(out: Path, model: str, recycle: Mapping[str, Any], rounds: int) -> 
 
 
 def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """µs of a micro-batch, of its F, I and W (of B where there is none) and what moves, and of REDUCE and STEP."""
+    """Return µs of a micro-batch, of its F, I and W (or B) and transfers, and of REDUCE and STEP."""
     found = {}
     for name in ("micro-batch", "F", "I", "W", "B", "moves", "between", "REDUCE", "STEP"):
         share = 1 if name in ("REDUCE", "STEP") else MICRO_BATCHES
@@ -73,7 +73,7 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def started(folder: Path, kind: str, model: str, recycle: Mapping[str, Any]) -> Any:
-    """A job of this kind under DeepSpeed's launcher."""
+    """Start a job of this kind under DeepSpeed's launcher."""
     from recycle_plugin.runs import JobRun, environment, free_port
 
     folder = folder.resolve()
@@ -86,7 +86,7 @@ def started(folder: Path, kind: str, model: str, recycle: Mapping[str, Any]) -> 
 
 
 def steps_of(run: Any) -> list[dict]:
-    """What all ranks have written of each step."""
+    """Return what all ranks have written of each step."""
     lines = (line for path in run.folder.glob("rank*.jsonl") for line in path.read_text().split("\n")[:-1])
     return [json.loads(line) for line in lines]
 
@@ -95,7 +95,7 @@ def steps_of(run: Any) -> list[dict]:
 
 
 class Spent:
-    """Seconds of this thread by kind of instruction: each has those until the next begins."""
+    """Seconds of this thread by kind of instruction, each until the next one begins."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -107,7 +107,7 @@ class Spent:
         self.now, self._since = kind, now
 
     def taken(self) -> dict[str, float]:
-        """Those of a step, which is over."""
+        """Return and forget the seconds of a finished step."""
         self.begin("between")
         for kind, other in ONCE.items():
             self.seconds[other] += self.seconds.pop(kind, 0.0)
@@ -118,7 +118,7 @@ class Spent:
 
 
 class Calls:
-    """What the thread calls of ours in each kind of instruction."""
+    """The thread's calls of our functions in each kind of instruction."""
 
     def __init__(self) -> None:
         import recycle_plugin
@@ -144,7 +144,7 @@ class Calls:
             self._file = code.co_filename
 
     def each(self) -> dict[str, tuple[float, ...]]:
-        """Calls, changes of file, and context managers of an instruction, by kind."""
+        """Return calls, changes of file, and context managers of an instruction, by kind."""
         sys.setprofile(None)
         counted = self.calls, self.changes, self.contexts
         return {
@@ -155,7 +155,7 @@ class Calls:
 
 
 def watch_ours(begin: Any) -> None:
-    """Have ``begin(kind)`` called at each instruction that a worker of the plugin runs."""
+    """Call ``begin(kind)`` at each instruction that a worker of the plugin runs."""
     from recycle_plugin.core.worker import worker
 
     names: dict[str, Any] = vars(worker)
@@ -174,7 +174,7 @@ def watch_ours(begin: Any) -> None:
 
 
 def watch_stock(begin: Any) -> None:
-    """The same at each instruction of stock DeepSpeed's pipeline."""
+    """Do the same at each instruction of stock DeepSpeed's pipeline."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     names = {"OptimizerStep": "STEP", "ReduceGrads": "REDUCE", "ReduceTiedGrads": "TIE", "LoadMicroBatch": "LOAD"}
@@ -193,7 +193,7 @@ def watch_stock(begin: Any) -> None:
 
 
 def train(job: Mapping[str, Any]) -> None:
-    """Train until this is ended; every rank writes a line for each step."""
+    """Train until this process is ended; every rank writes a line for each step."""
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -223,7 +223,7 @@ def train(job: Mapping[str, Any]) -> None:
 
 
 def config(job: Mapping[str, Any]) -> dict:
-    """DeepSpeed's, with the plugin's section in one of the two."""
+    """Return DeepSpeed's config, with the plugin's section in one of the two jobs."""
     own = {"enabled": True, "run_dir": job["folder"], "report": False, **job["recycle"]}
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,

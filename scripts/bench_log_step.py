@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""What logging costs a step: the same job with recycle.log and without, in windows that alternate.
+"""The cost of logging for a step: the same job with recycle.log and without, in alternating windows.
 
     scripts/bench_log_step.py emulated     # PP 2 x DP 2, layers that sleep, 50 MB/s logged by each worker
-    scripts/bench_log_step.py real         # PP 2 x DP 2, gpt_tiny, at the rate that its model gives
+    scripts/bench_log_step.py real         # PP 2 x DP 2, gpt_tiny, at its model's rate
 
-One job has the machine for a window of some seconds while the other is stopped; each pair of windows gives a ratio of
-step times, and the verdict is on the median of these ratios, with its 95% interval by bootstrap.  Target: at most 1.02.
-Both jobs make checkpoints, at the same overhead, since a log needs them; the steps of those count with all others.
-There are two replicas, since a job without any is refused where it does not log.
+Each job has the machine for a window of some seconds while the other is stopped. Each pair of windows gives a ratio of
+step times. The verdict is on the median of these ratios, with its 95% interval by bootstrap. Target: at most 1.02.
+Both jobs make checkpoints, at the same overhead, since a log needs them; steps with a checkpoint count like all others.
+There are two replicas, since a job without replicas is refused if it does not log.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from recycle_plugin.runs import TrainingRun
 from recycle_plugin.runtime.log.reader import LogReader, runs
 
 TARGET = 1.02
-STARTED = 5  # both are past this step before they take turns
+STARTED = 5  # both jobs are past this step before they take turns
 PAIRS, WINDOW_S = 16, 6.0
 MICRO_BATCHES, SAMPLES, LAYER_MS = 4, 64, 20.0
-STEP_S = 0.32  # of the emulated job, about: two stages, four micro-batches
+STEP_S = 0.32  # of the emulated job, roughly: two stages, four micro-batches
 COMMON = ("topology=pp2_dp2", "recycle.enabled=true", "recycle.checkpoint={overhead: 0.01}", "steps=1000000")
 OFF, ON = "without", "with"
 
@@ -39,9 +39,9 @@ def main(arguments: list[str]) -> int:
     made.add_argument("part", choices=sorted(PARTS))
     made.add_argument("--pairs", type=int, default=PAIRS, help=f"windows of each kind (default {PAIRS})")
     made.add_argument("--window", type=float, default=WINDOW_S, metavar="S", help=f"seconds (default {WINDOW_S:g})")
-    made.add_argument("--mb-per-s", type=float, default=50.0, help="of emulated: a worker's rate (default 50)")
+    made.add_argument("--mb-per-s", type=float, default=50.0, help="with emulated: a worker's rate (default 50)")
     made.add_argument(
-        "--folder", type=Path, help="where the log goes: a disk that sustains the rate (default: in --out)"
+        "--folder", type=Path, help="the log's folder, on a disk that sustains the rate (default: in --out)"
     )
     made.add_argument("--out", type=Path, default=Path("runs/bench_log_step"), metavar="DIR")
     return run_part(PARTS, made.parse_args(arguments))
@@ -63,7 +63,7 @@ PARTS = {"emulated": emulated, "real": real}
 
 
 def compared(found: argparse.Namespace, job: Sequence[str]) -> dict:
-    """Run both, and judge; raises TooShort where windows are too short for the steps."""
+    """Run both, and judge. Raises TooShort if windows are too short for the steps."""
     log = (found.folder or found.out / f"{found.part}-{ON}" / "log").resolve()
     kinds = {OFF: [], ON: [f"recycle.log={{folder: {log}}}"]}
     shutil.rmtree(log, ignore_errors=True)
@@ -129,7 +129,7 @@ def judged(
 
 
 def logged_bytes(folder: Path) -> dict[str, int]:
-    """The most bytes that each worker has logged of one step."""
+    """Return the most bytes that each worker has logged of one step."""
     (job,) = runs(folder)
     found: dict[str, int] = {}
     for worker, segments in LogReader(folder, job).segments.items():

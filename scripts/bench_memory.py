@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Bytes that a worker holds for a parameter, between steps and at each moment of one: the formula of
-recycle_plugin/core/vocabulary/worker_bytes.py beside what real jobs have measured.
+recycle_plugin/core/vocabulary/worker_bytes.py beside measurements of real jobs.
 
     scripts/bench_memory.py [--only WORD ...] [--json FILE]
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(cases: list[Case], kind: str, folder: str) -> list[dict]:
-    """Run these cases' jobs, all with a fork server of this kind, and print a line for each."""
+    """Run these cases' jobs with a fork server of this kind, and print a line for each."""
     if not cases:
         return []
     place = Path(folder) / kind

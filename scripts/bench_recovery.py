@@ -1,20 +1,19 @@
 #!/usr/bin/env python
-"""What a failure costs: workers are killed from outside at uniformly random times, in real jobs under the launcher.
+"""The cost of a failure: workers of real jobs under the launcher are killed from outside at uniformly random times.
 
 scripts/bench_recovery.py                                       # 2x2 and 4x2, steps of 0.3 s and 3 s, ten kills each
 scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x stages
-scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with nobody missing yet
+scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with all workers there
 scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
-scripts/bench_recovery.py --cause leave --step 0.3              # planned leaves, by "recycle leave"; sigterm: by that
+scripts/bench_recovery.py --cause leave --step 0.3              # planned leaves by "recycle leave"; sigterm: by it
 scripts/bench_recovery.py --against torchft                     # whole replicas, beside torchft's: five strikes
 
-Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random
-instants half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that
-share, "done %" what the lost worker had done, and "restart %" what would have been run again, had the interrupted step
-started anew.
+Survivors keep their work, so only the lost worker's work is run again: for single kills at random instants, on average
+half of its share of the step's compute, 12.5% with 2x2, 4.2% with 3x4. Shares of the step's compute: "again %" is run
+again, "done %" the lost worker had done, and "restart %" a restart of the interrupted step would run again.
 
-Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2; what a
-planned leave adds to the others' steps, all together, at most 0.3 s each time.
+Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2; the time
+that a planned leave adds to all of the others' steps together at most 0.3 s each time.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from recycle_plugin.runs import RunFailed, TrainingRun
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
 LEAVE_TARGET_S = 0.3
 MICRO_BATCHES = 4
-SETTLED = 4  # intervals between commits that give a median, before and after each kill
+SETTLED = 4  # intervals between commits for a median, before and after each kill
 SHARES = (("redone_share", 8), ("finished_share", 7), ("restart_share", 9))
 SHOWN = ("cost_s", "stall_s", "detection_s", "regroup_s", "plan_s", "redone_s", "rest_s", "before_s", "after_s")
 
@@ -97,26 +96,24 @@ def parser() -> argparse.ArgumentParser:
         "--step", nargs="+", type=float, default=[0.3, 3.0], metavar="S", help="seconds of a fault-free step, emulated"
     )
     made.add_argument("--model", default="emulated", choices=["emulated", "gpt_tiny"])
-    made.add_argument("--cause", default="kill", choices=["kill", "leave", "sigterm"], help="how workers go")
+    made.add_argument("--cause", default="kill", choices=["kill", "leave", "sigterm"], help="how workers are lost")
     made.add_argument("--kills", type=int, default=10, help="kills, or leaves, for each topology and step time")
     made.add_argument("--singly", action="store_true", help="one kill for each job")
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--against", choices=["torchft"], help="whole replicas, beside it; --step: the first one")
-    made.add_argument("--rounds", type=int, default=5, help="of --against: strikes of each kind at each side")
+    made.add_argument("--against", choices=["torchft"], help="compare whole replicas with it, at the first --step")
+    made.add_argument("--rounds", type=int, default=5, help="with --against: strikes of each kind at each side")
     made.add_argument(
-        "--strikes", nargs="+", default=[FAULT_FREE, *STRIKES], choices=[FAULT_FREE, *STRIKES], help="of --against"
+        "--strikes", nargs="+", default=[FAULT_FREE, *STRIKES], choices=[FAULT_FREE, *STRIKES], help="with --against"
     )
-    made.add_argument(
-        "--sides", nargs="+", metavar="NAME", help="of --against, by the names in its table; default: all"
-    )
-    made.add_argument("--replicas", type=int, default=3, help="of --against")
-    made.add_argument("--megabytes", type=int, default=48, help="of --against: of weights and moments")
+    made.add_argument("--sides", nargs="+", metavar="NAME", help="with --against: names in its table; default: all")
+    made.add_argument("--replicas", type=int, default=3, help="with --against")
+    made.add_argument("--megabytes", type=int, default=48, help="with --against: of weights and moments")
     made.add_argument("--out", type=Path, default=Path("runs/bench_recovery"), metavar="DIR")
     return made
 
 
 def beside_torchft(found: argparse.Namespace) -> int:
-    """Measure replicas that are struck, the plugin's and torchft's, and write and print what came out."""
+    """Measure faults of replicas, the plugin's and torchft's; write and print the results."""
     sides = [side for side in (*own_sides(), *rivals()) if not found.sides or side.name in found.sides]
     shape, folder = TrainedShape(found.replicas, 2, found.step[0], found.megabytes), found.out / "against_torchft"
     told = {"torchft": [RELEASE, NIGHTLY], "seed": found.seed, "shape": asdict(shape)}

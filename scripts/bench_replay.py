@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""What help brings a replay: a stage loses its only worker in a real job, and is replayed with none to four helpers.
+"""The gain of helpers: a stage of a real job loses its only worker, and is replayed with none to four helpers.
 
-scripts/bench_replay.py                                  # 15 micro-batches, 12 steps to replay, by 0, 1 and 4 helpers
+scripts/bench_replay.py                                  # 15 micro-batches, 12 steps to replay, with 0, 1 and 4 helpers
 scripts/bench_replay.py --helpers 0 4 --micro-batches 8 --steps 20
 
-Layers sleep (emulated compute), so that workers on few cores keep the times that accelerators would have; a block is a
-micro-batch.  The bound of the replay is steps x ceil(blocks / (helpers + 1)) x a block's time: who replays makes a
-share too.  "share s" is what making the gradients took, the wait for others' included; the other columns are apart.
+Layers sleep (emulated compute), so workers on few cores keep the times of accelerators. A block is a
+micro-batch. The bound of the replay is steps x ceil(blocks / (helpers + 1)) x a block's time, since the replaying
+worker makes a share too. "share s" is the time of the gradients, with the wait for helpers; other columns exclude it.
 
-Targets: shares at most 10% above the bound; with 4 helpers 2.5 times as fast as with one, where both are measured.
+Targets: shares at most 10% above the bound; with 4 helpers 2.5 times as fast as with one, if both are measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recycle_plugin.runs import RunFailed, TrainingRun
 OPS = ("forward", "input", "weight")
 PARTS = ("spawn", "load", "parameters", "reduce", "step")
 ABOVE, FASTER = 1.1, 2.5
-AFTER = 4  # steps that are trained when the stage is there again
+AFTER = 4  # steps that are trained after the stage is back
 
 
 def main(arguments: list[str]) -> int:
@@ -52,14 +52,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--helpers", nargs="+", type=int, default=[0, 1, 4])
     made.add_argument("--stages", type=int, default=6)
     made.add_argument("--micro-batches", type=int, default=15)
-    made.add_argument("--steps", type=int, default=12, help="that are committed when the worker is lost")
-    made.add_argument("--each-ms", type=int, default=20, help="of a forward, and of each half of a backward")
+    made.add_argument("--steps", type=int, default=12, help="steps that are committed when the worker is lost")
+    made.add_argument("--each-ms", type=int, default=20, help="time of a forward, and of each half of a backward")
     made.add_argument("--out", type=Path, default=Path("runs/bench_replay"), metavar="DIR")
     return made
 
 
 def overrides(found: argparse.Namespace, helpers: int) -> list[str]:
-    """A job of one replica; its only checkpoint in time is that before the first step."""
+    """Return overrides for a job of one replica, with a checkpoint only before the first step."""
     return [
         "model=emulated",
         "optimizer=sgd",
@@ -78,9 +78,9 @@ def overrides(found: argparse.Namespace, helpers: int) -> list[str]:
 
 
 def measured(helpers: int, found: argparse.Namespace) -> dict:
-    """The figures of one job.  Raises RunFailed."""
+    """Return the figures of one job. Raises RunFailed."""
     folder = found.out / f"helpers{helpers}"
-    shutil.rmtree(folder, ignore_errors=True)  # a log goes on behind no other
+    shutil.rmtree(folder, ignore_errors=True)  # a log continues no other log
     with TrainingRun(folder, found.stages, overrides(found, helpers)) as run:
         events = run.finish(DEADLINE_S).events
     said = [event for event in events if event["event"] == "helpers"]
@@ -104,7 +104,7 @@ def measured(helpers: int, found: argparse.Namespace) -> dict:
 
 
 def judged(rows: list[dict]) -> dict:
-    """All figures, and whether the targets are met."""
+    """Return all figures, and whether the targets are met."""
     took = {row["helpers"]: (row["share_s"] + row["reduce_s"] + row["step_s"]) / row["steps"] for row in rows}
     faster = took[1] / took[4] if {1, 4} <= took.keys() else None
     met = all(row["ratio"] <= ABOVE for row in rows) and (faster is None or faster >= FASTER)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What a step of sharded replicas costs: ZeRO inside of 2 replicas of 2 ranks, beside stock ZeRO over all 4 ranks.
+"""The cost of a step of sharded replicas: ZeRO inside 2 replicas of 2 ranks, beside stock ZeRO over all 4 ranks.
 
     scripts/bench_sharded.py [--stage 3] [--layers 8] [--hidden 512] [--pairs 12] [--window 8] [--out DIR]
 
-The same model, batch and optimizer, real compute, fp32.  Both jobs are started, and have the machine in turn, for a
-window of some seconds; each pair of windows gives a ratio of step times: the median, with its 95% interval by
-bootstrap.  Of each job comes what a script's three calls take (of which the forward has the wait for the slowest rank),
-and the memory of all its processes.  There is no target: this is what the way over from hybrid sharding costs.
+The same model, batch and optimizer, real compute, fp32. Both jobs run, and have the machine in turn for a window of
+some seconds. Each pair of windows gives a ratio of step times; the result is the median, with its 95% interval by
+bootstrap. The table also has the time of a script's three calls (the forward includes the wait for the slowest rank),
+and the memory of all processes of each job. There is no target: this is the price of moving from hybrid sharding.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from recycle_plugin.observability.run_history import read_events
 from recycle_plugin.runs import JobRun, environment, free_port
 
 RANKS, REPLICAS = 4, 2
-STARTED = 5  # both are past this step before they take turns
+STARTED = 5  # both jobs are past this step before they take turns
 STOCK, OURS = "stock", "replicas"
 CALLS = ("forward_s", "backward_s", "step_s")
-JOB = "BENCH_SHARDED"  # the variable that a rank finds its part in
+JOB = "BENCH_SHARDED"  # the environment variable with a rank's part
 
 
 def main(arguments: list[str]) -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
+    made.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO's")
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--hidden", type=int, default=512)
-    made.add_argument("--samples", type=int, default=32, help="of a micro-batch")
+    made.add_argument("--samples", type=int, default=32, help="samples of a micro-batch")
     made.add_argument("--accumulation", type=int, default=2, help="micro-batches of a rank in a step")
-    made.add_argument("--pairs", type=int, default=12, help="windows of each")
-    made.add_argument("--window", type=float, default=8.0, metavar="S", help="seconds")
+    made.add_argument("--pairs", type=int, default=12, help="windows of each job")
+    made.add_argument("--window", type=float, default=8.0, metavar="S", help="seconds of a window")
     made.add_argument("--out", type=Path, default=Path("runs/bench_sharded"), metavar="DIR")
     found = made.parse_args(arguments)
     found.part = f"zero{found.stage}"
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compared(found: argparse.Namespace) -> dict:
-    """Run both in turns.  Raises TooShort where windows are too short for the steps."""
+    """Run both in turn. Raises TooShort if windows are too short for the steps."""
     shape = {name: getattr(found, name) for name in ("stage", "layers", "hidden", "samples", "accumulation")}
     with ExitStack() as stack:
         jobs, memory = {}, {}
@@ -64,7 +64,7 @@ def compared(found: argparse.Namespace) -> dict:
 
 
 def started(folder: Path, kind: str, shape: Mapping[str, int]) -> JobRun:
-    """A job of this kind under DeepSpeed's launcher."""
+    """Start a job of this kind under DeepSpeed's launcher."""
     folder = folder.resolve()
     (folder / "steps.jsonl").unlink(missing_ok=True)
     module = ["--module", "recycle_plugin.launch"] if kind == OURS else []
@@ -74,7 +74,7 @@ def started(folder: Path, kind: str, shape: Mapping[str, int]) -> JobRun:
 
 
 def steps_of(run: JobRun) -> list[dict]:
-    """What the first rank has written of each step."""
+    """Return what the first rank has written of each step."""
     path = run.folder / "steps.jsonl"
     return read_events(path) if path.exists() else []
 
@@ -82,7 +82,7 @@ def steps_of(run: JobRun) -> list[dict]:
 def judged(
     windows: Mapping[str, Sequence[Window]], steps: Mapping[str, Sequence[Mapping]], memory: Mapping[str, int]
 ) -> dict:
-    """The result from when each job had the machine, its steps, and the bytes of its processes."""
+    """Return the result, from each job's times with the machine, its steps, and the bytes of its processes."""
     ends = {kind: [step["time"] for step in each] for kind, each in steps.items()}
     each = {kind: [step_s(window, ends[kind]) for window in of] for kind, of in windows.items()}
     ratios = [ours / stock for ours, stock in zip(each[OURS], each[STOCK])]
@@ -104,7 +104,7 @@ def judged(
 
 
 def train(job: Mapping) -> None:
-    """Train until this is ended, as any script of DeepSpeed's; the first rank writes a line for each step."""
+    """Train until this process is ended, as any DeepSpeed script; the first rank writes a line for each step."""
     import deepspeed
     import torch
     from torch import nn
@@ -139,7 +139,7 @@ def train(job: Mapping) -> None:
 
 
 def config(job: Mapping) -> dict:
-    """DeepSpeed's, with the plugin's section in one of the two."""
+    """Return DeepSpeed's config, with the plugin's section in one of the two jobs."""
     own = {"enabled": True, "unit": "replica", "replicas": REPLICAS, "run_dir": job["folder"], "report": False}
     return {
         "train_micro_batch_size_per_gpu": job["samples"],

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""What splitting the backward costs: processor time and memory of one process, against the fused backward.
+"""The cost of splitting the backward: processor time and memory of one process, against the fused backward.
 
-``graph`` is the split of torch.distributed.pipelining.  The ways take turns; medians.  ``host``: layers so small that
-what is measured is the host's time for each.  To measure another commit's way, set PYTHONPATH to its checkout.
+``graph`` is the split of torch.distributed.pipelining.  The splits take turns; medians. ``host``: layers so small that
+only the host's time counts. To measure another commit, set PYTHONPATH to its checkout.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def resident() -> int:
 
 
 def once(way: str, model: nn.Module, deferred: DeferredWeights, x: Tensor, weigh: bool) -> list[float]:
-    """Seconds of F, I and W; bytes held between I and W."""
+    """Return seconds of F, I and W, and bytes held between I and W."""
     before = resident() if weigh else 0
     times = [time.process_time()]
     if way == "split":

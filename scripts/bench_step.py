@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
+"""The plugin's cost without failures, its schedule's gain, and the accuracy of its predictions.
 
 * scripts/bench_step.py overhead: gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's;
   --bf16: both in bf16
-* scripts/bench_step.py change --checkout DIR: the same job, five times, against the plugin as another checkout has it,
-  installed there
+* scripts/bench_step.py change --checkout DIR: the same job, five times, against the plugin that is
+  installed in another checkout
 * scripts/bench_step.py throughput: emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
 * scripts/bench_step.py prediction: emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
-* scripts/bench_step.py instructions: three small models, 2x2: processor time of the thread that trains, by instruction,
+* scripts/bench_step.py instructions: three small models, 2x2: processor time of the training thread, by instruction,
   against the stock engine's, and our calls in each (scripts/bench_instructions.py)
 
-Targets: ratio of step times at most 1.05, after a change 1.02; throughput at least 1.15 times, with no more
-micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part writes JSON to --out.
+Targets: ratio of step times at most 1.05, after a change 1.02; throughput at least 1.15 times, holding no more
+micro-batches than 1F1B does at its first stage; predictions within 5%.  Every part writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from recycle_plugin.runs import RunOutcome, TrainingRun
 
 OVERHEAD, CHANGED, GAIN, ERROR = 1.05, 1.02, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns
-QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
+QUIET_CORES = 0.4  # cores that other programs may use in a turn that counts as quiet
 PATIENCE_S = 15
-FEWEST = 100  # step times that give a median worth a verdict
+FEWEST = 100  # step times that are enough for a verdict
 STOCK_BF16 = (
     "{bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, "
     "communication_data_type: fp32}"
 )
 """At stage 0 stock's sums are bf16."""
-SLICE_S = 3.0  # how long one of two runs has the machine before the other gets it
+SLICE_S = 3.0  # turn of one run with the machine
 WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "recycle.reroute=false"]
 
 
@@ -77,18 +77,18 @@ def parser() -> argparse.ArgumentParser:
         "--checkout",
         type=Path,
         metavar="DIR",
-        help="of change: the other one, with a .venv of its own (scripts/test makes it)",
+        help="with change: the other checkout, with a .venv of its own (scripts/test makes it)",
     )
     made.add_argument("--layer-ms", type=float, default=None, help="F, I and W of an emulated layer (default: 30)")
     made.add_argument(
-        "--bf16", action="store_true", help="of overhead: both engines in bf16, stock's with sums in fp32 too"
+        "--bf16", action="store_true", help="with overhead: both engines in bf16, stock's with sums in fp32 too"
     )
     made.add_argument("--out", type=Path, default=Path("runs/bench_step"), metavar="DIR")
     made.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="further Hydra overrides for the plugin's runs; for stock's too where they are not of recycle",
+        help="further Hydra overrides for the plugin's runs; for stock's too, unless they are of recycle",
     )
     return made
 
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Turn(NamedTuple):
-    """Steps that a run began and ended while it had the machine, and how many cores others used meanwhile."""
+    """The steps that a run began and ended while it had the machine, and the cores that others used meanwhile."""
 
     first: int
     last: int
@@ -105,7 +105,7 @@ class Turn(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What runs beside the plugin as it is here."""
+    """A run that is compared with this checkout's plugin."""
 
     overrides: list[str]
     plugin: bool = True
@@ -113,7 +113,7 @@ class Kind(NamedTuple):
 
 
 def overhead(found: argparse.Namespace) -> dict:
-    """Both engines run the same job at the same time, and take turns of a few seconds with the machine."""
+    """Run the same job with both engines, in turns of a few seconds with the machine."""
     own, job = job_of(found)
     precision = ([f"deepspeed={STOCK_BF16}"], ["deepspeed={bf16: {enabled: true}}"]) if found.bf16 else ([], [])
     kinds = {"stock": Kind(precision[0], plugin=False), "plugin": Kind([*precision[1], "recycle.enabled=true", *own])}
@@ -128,7 +128,7 @@ def overhead(found: argparse.Namespace) -> dict:
 
 
 def change(found: argparse.Namespace) -> dict:
-    """Both kinds of run side by side, several times: ratios of medians, and the median of these against the target."""
+    """Run both kinds side by side, several times; compare the median of the ratios of medians with the target."""
     if found.checkout is None or not (found.checkout / ".venv" / "bin" / "deepspeed").exists():
         raise SystemExit(
             "change: give --checkout a checkout of this project in which scripts/test or scripts/demo has installed "
@@ -152,7 +152,7 @@ def change(found: argparse.Namespace) -> dict:
 
 
 def job_of(found: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The overrides that are the plugin's, and those of both."""
+    """Return the overrides of the plugin, and those of both."""
     own = [each for each in found.overrides if each.lstrip("+").startswith("recycle")]
     return own, [
         "model=gpt_tiny",
@@ -214,7 +214,7 @@ def compared(steps: dict[str, list[tuple[float, float]]], target: float) -> dict
 
 
 def take_turns(runs: Mapping[str, TrainingRun]) -> dict[str, list[Turn]]:
-    """One run at a time has the machine, until one has ended.  All are paused at first."""
+    """Give the machine to one run at a time, until one has ended. All are paused at first."""
     deadline = time.monotonic() + DEADLINE_S
     taken: dict[str, list[Turn]] = {kind: [] for kind in runs}
     while time.monotonic() < deadline:
@@ -237,12 +237,12 @@ def take_turns(runs: Mapping[str, TrainingRun]) -> dict[str, list[Turn]]:
 
 
 def printed(run: TrainingRun) -> int:
-    """The last step whose loss the run has printed."""
+    """Return the last step whose loss the run has printed."""
     return max(map(int, re.findall(r"steps: (\d+) ", run.output)), default=0)
 
 
 def wait_for_quiet() -> None:
-    """Until others leave most of the machine alone, for so many seconds at most."""
+    """Wait until other programs leave most of the machine alone, for at most so many seconds."""
     for _ in range(4 * PATIENCE_S):
         busy = busy_s()
         time.sleep(0.25)
@@ -251,13 +251,13 @@ def wait_for_quiet() -> None:
 
 
 def busy_s() -> float:
-    """Seconds for which this machine's cores have not been idle, all together."""
+    """Return the busy seconds of this machine's cores, added up."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 def settled(outcome: RunOutcome, skipped: int = WARM_UP) -> list[float]:
-    """Step times of all ranks, without the first ones."""
+    """Return the step times of all ranks, without the first ones."""
     return [seconds for record in outcome.records.values() for seconds in record["step_s"][skipped:]]
 
 
@@ -300,7 +300,7 @@ def throughput(found: argparse.Namespace) -> dict:
 
 
 def emulated(shape: Topology, layer_ms: float) -> list[str]:
-    """One layer a stage with F = I = W = ``layer_ms``."""
+    """Return overrides for one layer a stage with F = I = W = ``layer_ms``."""
     return [
         "model=emulated",
         "optimizer=sgd",
@@ -316,7 +316,7 @@ def emulated(shape: Topology, layer_ms: float) -> list[str]:
 
 
 def prediction(found: argparse.Namespace) -> dict:
-    """Calibrate on 2x2, predict 3x4 with and without a lost worker, write that down, and only then run it."""
+    """Calibrate on 2x2, predict 3x4 with and without a lost worker, write the prediction, and only then run it."""
     layer_ms, lost = found.layer_ms or 30.0, Seat(0, 1)
     square, shape, steps = (
         Topology(replicas=2, stages=2, micro_batches=4),
@@ -386,7 +386,7 @@ def prediction(found: argparse.Namespace) -> dict:
 
 
 def host_time(found: argparse.Namespace) -> dict:
-    """The table of scripts/bench_instructions.py; ``recycle.name=value``, in JSON, is set in the plugin's section."""
+    """Make the table of scripts/bench_instructions.py; set ``recycle.name=value``, in JSON, in the plugin's section."""
     named = (each.removeprefix("recycle.").split("=", 1) for each in found.overrides)
     return instructions(found.out, {name: json.loads(value) for name, value in named}, found.rounds)
 

@@ -1,7 +1,7 @@
 # Sourced by the scripts beside it: ensure_environment makes .venv hold this package and what it needs.
 #
-# Nothing happens when .venv was already installed from the same setup.cfg, constraints.txt and Python.
-# A run that is stopped half-way leaves no stamp, so that the next one goes on where it stopped.
+# Nothing happens if .venv was already installed from the same setup.cfg, constraints.txt and Python.
+# A run that is stopped half-way leaves no stamp, so the next run continues the installation.
 # RECYCLE_PINS: releases in place of those in constraints.txt, as "torch==2.6.0 deepspeed==0.19.3".
 # RECYCLE_INSTALL_TIMEOUT: the most seconds that one pip call may take (default 1800).
 
@@ -9,13 +9,13 @@ checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$checkout/.venv
 constraints=$checkout/scripts/constraints.txt
 pins=(${RECYCLE_PINS:-})
-megatron_lm=0.19.2  # with its training loop, in a folder of its own: the tests' jobs of Megatron-LM
+megatron_lm=0.19.2  # with its training loop, in its own folder, for the tests' Megatron-LM jobs
 
 say() { echo "$(basename "$0"): $*" >&2; }
 
 fail() { say "$*"; exit 1; }
 
-_wanted() {  # what .venv has to have been installed from
+_wanted() {  # the inputs that .venv has to be installed from
     { "$venv/bin/python" --version; echo "$checkout" "$megatron_lm" "${pins[@]}"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
 }
 
@@ -52,7 +52,7 @@ _install() {
     say "installed into .venv"
 }
 
-_install_megatron_lm() {  # its wheel says Python 3.12; tests/support/megatron_lm.py has what 3.11 lacks
+_install_megatron_lm() {  # its wheel requires Python 3.12; tests/support/megatron_lm.py adds what 3.11 lacks
     local folder=$venv/megatron_lm target=3.12
     "$venv/bin/python" -c "import sys; sys.exit(sys.version_info < (3, 12))" && target=$("$venv/bin/python" -c "import sys; print('%d.%d' % sys.version_info[:2])")
     rm -rf "$folder"

@@ -1,9 +1,9 @@
-"""Train a GPT (or emulated layers) with DeepSpeed's pipeline engine; the same script with the plugin and without.
+"""Train a GPT (or emulated layers) with DeepSpeed's pipeline engine, with the plugin or without.
 
 deepspeed --num_gpus 4 --module recycle_plugin.launch scripts/train_gpt.py topology=pp2_dp2 recycle.enabled=true
 deepspeed --num_gpus 4 scripts/train_gpt.py topology=pp2_dp2
 
-Every rank that gets to the end writes run_dir/losses/rank<r>.json, its last file.
+Every rank that trains to the end writes run_dir/losses/rank<r>.json, its last file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(job: TrainingJob) -> dict:
 
 
 def train(job: TrainingJob):
-    """Run the job; this rank's record (loss and seconds of each step) and its engine."""
+    """Run the job; return this rank's record (loss and seconds of each step) and its engine."""
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -67,8 +67,8 @@ def train(job: TrainingJob):
 
 
 def gpt(job: TrainingJob):
-    """(layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens that Megatron's tools have
-    made.
+    """Return (layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens made by Megatron's
+    tools.
     """
     import torch
 
@@ -86,7 +86,7 @@ def gpt(job: TrainingJob):
 
 
 def emulated(job: TrainingJob):
-    """(layers, loss, data): layers that take a stated time, on random vectors."""
+    """Return (layers, loss, data): layers that take a stated time, on random vectors."""
     import torch
     from deepspeed.pipe import LayerSpec
 
@@ -101,7 +101,7 @@ def emulated(job: TrainingJob):
 
 
 def write(path: Path, save) -> None:
-    """Under another name first: who finds the file finds all of it."""
+    """Write the file under another name first, so that a file with its final name is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}")
     save(unfinished)

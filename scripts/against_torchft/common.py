@@ -1,7 +1,7 @@
-"""What the three loops share: the model, its emulated compute, and the log of one process.
+"""Shared parts of the three loops: the model, its emulated compute, and the log of one process.
 
-A micro-batch is a stated time of sleep, and then a forward and a backward of a few samples: gradients, sums and Adam
-are real, while two cores are enough for all replicas.
+A micro-batch is a stated time of sleep, then a forward and a backward of a few samples. So gradients, sums and Adam
+are real, and two cores are enough for all replicas.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 WIDTH, SAMPLES = 512, 4
-NAME = os.environ["RANK"]  # of who is no replica it is no number
+NAME = os.environ["RANK"]  # not a number in a process that is no replica
 RANK = int(NAME) if NAME.isdecimal() else None
 JOB = json.loads(os.environ["AGAINST_TORCHFT"])  # folder, megabytes, step_s, micro_batches, replicas, settings
 
 
 def age_s() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process was started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Log:
-    """Lines of JSON, a file for each process: when it was started, was ready to train, and each step that stayed."""
+    """Lines of JSON, a file for each process: its start, its readiness to train, and each step that stayed."""
 
     def __init__(self) -> None:
         folder = Path(JOB["folder"]) / "log"
@@ -41,7 +41,7 @@ class Log:
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same weights everywhere; ``megabytes`` of weights and moments."""
+    """Make the same model everywhere, with ``megabytes`` of weights and moments."""
     torch.manual_seed(0)
     layers = max(1, round(JOB["megabytes"] * 1e6 / 12 / WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -49,7 +49,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loss_of(model: nn.Module, step: int, replica: int, micro_batch: int) -> torch.Tensor:
-    """The loss of one micro-batch, which takes its time."""
+    """Return the loss of one micro-batch, after its stated time."""
     time.sleep(JOB["step_s"] / JOB["micro_batches"])
     generator = torch.Generator().manual_seed((step * 100 + replica) * 100 + micro_batch)
     inputs = torch.randn(SAMPLES, WIDTH, generator=generator)

@@ -1,4 +1,4 @@
-"""torchft's lighthouse, with the options of its README: says its address, and is there until it is killed."""
+"""torchft's lighthouse, with the options of its README: prints its address, and runs until it is killed."""
 
 from __future__ import annotations
 

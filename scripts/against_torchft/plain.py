@@ -1,4 +1,4 @@
-"""Data parallel training in plain torch, which survives nothing: what the others' steps are compared with."""
+"""Data parallel training in plain torch, which survives no loss: the baseline of the others' steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starts the processes of a loop that has no launcher of its own, and each that dies anew after a second.
+"""Starts the processes of a loop without its own launcher, and restarts each that dies after a second.
 
-start.py plain.py              # without anything that comes back
-start.py with_torchft.py 5000  # with torchft's lighthouse, a process with the options of its README, and so many
-                               # milliseconds until a replica that is not heard counts as lost (its default: 5000)
+start.py plain.py              # no process comes back
+start.py with_torchft.py 5000  # with torchft's lighthouse, a process with the options of its README, and a
+                               # heartbeat timeout in milliseconds (its default: 5000)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same training with torchft: its optimizer's wrapper starts the quorum and asks whether to commit."""
+"""The same training with torchft: its optimizer wrapper starts the quorum and asks whether to commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures' scripts share: Hydra composition, jobs from profiles, tables and pictures in a run folder."""
+"""Shared parts of the figures' scripts: Hydra composition, jobs from profiles, tables and pictures in a run folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHADES = ("#0b3c66", "#1f6fb5", "#5aa2da", "#a3cbe9", "#d3e5f4")  # ours, by the
 
 
 def settings(name: str, arguments: Sequence[str] | None = None) -> SimpleNamespace:
-    """``configs/reproduce/<name>.yaml`` with the command line's overrides; what is wrong ends the script with one
+    """Return ``configs/reproduce/<name>.yaml`` with the command line's overrides; an error ends the script with one
     line.
     """
     overrides = list(sys.argv[1:] if arguments is None else arguments)
@@ -77,7 +77,7 @@ def profile_of(model: Mapping[str, Any]) -> Profile:
 
 
 def techniques(job: PeerJob, cap_factor: float | None) -> Policy:
-    """All of ours; what doesn't fit the accelerator ends the script with one line."""
+    """Return all of ours. If they don't fit the accelerator, the script ends with one line."""
     try:
         return recycle.techniques(job, cap_factor)
     except ValueError as error:
@@ -85,7 +85,7 @@ def techniques(job: PeerJob, cap_factor: float | None) -> Policy:
 
 
 def load_bound_us(job: PeerJob, view: ClusterView) -> int:
-    """The least period that the busiest stage's work alone allows, its own sum and step included."""
+    """Return the least period that the busiest stage's work allows, with its own sum and step."""
     total = job.topology.replicas * job.topology.micro_batches
     loads = [-(-total // len(view.live_replicas(stage))) * each for stage, each in enumerate(job.load_us)]
     return max(load + reduce + step for load, reduce, step in zip(loads, job.costs.reduce, job.costs.step))
@@ -96,7 +96,7 @@ def load_bound_us(job: PeerJob, view: ClusterView) -> int:
 
 @dataclass(frozen=True)
 class Column:
-    """``origin``: "ours", "published" or "" for what names a row.  ``digits``: of numbers."""
+    """A column. ``origin``: "ours", "published", or "" if it names the row. ``digits``: of numbers."""
 
     name: str
     origin: str = ""
@@ -108,7 +108,7 @@ class Column:
 
 
 class Table:
-    """Rows of numbers and texts; None is an empty cell, a missing figure.  CSV and text from the same rows."""
+    """Rows of numbers and texts, as CSV and as text; None is an empty cell, a missing figure."""
 
     def __init__(self, title: str, columns: Sequence[Column]) -> None:
         self.title, self.columns = title, tuple(columns)
@@ -138,7 +138,7 @@ class Table:
         return "\n".join([*lines, *(f"  {note}" for note in notes)])
 
     def write(self, path: Path, notes: Iterable[str] = (), quiet: bool = False) -> None:
-        """``path`` without its ending: path.csv and path.txt; also on the terminal unless ``quiet``."""
+        """Write path.csv and path.txt (``path`` has no ending), and to the terminal unless ``quiet``."""
         with path.with_suffix(".csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([column.title for column in self.columns])
@@ -160,7 +160,7 @@ class Table:
 def canvas(
     rows: int, columns: int, width: float = 13.0, height: float = 4.4, title: str = "", heights: Sequence[float] = ()
 ) -> tuple[Any, Any]:
-    """A figure without a display, and its axes [rows][columns]."""
+    """Return a figure without a display, and its axes [rows][columns]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -188,7 +188,7 @@ def frame(axes: Any, title: str, x: str, y: str) -> None:
 
 
 def legend_below(figure: Any, axes: Any, columns: int) -> None:
-    """The entries of ``axes``, once, under all of them."""
+    """Draw the entries of ``axes`` once, under all of them."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 

@@ -1,12 +1,12 @@
 """A training job under stock DeepSpeed whose processes outlive a loss, as Elastic Horovod's do: commit, restore, sync.
 
-python scripts/reproduce/elastic_job.py [key=value ...], with what it is to do in ELASTIC_JOB, as JSON
+python scripts/reproduce/elastic_job.py [key=value ...], with its task as JSON in ELASTIC_JOB
 
-This process starts the workers, and another one in the place of one that is killed.  Every ``every`` steps each worker
-copies its stage's state in its own memory (a commit).  After a loss all meet anew, a *round*: the survivors take their
-last commit that all of them have, the new process is sent that of its data-parallel peer, and the steps since then are
-trained again.  The rank ``lost`` kills itself in round n before the n-th step of ``kills``.  Nothing is on a disk: with
-one replica a stage's commits die with its worker, and the job is refused.
+This process starts the workers, and a new one in place of each killed one. Every ``every`` steps each worker copies its
+stage's state in its own memory (a commit). After a loss all regroup, which begins a *round*: the survivors take the
+last commit that all of them have, the new process gets its data-parallel peer's, and the steps since then are trained
+again. The rank ``lost`` kills itself in round n before the n-th step of ``kills``. No state is on a disk: with one
+replica a stage's commits die with its worker, so the job is refused.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from recycle_plugin.lab.training.compose import TrainingJob, compose_from_comman
 
 VARIABLE, STORE, ROUND = "ELASTIC_JOB", "ELASTIC_STORE", "ELASTIC_ROUND"
 HOST = "127.0.0.1"
-KEPT = 2  # commits: some worker may not have come to the last one
-MEETING_S = 120.0  # until all have met in a round, and until word that somebody was lost
+KEPT = 2  # commits: a worker may lack the last one
+MEETING_S = 120.0  # deadline for all to meet in a round, and for the news of a loss
 POLL_S = 0.01
 
 
@@ -54,11 +54,11 @@ def main() -> None:
         start(job.workers, Path(todo["folder"]))
 
 
-# --- who starts the workers --------------------------------------------------------------------------------
+# --- the starting process ----------------------------------------------------------------------------------
 
 
 def start(workers: int, folder: Path) -> None:
-    """Start them, and another one for each that is killed, until all have come to their ends.  Raises SystemExit where
+    """Start the workers, and a new one for each killed one, until all have ended well. Raises SystemExit if
     one ends otherwise.
     """
     from torch.distributed import TCPStore
@@ -113,7 +113,7 @@ class Worker:
         self._commits: dict[int, dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Train to the end, in as many rounds as it takes.  Raises RuntimeError where a round fails and nobody was
+        """Train to the end, in as many rounds as needed. Raises RuntimeError if a round fails and no worker was
         lost.
         """
         while True:
@@ -139,7 +139,7 @@ class Worker:
         told(self._folder, "ready")
 
     def _synced(self) -> int:
-        """Have the newest state that all who have any have committed; its step."""
+        """Take the newest state that all workers with commits have committed; return its step."""
         from torch.distributed import all_gather_object, broadcast_object_list
 
         newest: list[Any] = [None] * self._workers
@@ -154,7 +154,7 @@ class Worker:
                 broadcast_object_list(sent, src=peers[0], group=grid.get_data_parallel_group())
                 self._commits = {step: sent[0]}
             self._commits = {step: self._commits[step]}
-            self._stock.take(copy.deepcopy(self._commits[step]))  # an optimizer steps on the tensors that it is given
+            self._stock.take(copy.deepcopy(self._commits[step]))  # an optimizer changes the tensors that it is given
         else:
             step = 0
             self._commit(step)
@@ -180,7 +180,7 @@ class Worker:
     # --- from one round to the next -----------------------------------------------------------------------
 
     def _shut(self) -> None:
-        """Close the connections to other workers: who waits for this one is not woken otherwise."""
+        """Close the connections to other workers; otherwise those that wait for this one would not wake."""
         for one in psutil.Process().net_connections("tcp"):
             if one.raddr and one.raddr.port != self._port:
                 try:
@@ -190,7 +190,7 @@ class Worker:
                     pass  # closed meanwhile, by Gloo or by its other end
 
     def _await_next(self, error: RuntimeError) -> None:
-        """Return when word has come that somebody was lost."""
+        """Return once the news of a loss has come."""
         deadline = time.monotonic() + MEETING_S
         while not self._store.check([named(self._round + 1)]):
             if time.monotonic() > deadline:
@@ -209,7 +209,7 @@ class Worker:
         gc.collect()
         if is_initialized():
             destroy_process_group()
-        deepspeed_comm.cdb = None  # else DeepSpeed takes it for the next round's
+        deepspeed_comm.cdb = None  # otherwise DeepSpeed takes it for the next round's
 
 
 if __name__ == "__main__":

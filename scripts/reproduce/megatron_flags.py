@@ -13,9 +13,9 @@ FILLED = 128  # the vocabulary is filled up to a multiple of it, by default
 
 
 def write(job: TrainingJob, folder: Path) -> str:
-    """Write the job's settings to ``folder``/recycle.json; returns the command that trains it, for a shell.
+    """Write the job's settings to ``folder``/recycle.json; return the shell command that trains it.
 
-    Raises SystemExit for what Megatron-LM has no flag for.
+    Raises SystemExit for a setting without a flag of Megatron-LM.
     """
     words = " ".join(flags(job))
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,13 +28,13 @@ def write(job: TrainingJob, folder: Path) -> str:
 
 
 def settings(job: TrainingJob) -> dict[str, Any]:
-    """The section of the job, without what is as by default."""
+    """Return the job's section, without defaults."""
     usual = compose().recycle
     return {key: value for key, value in job.recycle.items() if value != usual[key]}
 
 
 def flags(job: TrainingJob) -> list[str]:
-    """Megatron-LM's command line for the job, which reads its mock data where the job has no indexed data."""
+    """Return Megatron-LM's command line for the job; without indexed data it reads Megatron-LM's mock data."""
     return [str(word) for words in _flags(job) for word in words]
 
 

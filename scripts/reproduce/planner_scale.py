@@ -1,4 +1,4 @@
-"""How long it takes from a membership to a verified and hashed plan, by number of workers, on one core.
+"""Time from a membership to a verified and hashed plan, by number of workers, on one core.
 
 python scripts/reproduce/planner_scale.py [repeats=1] [run_dir=...]
 
@@ -97,7 +97,7 @@ def remark(times: list[float], goal: float | None) -> str:
 
 
 def measure(stages: int, replicas: int, micro_batches: int, cap: int, config) -> tuple[list[float], float, int]:
-    """Milliseconds for each pattern, the worst gap, and how many are lost."""
+    """Return milliseconds for each pattern, the worst gap, and the number of lost workers."""
     topology, costs, policy = (
         Topology(replicas, stages, micro_batches),
         CostModel.uniform(stages, 10, 10, 10, 1, 5, 5),

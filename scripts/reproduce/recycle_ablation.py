@@ -1,4 +1,4 @@
-"""What rerouting, the split backward, the staggered optimizer and normalisation bring, each on top of the last.
+"""The gain of rerouting, split backward, staggered optimizer and normalisation, each on top of the last.
 
 python scripts/reproduce/recycle_ablation.py [micro_batches=[12]] [run_dir=...]
 

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def schedules(topology: Topology, lost: tuple[Seat, ...], cap: int) -> list[tuple[str, ClusterView, Policy]]:
-    """The paper's four, by its names; adaptive alone within 1F1B's memory."""
+    """Return the paper's four schedules, by its names; "adaptive only" keeps to 1F1B's memory."""
     full, hurt = topology.full(), topology.full().without(*lost)
     return [
         ("fault-free 1F1B", full, Policy(split_backward=False, stagger_optimizer=False, reroute=False)),
@@ -97,7 +97,7 @@ def schedules(topology: Topology, lost: tuple[Seat, ...], cap: int) -> list[tupl
 
 
 def overlapping(topology: Topology, lost: tuple[Seat, ...], costs: CostModel, cap: int) -> list[Panel]:
-    """Two steps in a row: only there a staggered optimizer is seen to close the gap between them."""
+    """Return panels of two steps in a row, to show that a staggered optimizer closes the gap between them."""
     chosen = [entry for entry in schedules(topology, lost, cap) if entry[0] in ("+ decoupled", "+ staggered")]
     return [
         Panel(
@@ -111,7 +111,7 @@ def overlapping(topology: Topology, lost: tuple[Seat, ...], costs: CostModel, ca
 
 
 def peaks(planned: Plan) -> str:
-    """Most micro-batches held at once (F run, weight gradient not yet), per stage."""
+    """Return the most micro-batches held at once (after F, before the weight gradient), per stage."""
     most = [0] * planned.stages
     for seat, program in planned.programs.items():
         held = 0

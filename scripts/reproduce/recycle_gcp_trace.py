@@ -2,8 +2,8 @@
 
 python scripts/reproduce/recycle_gcp_trace.py [micro_batches=[12]] [run_dir=...]
 
-Writes steady.csv (per number of GPUs), trace.csv (averages of all policies), transitions.csv (every one of ours)
-and a picture.  Fractions stand against fault-free 1F1B (the paper's baseline) and against our own fault-free schedule.
+Writes steady.csv (per number of GPUs), trace.csv (averages of all policies), transitions.csv (all of ours)
+and a picture. Fractions are of fault-free 1F1B (the paper's baseline) and of our own fault-free schedule.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def add_steady(table: Table, job: PeerJob, model: Mapping[str, Any], config: Sim
 
 
 def remark(ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float) -> str:
-    """Where we fall short, and why."""
+    """Say where ours falls short, and why."""
     points = {
         "published ReCycle": known["ReCycle"],
         "published Oobleck": known["Oobleck"],
@@ -250,7 +250,7 @@ def add_averages(
 
 
 def memory_table(config: SimpleNamespace) -> Table:
-    """What more room for activations is worth."""
+    """Return the worth of more room for activations."""
     names = [*(f"cap {factor:g}" for factor in config.caps), *(f"{size:g} GB" for size in config.devices_gb)]
     columns = [Column("model"), Column("M"), *(Column(name, OURS) for name in names)]
     table = Table("Memory is the currency: the worst part of the goal that a plan made at once reaches", columns)
@@ -304,7 +304,7 @@ def draw(
 
 
 def drawn_runs(runs: list[Run]) -> list[Run]:
-    """Ours, and Oobleck as ReCycle's figure has it."""
+    """Return ours, and Oobleck as in ReCycle's figure."""
     return [next(run for run in runs if run.policy == name) for name in ("ReCycle, ours", IMPLIED)]
 
 
@@ -369,7 +369,7 @@ def draw_trace(axes: Any, job: PeerJob, runs: list[Run], model: Mapping[str, Any
 
 
 def draw_transitions(axes: Any, runs: list[Run]) -> None:
-    """Seconds of training that each change cost."""
+    """Draw the seconds of training that each change cost."""
     common.frame(axes, "what each transition costs: pause and work done again", "hours", "seconds")
     names = ("ours", "Oobleck, simulated,\n  pauses implied by\n  ReCycle's figure")
     for run, colour, name, shift in zip(drawn_runs(runs), RUN_COLOURS, names, (-0.008, 0.008)):
@@ -388,7 +388,7 @@ def draw_transitions(axes: Any, runs: list[Run]) -> None:
 
 
 def verdict(steady: Table, averages: Table) -> list[str]:
-    """Where we fall short and where a peer wins, in words."""
+    """Say in words where ours falls short and where a peer wins."""
     rows = steady.rows
     short = [row for row in rows if row[8] < GOAL]
     met = f"{len(rows) - len(short)} of {len(rows)} rows"

@@ -1,9 +1,9 @@
-"""Average throughput when one worker is lost every so often: ours and all peers, GPT-3 Medium, 3.35B and 6.7B on 32
+"""Average throughput if one worker is lost at a fixed interval: ours and all peers, GPT-3 Medium, 3.35B and 6.7B on 32
 workers.
 
 python scripts/reproduce/recycle_mtbf.py [micro_batches=[12]] [run_dir=...]
 
-Every figure is ours: of the paper's table none is available to us.  Fractions of fault-free 1F1B at the same M.
+Every figure is ours; the paper's table is not available to us. Fractions of fault-free 1F1B at the same M.
 """
 
 from __future__ import annotations

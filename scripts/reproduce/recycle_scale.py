@@ -109,7 +109,7 @@ def failed_seats(job: PeerJob, unit: str, part: float, seed: int) -> list[Seat]:
 
 
 def spread_evenly(job: PeerJob, losses: int) -> ClusterView:
-    """Losses dealt to the stages so that the busiest one is least busy, to different replicas in turn."""
+    """Deal losses to stages so that the busiest is least busy, and to replicas in turn."""
     live = [job.topology.replicas] * job.topology.stages
     lost = []
     for _ in range(losses):

@@ -1,13 +1,12 @@
-"""A training job under stock DeepSpeed that starts again from its own checkpoints: plain checkpoint-restart, or as
-CheckFreq does.
+"""A training job under stock DeepSpeed that restarts from its own checkpoints, plain or in the background (CheckFreq).
 
-deepspeed --num_gpus 4 scripts/reproduce/restarting_job.py [key=value ...], with what it is to do in RESTARTING_JOB,
-as JSON
+deepspeed --num_gpus 4 scripts/reproduce/restarting_job.py [key=value ...], with its task as JSON in
+RESTARTING_JOB
 
-Every ``every`` steps (0: never) each rank saves its stage: ``background`` false: written and synced while all wait
-(plain); true: copied in memory, and written by a thread (CheckFreq, FAST'21).  A start takes the newest step that every
-rank has, and that step's data.  The rank ``lost`` kills itself before the step ``kill_at``, if that is not null.  Each
-rank appends to its own file in ``folder`` what happened when; peers.py reads them.
+Every ``every`` steps (0: never) each rank saves its stage. ``background`` false: written and synced while all wait
+(plain); true: copied in memory, and written by a thread (CheckFreq, FAST'21). A start takes the newest step that
+every rank has, and that step's data. The rank ``lost`` kills itself before the step ``kill_at``, unless that is null.
+Each rank appends its events with their times to its own file in ``folder``; swift_jobs.py reads them.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ def file_of(folder: Path, step: int, rank: int) -> Path:
 
 
 def newest(folder: Path, workers: int) -> int:
-    """The last step that every rank has saved; 0 for none."""
+    """Return the last step that every rank has saved; 0 if there is none."""
     steps = [int(path.name.removeprefix("step")) for path in folder.glob("step*")]
     whole = [step for step in steps if all(file_of(folder, step, rank).exists() for rank in range(workers))]
     return max(whole, default=0)
 
 
 def save(state: dict[str, Any], folder: Path, step: int, background: bool) -> threading.Thread | None:
-    """Save the stage; the thread that does so, where it is one."""
+    """Save the stage; return the thread that does so, if there is one."""
     if not background:
         write(state, folder, step)
         return None
@@ -85,7 +84,7 @@ def save(state: dict[str, Any], folder: Path, step: int, background: bool) -> th
 
 
 def write(state: dict[str, Any], folder: Path, step: int) -> None:
-    """Under another name first, and synced: who finds the file finds all of it."""
+    """Write the file under another name first, and sync it, so that a file with its final name is whole."""
     import torch
 
     path = file_of(folder, step, RANK)

@@ -4,8 +4,8 @@ deepspeed --hostfile HOSTS --module recycle_plugin.launch scripts/reproduce/run_
 deepspeed --num_gpus 4 --module recycle_plugin.launch scripts/reproduce/run_gpt.py experiment=gpt_tiny faults=trace
 
 Trains as scripts/train_gpt.py does; every rank that gets to the end also writes run_dir/log/rank<r>.csv: step, loss,
-seconds, samples per second.  Without the launcher it trains nothing: it builds the model on the meta device and
-prints what each stage will hold, and whom the trace kills.
+seconds, samples per second.  Without the launcher it trains nothing: it builds the model on the meta device, and
+prints what each stage will hold and which workers the trace kills.
 
 scripts/reproduce/run_gpt.py experiment=gpt3_6_7b faults=trace --megatron runs/megatron
 
@@ -107,7 +107,7 @@ def check(job: TrainingJob) -> None:
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker of one stage holds; ``held``: micro-batches at once; ``undo``: as in the settings."""
+    """The memory of a worker of one stage. ``held``: micro-batches at once; ``undo``: as in the settings."""
 
     layers: int
     parameters: int
@@ -142,7 +142,7 @@ def workers_on_meta(job: TrainingJob) -> list[Worker]:
 
 
 def held(policy: Policy, stage: int, stages: int, size: int) -> int:
-    """Micro-batches of ``size`` bytes that a worker of ``stage`` may hold."""
+    """Return the number of micro-batches of ``size`` bytes that a worker of ``stage`` may hold."""
     room = policy.memory_bytes
     if room is None:
         return policy.cap(stage, stages)
@@ -150,7 +150,7 @@ def held(policy: Policy, stage: int, stages: int, size: int) -> int:
 
 
 def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:
-    """(layers, parameters) of each stage, from the very layers that will be trained, built without memory."""
+    """Return (layers, parameters) of each stage, from the layers that will be trained, built without memory."""
     import torch
     import torch.distributed as dist
     from deepspeed.runtime.utils import partition_uniform
@@ -176,7 +176,7 @@ def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:
 
 
 def activation_bytes(job: TrainingJob) -> int:
-    """Of one layer and micro-batch: 34 bytes a token and hidden unit in bf16 (Korthikanti et al.
+    """Return bytes of a layer and micro-batch: 34 bytes a token and hidden unit in bf16 (Korthikanti et al.
 
     2022) and the attention scores, doubled for fp32.
     """

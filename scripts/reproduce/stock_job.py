@@ -1,5 +1,5 @@
-"""What the peers' jobs share: the engine of stock DeepSpeed, the data of each step by its number, a stage's state, and
-what each process tells of its steps.
+"""Shared parts of the peers' jobs: the engine of stock DeepSpeed, the data of each step by its number, a stage's state,
+and each process's log of its steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHO = f"rank{RANK}" if "RANK" in os.environ else "starter"
 
 
 class StockJob:
-    """A job of emulated layers under stock DeepSpeed.  ``start``: make its engine, once the ranks can meet."""
+    """A job of emulated layers under stock DeepSpeed.  ``start`` makes its engine, once the ranks can meet."""
 
     def __init__(self, job: TrainingJob) -> None:
         import torch
@@ -60,11 +60,11 @@ class StockJob:
         self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     def train(self, step: int) -> float:
-        """Train ``step`` on its own data, whatever was trained before; its loss."""
+        """Train ``step`` on its own data, whatever was trained before; return its loss."""
         return self.engine.train_batch(self._batches(step)).item()
 
     def state(self) -> dict[str, Any]:
-        """The state of this rank's stage, which the next step changes."""
+        """Return the state of this rank's stage, which the next step changes."""
         return {"module": self.engine.module.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
 
     def take(self, state: dict[str, Any]) -> None:
@@ -78,8 +78,8 @@ class StockJob:
 
 
 def told(folder: Path, event: str, step: int = 0, **more: Any) -> None:
-    """Append what happened, and when, to this process's file in ``folder``: "rank0.jsonl", or that of who starts the
-    ranks.
+    """Append an event and its time to this process's file in ``folder``: "rank0.jsonl", or the file of the process that
+    starts the ranks.
     """
     with (folder / f"{WHO}.jsonl").open("a") as file:
         file.write(json.dumps({"who": WHO, "event": event, "step": step, "time": time.time(), **more}) + "\n")

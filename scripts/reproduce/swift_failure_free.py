@@ -2,8 +2,8 @@
 
 python scripts/reproduce/swift_failure_free.py [windows=10] [run_dir=...]
 
-Five jobs on the same model, data and batch take turns with the machine: while one trains, the others are stopped.  Each
-is compared with the same engine's job that keeps nothing, window by window.  ``windows=0``: by a model alone.
+Five jobs on the same model, data and batch take turns with the machine: while one trains, the others are stopped. Each
+is compared, window by window, with the same engine's job that keeps nothing. ``windows=0``: only the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.runs import JobRun, RunFailed, TrainingRun
 
-STARTED = 5  # all are past this step before they take turns
+STARTED = 5  # all jobs are past this step before they take turns
 DEADLINE_S = 300.0
 TOLERANCE = 5e-6  # of losses, as the demo's
 PLAIN_STOCK, PLAIN_OURS = "nothing, stock DeepSpeed", "nothing, ours"
@@ -39,18 +39,18 @@ BESIDE = {
     LOG: PLAIN_OURS,
 }
 NAMED = {name: name.replace(", ", "-").replace(" ", "_") for name in BESIDE}  # folders
-PATIENT = ("recycle.heartbeat_timeout_s=90", "recycle.progress_timeout_s=100")  # a stopped job's clocks go on
+PATIENT = ("recycle.heartbeat_timeout_s=90", "recycle.progress_timeout_s=100")  # a stopped job's clocks run on
 
 
 class Steps(NamedTuple):
-    """When each step of a job was done, in seconds since the epoch, and the loss of each."""
+    """The end of each step of a job, in seconds since the epoch, and its loss."""
 
     ends: Mapping[int, float]
     losses: Mapping[int, float]
 
     @classmethod
     def told(cls, folder: Path) -> Steps:
-        """Those of a job under stock DeepSpeed: a step is done when all ranks have done it."""
+        """Return the steps of a job under stock DeepSpeed: a step is done when all ranks have done it."""
         told = Told.read(folder)
         ranks = {step: told.of("step", step) for step in told.losses}
         return cls(
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def simulated(table: Table, config: SimpleNamespace) -> None:
-    """The peers by the model: a step of 1F1B, two stages and four micro-batches, and a checkpoint's stop."""
+    """Return the peers by the model: a step of 1F1B, two stages and four micro-batches, and a checkpoint's stop."""
     constants, step = config.constants, 3 * (4 + 2 - 1) * config.stage_ms / 1000
     for name, stop_s in ((PLAIN_STOCK, 0.0), (RESTART, constants["save_s"]), (CHECKFREQ, constants["copy_s"])):
         each = step + stop_s / config.every
@@ -111,7 +111,7 @@ def simulated(table: Table, config: SimpleNamespace) -> None:
 
 
 def measured(config: SimpleNamespace) -> tuple[Mapping[str, Sequence[Window]], Mapping[str, Steps]]:
-    """When each job had the machine, and its steps.  Raises RunFailed."""
+    """Return each job's times with the machine, and its steps. Raises RunFailed."""
     folder, job = Path(config.run_dir), swift_jobs.job(config, "pp2_dp2")
     runs: dict[str, JobRun] = {}
     kept: dict[str, Path] = {}
@@ -147,7 +147,7 @@ def at_work(run: JobRun, trains: Callable[[], bool]) -> None:
 
 
 def judged(table: Table, windows: Mapping[str, Sequence[Window]], steps: Mapping[str, Steps]) -> None:
-    """A row for each job.  Raises RunFailed where losses differ, TooShort where a window has no step."""
+    """Return a row for each job. Raises RunFailed if losses differ, TooShort if a window has no step."""
     took = {
         name: [step_s(window, sorted(steps[name].ends.values())) for window in each] for name, each in windows.items()
     }

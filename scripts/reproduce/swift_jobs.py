@@ -1,4 +1,4 @@
-"""The real jobs of SWIFT's figures: ours, and its peers under stock DeepSpeed; and what each has told of a recovery.
+"""The real jobs of SWIFT's figures: ours, and its peers under stock DeepSpeed; and their events of a recovery.
 
 All train the same emulated layers on the same batches, four processes on this machine.
 """
@@ -25,15 +25,15 @@ from recycle_plugin.observability.run_history import WARM_UP, Failure
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, TrainingRun, environment, free_port
 
 WORKERS = 4
-NO_LOSS = "no loss"  # the method of a job in which nobody is lost
+NO_LOSS = "no loss"  # the method of a job without a loss
 DEADLINE_S = 300.0  # of one start of a job
 HERE = Path(__file__).resolve().parent
 
 
 class Recovery(NamedTuple):
-    """The seconds from a worker's death until the step that it was lost in is done, by parts.
+    """The seconds from a worker's death until the interrupted step is done, by parts.
 
-    ``notice_s``: until somebody knows; ``start_s``: until the last process has come to its first step again, or all
+    ``notice_s``: until the death is known; ``start_s``: until the last process is at its first step again, or all
     have regrouped; ``load_s``: until each has the state of a checkpoint or a commit; ``redo_s``: of the ``steps``
     behind that, trained again or replayed; ``finish_s``: of the interrupted step.
     """
@@ -51,7 +51,7 @@ class Recovery(NamedTuple):
 
     @classmethod
     def of(cls, failure: Failure) -> Recovery:
-        """That of a worker of ours.  Raises RunFailed where the log lacks a part of it."""
+        """Return the recovery of a worker of ours. Raises RunFailed if the event log lacks a part of it."""
         back, struck, seen = failure.absence, failure.struck_at, failure.seen_at
         if not failure.resumed_at or not failure.committed_at:
             raise RunFailed(f"nobody has gone on after the loss of seat {failure.seat}")
@@ -68,7 +68,7 @@ class Recovery(NamedTuple):
 
 @dataclass(frozen=True)
 class Told:
-    """What the processes of a peer's job have told, in the order of time."""
+    """The events of a peer's job, from all its processes, in the order of time."""
 
     events: tuple[dict[str, Any], ...]
 
@@ -82,12 +82,12 @@ class Told:
 
     @property
     def ready(self) -> list[float]:
-        """When the last of all ranks had come to its first step, for each start or round."""
+        """The times at which the last rank was at its first step, for each start or round."""
         return [each["time"] for each in self.of("ready")][WORKERS - 1 :: WORKERS]
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """The loss of each step, as it was trained last."""
+        """The loss of each step, from its last training."""
         return {each["step"]: each["loss"] for each in self.of("step")}
 
     @property
@@ -98,13 +98,13 @@ class Told:
         return median(after - before for times in ends for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :]))
 
     def seconds(self, event: str, since: str) -> float | None:
-        """Median seconds of a rank from ``since`` to ``event`` of the same step; None where there is none."""
+        """Return a rank's median seconds from ``since`` to ``event`` of the same step; None if there are none."""
         began = {(each["who"], each["step"]): each["time"] for each in self.of(since)}
         found = [each["time"] - began[each["who"], each["step"]] for each in self.of(event)]
         return median(found) if found else None
 
     def recovery(self) -> Recovery:
-        """That from the first loss."""
+        """Return the recovery from the first loss."""
         (killed, *_), (seen, *_) = self.of("killed"), self.of("seen")
         ready, step = self.ready[1], killed["step"]
         loaded = self.of("loaded")[WORKERS : 2 * WORKERS]
@@ -119,7 +119,7 @@ class Told:
 
 
 def job(config: SimpleNamespace, topology: str) -> list[str]:
-    """What all jobs are told alike.  A stage has ``config.layers`` layers, which take ``config.stage_ms`` together."""
+    """Return overrides of all jobs. A stage has ``config.layers`` layers, which together take ``config.stage_ms``."""
     stages = compose([f"topology={topology}"]).topology.stages
     return [
         "model=emulated",
@@ -135,13 +135,13 @@ def job(config: SimpleNamespace, topology: str) -> list[str]:
 
 
 def ours(folder: Path, overrides: Sequence[str], kills: Sequence[int], lost: int, *more: str) -> RunOutcome:
-    """A job of ours whose worker of stage ``lost`` is killed before each of the steps ``kills``, and has come back
+    """Run a job of ours. Its worker of stage ``lost`` is killed before each of the steps ``kills``, and has come back
     before the next.
     """
     faults = [
         f'"kill 0.{lost}{f"#{number}" if number else ""} before {lost}F0.0@{step}"' for number, step in enumerate(kills)
     ]
-    shutil.rmtree(folder, ignore_errors=True)  # a log goes on behind no other
+    shutil.rmtree(folder, ignore_errors=True)  # a log continues no other log
     told_to = [*overrides, "recycle.enabled=true", *more, f"recycle.faults=[{', '.join(faults)}]"]
     with TrainingRun(folder, WORKERS, told_to) as run:
         outcome = run.finish(DEADLINE_S)
@@ -153,7 +153,7 @@ def ours(folder: Path, overrides: Sequence[str], kills: Sequence[int], lost: int
 def restarting(
     folder: Path, overrides: Sequence[str], every: int, background: bool, kills: Sequence[int] = (), lost: int = 1
 ) -> Told:
-    """restarting_job.py, started again at once after each loss.  Raises RunFailed."""
+    """Run restarting_job.py, and start it again at once after each loss. Raises RunFailed."""
     kept = emptied(folder)
     for number, kill_at in enumerate([*kills, None]):
         todo = {"folder": str(kept), "every": every, "background": background, "lost": lost, "kill_at": kill_at}
@@ -167,14 +167,14 @@ def restarting(
 
 
 def stock(folder: Path, overrides: Sequence[str], todo: Mapping[str, Any]) -> JobRun:
-    """One start of restarting_job.py."""
+    """Start restarting_job.py once."""
     command = ["deepspeed", "--num_gpus", str(WORKERS), "--master_port", str(free_port())]
     command += [str(HERE / "restarting_job.py"), *overrides, f"run_dir={folder.resolve()}"]
     return JobRun(folder, command, environment(**{restarting_job.VARIABLE: json.dumps(todo)}))
 
 
 def elastic(folder: Path, overrides: Sequence[str], every: int, kills: Sequence[int] = (), lost: int = 1) -> Told:
-    """elastic_job.py, which starts its lost workers again itself.  Raises RunFailed."""
+    """Run elastic_job.py, which starts its lost workers again itself. Raises RunFailed."""
     kept = emptied(folder)
     todo = {"folder": str(kept), "every": every, "kills": list(kills), "lost": lost}
     command = [sys.executable, str(HERE / "elastic_job.py"), *overrides, f"run_dir={folder.resolve()}"]
@@ -184,7 +184,7 @@ def elastic(folder: Path, overrides: Sequence[str], every: int, kills: Sequence[
 
 
 def emptied(folder: Path) -> Path:
-    """The folder in which a peer's processes tell of themselves, and keep their checkpoints: empty."""
+    """Make the folder of a peer's events and checkpoints, empty."""
     shutil.rmtree(folder, ignore_errors=True)
     kept = folder.resolve() / "kept"
     kept.mkdir(parents=True)

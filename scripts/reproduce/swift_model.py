@@ -1,6 +1,6 @@
-"""SWIFT's figures by a model: what a training takes with checkpoints at an interval and failures, and a recovery.
+"""SWIFT's figures by a model: the time of a training with failures and checkpoints at an interval, and of a recovery.
 
-Its constants stand in configs/reproduce/swift_job.yaml.
+Its constants are in configs/reproduce/swift_job.yaml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESTART, CHECKFREQ, ELASTIC = "checkpoint-restart", "CheckFreq-style", "Elastic-
 
 
 class Total(NamedTuple):
-    """Seconds of a training from its first step to its last, and those of it that were start-up after failures."""
+    """Seconds of a training from its first step to its last, and its seconds of start-up after failures."""
 
     seconds: float
     start_up_s: float
@@ -31,7 +31,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to recover, in seconds.  ``step_s``: a step in fault-free training, ``redo_s``: one that was lost;
+    """The costs of a recovery method, in seconds. ``step_s``: a fault-free step, ``redo_s``: a lost step, redone;
     ``save_s``: what a checkpoint stops training for, ``persist_s``: until it is durable after that; ``notice_s``: until
     a failure is known, ``start_s``: a start after that, ``load_s``: its checkpoint.
     """
@@ -46,7 +46,7 @@ class Method:
     load_s: float
 
     def total(self, steps: int, failures_every: int, every: int) -> Total:
-        """The mean over all places of the first failure, so that no interval is good for one of them alone."""
+        """Return the mean over all steps of the first failure, so that no interval suits only one of them."""
         found = [self.total_from(steps, failures_every, every, first) for first in range(1, failures_every + 1)]
         return Total(*(fmean(each) for each in zip(*found)))
 
@@ -55,7 +55,7 @@ class Method:
         after each multiple of ``every``.  One is there at the beginning.
         """
         now, start_up = 0.0, 0.0
-        written = [(0.0, 0)]  # when each checkpoint is durable, and of which step
+        written = [(0.0, 0)]  # the time at which each checkpoint is durable, and its step
         for step in range(1, steps + 1):
             if step >= first and (step - first) % failures_every == 0:
                 durable = max(of for at, of in written if at <= now)
@@ -69,16 +69,16 @@ class Method:
         return Total(now, start_up)
 
     def best_interval(self, steps: int, failures_every: int) -> int:
-        """The interval with the least total time."""
+        """Return the interval with the least total time."""
         return min(range(1, steps + 1), key=lambda every: (self.total(steps, failures_every, every).seconds, every))
 
     def recovery(self, steps: int) -> Recovery:
-        """One from a failure so many steps behind the last durable checkpoint."""
+        """Return the recovery from a failure so many steps after the last durable checkpoint."""
         return Recovery(self.notice_s, self.start_s, self.load_s, steps * self.redo_s, self.step_s, steps)
 
 
 def methods(constants: Mapping[str, float]) -> tuple[Method, ...]:
-    """Those of a job without replicas."""
+    """Return the methods of a job without replicas."""
     c = SimpleNamespace(**constants)
     own = (c.own_copy_s, c.own_persist_s, c.notice_one_s, c.start_one_s, c.own_load_s)
     peers = (c.notice_job_s, c.start_job_s, c.load_s)

@@ -1,10 +1,10 @@
-"""What a recovery takes, by method: replay from the log, alone and with helpers, and rerouting to a live replica,
+"""Time of a recovery, by method: replay from the log, alone and with helpers, and rerouting to a live replica,
 against checkpoint-restart, CheckFreq-style and Elastic-Horovod-style peers.
 
 python scripts/reproduce/swift_recovery.py [real=[]] [run_dir=...]
 
 One worker is killed once, in real jobs on the same model, data and batch, ours and the peers' under stock DeepSpeed
-(restarting_job.py, elastic_job.py).  Losses are compared with those of a job without a loss.  The simulated rows are
+(restarting_job.py, elastic_job.py).  Losses are compared with those of a job without a failure. The simulated rows are
 PP 4 x DP 1 by a model of the same job (swift_model.py).
 """
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def real(table: Table, config: SimpleNamespace, one: Mapping[str, object]) -> None:
-    """A row for each method of a topology, and for the job without a loss that their losses are compared with."""
+    """Return a row for each method of a topology, and for the job without a loss that they are compared with."""
     topology, shape = str(one["topology"]), compose([f"topology={one['topology']}"]).topology
     reference: Mapping[int, float] = {}
     for name in (NO_LOSS, *one["methods"]):
@@ -111,7 +111,7 @@ def real(table: Table, config: SimpleNamespace, one: Mapping[str, object]) -> No
 def measured(
     folder: Path, name: str, config: SimpleNamespace, topology: str
 ) -> tuple[float, Mapping[int, float], Recovery | None]:
-    """Seconds of a step, the loss of each, and the recovery where a worker was lost, of a real job.  Raises
+    """Return a real job's seconds of a step, its losses, and its recovery, if a worker was lost. Raises
     RunFailed.
     """
     job, lost = swift_jobs.job(config, topology), ([config.kill_at], config.lost)
@@ -140,14 +140,14 @@ def of_ours(outcome: RunOutcome) -> tuple[float, Mapping[int, float], Recovery]:
 
 
 def difference(losses: Mapping[int, float], reference: Mapping[int, float], steps: int) -> float:
-    """The largest difference over all steps; NaN where one is missing."""
+    """Return the largest difference over all steps; NaN if a step is missing."""
     nan = float("nan")
     apart = [abs(losses.get(step, nan) - reference.get(step, nan)) for step in range(1, steps + 1)]
     return nan if any(each != each for each in apart) else max(apart)
 
 
 def draw(path: Path, table: Table) -> None:
-    """Bars of the recoveries, in parts, one below the other."""
+    """Draw the recoveries as bars, in parts, one below the other."""
     rows = [row for row in table.rows if row[9] is not None]
     title = "What a recovery takes, one worker killed; all figures ours"
     figure, axes = common.canvas(1, 1, 11.5, 1.2 + 0.42 * len(rows), title)

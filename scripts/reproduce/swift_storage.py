@@ -3,8 +3,8 @@ greedy rule, its published points beside, and real small runs of a replay.
 
 python scripts/reproduce/swift_storage.py [real.overheads=[]] [run_dir=...]
 
-Storage is a share of the log of all boundaries, time a multiple of that with all of them, since batches and machines of
-the published points are not known to us.  M: micro-batches a step.
+Batches and machines of the published points are not known to us. So storage is a share of the log of all boundaries,
+and time a multiple of the time with that log. M: micro-batches a step.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def line_of(model: Mapping[str, Any], config: SimpleNamespace) -> Line:
 
 
 def swift_greedy(line: Line, budget: int) -> tuple[int, ...]:
-    """The boundaries that SWIFT's own rule logs: from all of them, as long as their log is too large, the one goes that
-    costs the least recovery time for what it takes.  Costs time in proportion to S³.
+    """Return the boundaries that SWIFT's own rule logs. It starts with all. While their log is too large, it drops the
+    boundary that costs the least recovery time for its size. Takes time in proportion to S³.
     """
     logged = tuple(range(line.stages - 1))
 
@@ -93,13 +93,13 @@ def swift_greedy(line: Line, budget: int) -> tuple[int, ...]:
 
 
 def choices(line: Line, share: float) -> tuple[Selection, Selection]:
-    """What is logged with this share of the whole log's bytes: by the exact program, and by SWIFT's rule."""
+    """Return the logged boundaries with this share of the whole log's bytes: by the exact program and SWIFT's rule."""
     budget = round(share * line.log_bytes(range(line.stages - 1)))
     return selection(line, exact(line, budget), budget), selection(line, swift_greedy(line, budget), budget)
 
 
 def trade_off(config: SimpleNamespace, lines: Mapping[str, Line]) -> Table:
-    """A row for each published point: the same share of storage for all."""
+    """Return a row for each published point, with the same share of storage for all methods."""
     table = Table(
         "Storage of the log against the time of a recovery, 16 machines of 8 GPUs",
         [
@@ -172,7 +172,7 @@ def draw(path: Path, lines: Mapping[str, Line]) -> None:
 
 
 def real_runs(real: Mapping[str, Any], folder: Path) -> Table:
-    """One run for each interval of checkpoints: what its log took when the worker was killed, and its replay."""
+    """Run one job for each interval of checkpoints: its log's size when the worker was killed, and its replay."""
     table = Table(
         "Replays in real runs, PP 4 x DP 1, one stage's only worker killed",
         [
@@ -214,7 +214,7 @@ class LogSize:
         self._seen: list[tuple[float, int]] = []  # seconds since the epoch, bytes
 
     def look(self) -> None:
-        """Takes in what is there now; segments may go meanwhile."""
+        """Record the present size; segments may go meanwhile."""
         held = 0
         for path in self._folder.glob("*.log"):
             with suppress(FileNotFoundError):
@@ -222,12 +222,12 @@ class LogSize:
         self._seen.append((time.time(), held))
 
     def at(self, moment: float) -> int:
-        """The bytes when somebody looked last before ``moment``, in seconds since the epoch."""
+        """Return the last recorded bytes before ``moment``, in seconds since the epoch."""
         return max((each for each in self._seen if each[0] <= moment), default=(moment, 0))[1]
 
 
 def replay_of(folder: Path, overhead: float, real: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Steps, bytes and seconds of a run's replay.  Raises RunFailed."""
+    """Return steps, bytes and seconds of a run's replay. Raises RunFailed."""
     log = folder.resolve() / "log"
     shutil.rmtree(log, ignore_errors=True)
     size = LogSize(log)

@@ -3,8 +3,8 @@ CheckFreq-style checkpoints, each at its own best interval, with start-up in it 
 
 python scripts/reproduce/swift_total_time.py [real=[]] [rounds=2] [run_dir=...]
 
-Simulated rows are of a model (swift_model.py); real rows are of real jobs, ours and two under stock DeepSpeed
-(restarting_job.py), on this machine, by turns in each round.  SWIFT's published gain is beside.
+Simulated rows come from a model (swift_model.py). Real rows come from jobs on this machine, ours and two under stock
+DeepSpeed (restarting_job.py), in turn in each round. SWIFT's published gain is beside them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recycle_plugin.lab.simulator.peers.published import SWIFT_GAIN
 from recycle_plugin.runs import RunFailed, RunOutcome
 
 COMPARED = (REPLAY, RESTART, CHECKFREQ)
-Row = tuple[float, Total]  # steps from one checkpoint to the next, and the total there
+Row = tuple[float, Total]  # steps between checkpoints, and the total time with them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def simulated(config: SimpleNamespace, failures_every: int, changed: Mapping[str, float]) -> dict[str, Row]:
-    """By method: its best interval, and its total time there, with these constants changed."""
+    """Return each method's best interval, and its total time there, with these constants changed."""
     found = {}
     for method in methods({**config.constants, **changed}):
         if method.name in COMPARED:
@@ -131,7 +131,7 @@ def real(config: SimpleNamespace, failures_every: int) -> dict[str, Row]:
 
 
 def struck(config: SimpleNamespace, failures_every: int) -> list[int]:
-    """The steps before which somebody is killed."""
+    """Return the steps before which a worker is killed."""
     return list(range(failures_every, config.steps, failures_every))
 
 
@@ -155,7 +155,7 @@ def total_of_ours(outcome: RunOutcome, steps: int) -> Total:
 
 
 def total_of(told: Told, steps: int) -> Total:
-    """The total time of a peer's job, from what its ranks have told."""
+    """Return the total time of a peer's job, from its ranks' events."""
     start_up = sum(again - killed["time"] for killed, again in zip(told.of("killed"), told.ready[1:], strict=True))
     return Total(max(each["time"] for each in told.of("step", steps)) - told.ready[0], start_up)
 
