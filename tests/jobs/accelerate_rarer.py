@@ -1,5 +1,6 @@
 """A loop with Accelerate that has what scripts use less often: it begins within an epoch (skip_first_batches), splits
-batches, does not even them out, broadcasts, gathers objects, pads, and ends by a trigger.
+batches, does not even them out, prepares a loader for each epoch, broadcasts, gathers objects, pads, and ends by a
+trigger.
 
 It knows of the job what tests/jobs/accelerate_loop.py does, but ``odd``, ``longer``, ``resume`` and ``tracked``.
 """
@@ -21,6 +22,10 @@ PIECE = 3  # samples of an evaluation's batch for each rank
 TRIGGERS = {4: 3, job["epochs"] * 3 - 2: 0}  # steps, and the rank that pulls then; the job ends with the last one
 
 
+def train_loader() -> DataLoader:
+    return DataLoader(Samples(job["samples"]), BATCH * RANKS, shuffle=True)
+
+
 class Loop:
     """``record``: what comes out of it in this process."""
 
@@ -35,7 +40,7 @@ class Loop:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
         torch.manual_seed(5)
         loaders = (
-            DataLoader(Samples(job["samples"]), BATCH * RANKS, shuffle=True),
+            train_loader(),
             DataLoader(Samples(job["evaluated"], first=FIRST_EVALUATED), PIECE * RANKS),
         )
         prepared = accelerator.prepare(gpt, optimizer, scheduler, *loaders)
@@ -46,7 +51,10 @@ class Loop:
 
     def run(self) -> None:
         for epoch in range(job["epochs"]):
-            train = self.train if epoch else self.accelerator.skip_first_batches(self.train, SKIPPED)
+            if epoch == 0:
+                train = self.accelerator.skip_first_batches(self.train, SKIPPED)
+            else:
+                train = self.accelerator.prepare(train_loader())
             ends = self.train_epoch(train)
             self.record["rest"].append(self.numbers(self.accelerator.skip_first_batches(self.evaluate, 1)))
             self.record["evaluated"].append(self.numbers(self.evaluate))

@@ -21,6 +21,7 @@ def install(team: Team, trains: Callable[[], bool]) -> None:
     made = Evaluations(team, trains)
     wrap_method(data_loader.DataLoaderShard, "__iter__", made.iterate)
     wrap_method(accelerator.Accelerator, "gather_for_metrics", made.gather_for_metrics)
+    wrap_method(accelerator.Accelerator, "prepare_data_loader", made.prepare_data_loader)
     for name in ("log", "get_tracker", "end_training"):
         wrap_method(accelerator.Accelerator, name, _start_trackers)
 
@@ -53,6 +54,11 @@ class Evaluations:
         self._team, self._trains = team, trains
         self._evaluates = False
         self._lacks: set[int] = set()  # lost ranks that the evaluation was dealt to
+
+    def prepare_data_loader(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
+        """Prepare a loader, whose samples are dealt to all ranks, also to those that may come back while it is read."""
+        with self._team.as_at_start():
+            return stock(of, *arguments, **named)
 
     def iterate(self, stock: Callable[..., Iterator[Any]], of: Any) -> Iterator[Any]:
         """Yield a loader's batches; an evaluation's samples are dealt to the live ranks."""

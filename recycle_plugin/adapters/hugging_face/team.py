@@ -162,12 +162,13 @@ class Team:
 
     @contextmanager
     def as_at_start(self) -> Iterator[None]:
-        """A context with the ``num_processes`` of the job's start."""
-        _set(num_processes=self.size)
+        """A context that counts processes as at the start of the job."""
+        before = PartialState().process_index
+        _set(num_processes=self.size, process_index=self._session.rank)
         try:
             yield
         finally:
-            _set(num_processes=len(self.live))
+            _set(num_processes=len(self.live), process_index=before)
 
     def passed(self, live: tuple[int, ...]) -> None:
         """Record that this rank's script is through the steps that were over, and that the ranks ``live`` are alive."""
