@@ -61,6 +61,11 @@ def replace(made: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def put(path: Path, text: str, by: str = "") -> None:
+    """Replace ``path`` by ``text`` in one step; ``by`` as in :func:`prepared`. Raises NotSaved."""
+    replace(prepared(path, text, by), path)
+
+
 def make(folder: Path) -> None:
     """Make a folder and its parents. Raises NotSaved."""
     try:

@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recycle_plugin.runtime.processes import variables
 from recycle_plugin.runtime.processes.launchers import local_rank
@@ -66,22 +67,34 @@ def _config(command: list[str]) -> str:
     return Path(given[-1]).read_text()
 
 
-def placement(command: list[str]) -> str:
-    """Return the setting ``recycle.placement`` of the config file that the command line names. It is needed before the
-    script makes its config. Errors in the section are reported by the workers, which read all of it.
+def _section(command: list[str], *settings: str) -> dict[str, Any]:
+    """Return the section of the config file that the command line names, which is needed before the script makes its
+    config; {} if it can't be read or has none of ``settings``. Errors in it are reported by the workers.
     """
     try:
         text = _config(command)
-        if '"placement"' not in text:
-            return DEFAULT
-        # slower to import than everything else that a supervisor needs
-        from recycle_plugin.settings.schema import Settings
-        from recycle_plugin.settings.wording import SECTION
+        if not any(f'"{name}"' in text for name in settings):
+            return {}
+        from recycle_plugin.settings.wording import SECTION  # slow to import
 
-        settings = Settings.from_section(json.loads(text).get(SECTION))
-        return settings.placement if settings.enabled else DEFAULT
+        found = json.loads(text).get(SECTION)
     except (IndexError, OSError, ValueError, AttributeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def placement(command: list[str]) -> str:
+    """Return the setting ``recycle.placement`` of the config file that the command line names."""
+    if not (section := _section(command, "placement")):
         return DEFAULT
+    # slower to import than everything else that a supervisor needs
+    from recycle_plugin.settings.schema import Settings
+
+    try:
+        settings = Settings.from_section(section)
+    except ValueError:
+        return DEFAULT
+    return settings.placement if settings.enabled else DEFAULT
 
 
 def with_credentials(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
@@ -95,16 +108,8 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
 
     ranks = int(environment.get("WORLD_SIZE", "1"))
     several = joins or ranks > int(environment.get("LOCAL_SIZE", ranks))
-    try:
-        text = _config(command)
-        if not any(f'"{name}"' in text for name in ("secret_file", "tls", *["run_dir"] * several)):
-            return dict(environment)
-        from recycle_plugin.settings.wording import SECTION  # slow to import
-
-        section = json.loads(text).get(SECTION)
-        named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls")
-    except (IndexError, OSError, ValueError, AttributeError):
-        return dict(environment)
+    section = _section(command, "secret_file", "tls", *["run_dir"] * several)
+    named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls")
     shared = Path(str(folder), "secret")
     if not named and folder and several and (shared.exists() or not joins):
         named = shared
@@ -116,17 +121,11 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
 
 def with_link(environment: Mapping[str, str], command: list[str]) -> dict[str, str]:
     """Return the environment with CUDA's start-up variables if the config asks for NCCL; the user's own stay."""
-    try:
-        text = _config(command)
-        if '"device_link"' not in text:
-            return dict(environment)
-        from recycle_plugin.runtime.collectives.nccl_door import at_start
-        from recycle_plugin.settings.wording import SECTION  # slow to import
-
-        over_nccl = json.loads(text).get(SECTION).get("device_link") == "nccl"
-    except (IndexError, OSError, ValueError, AttributeError):
+    if _section(command, "device_link").get("device_link") != "nccl":
         return dict(environment)
-    return dict(environment) | (at_start(environment) if over_nccl else {})
+    from recycle_plugin.runtime.collectives.nccl_door import at_start
+
+    return dict(environment) | at_start(environment)
 
 
 # --- on one host ---------------------------------------------------------------------------------------

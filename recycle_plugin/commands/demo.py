@@ -388,10 +388,7 @@ def summary(found: Mapping, out: Path) -> str:
             ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live)
             + f"; {found['survivors_restarted']} restarted",
         ),
-        (
-            "files",
-            f"{out}: report.json, {picture}{FAILED}/report.html",
-        ),
+        ("files", f"{out}: report.json, {picture}{FAILED}/report.html"),
         ("took", f"{found['seconds']:.0f} s"),
     ]
     return "\n".join([table, "", *(f"{name:<10}{text}" for name, text in rows)])

@@ -64,10 +64,8 @@ def status(history: RunHistory, now: float) -> dict:
     """Return the state of the job of ``history`` as data: seconds and samples a second, None if not known yet. ``now``:
     seconds since the epoch. ``sentence`` and ``facts`` are text, as in the report.
     """
-    commits, lost_at = (
-        history.commits,
-        {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]},
-    )
+    commits = history.commits
+    lost_at = {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]}
     step = max(commits, default=None)
     before, current = history.before_s, history.now_s
     return {
@@ -143,12 +141,7 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
 
 def _joining(history: RunHistory, now: float) -> list[dict]:
     return [
-        {
-            "seat": history.seat_of[one.rank],
-            "for_s": round(now - one.since, 1),
-            "told": one.told(now),
-            **asdict(one),
-        }
+        {"seat": history.seat_of[one.rank], "for_s": round(now - one.since, 1), "told": one.told(now), **asdict(one)}
         for one in comings(history.events)
         if one.rank in history.seat_of
     ]

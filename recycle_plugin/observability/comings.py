@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-STARTED, RUNS, CATCHES_UP, FOLLOWS, REPLAYS, REPLAYED = (
-    "its process is started",
-    "its script runs from the top",
-    "it catches up",
-    "it follows the others, and waits to be let in",
-    "it replays its stage, which nobody else has, and all others wait",
-    "it has replayed its stage",
-)
+STARTED, RUNS, CATCHES_UP = "its process is started", "its script runs from the top", "it catches up"
+FOLLOWS = "it follows the others, and waits to be let in"
+REPLAYS, REPLAYED = "it replays its stage, which nobody else has, and all others wait", "it has replayed its stage"
 OVER = ("rejoined", "not_restarted", "held_back", "lost")  # kinds of events after which no newcomer is on its way
 
 

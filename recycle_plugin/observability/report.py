@@ -45,10 +45,9 @@ def write(folder: Path, again_s: int | None = None) -> Path:
     spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]
     path = folder / NAME
     text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans), again_s)
-    folders.replace(folders.prepared(path, text, f".{os.getpid()}"), path)
+    folders.put(path, text, f".{os.getpid()}")
     if (costs := costs_of(history, spans)) is not None:
-        path_of_costs = folder / COSTS
-        folders.replace(folders.prepared(path_of_costs, costs, f".{os.getpid()}"), path_of_costs)
+        folders.put(folder / COSTS, costs, f".{os.getpid()}")
     return path
 
 
@@ -178,9 +177,9 @@ def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str
     if len(history.shape.seats) > DRAWN_SEATS:
         yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
         return
-    together: dict[int, list[Failure]] = {}
+    traced, together = _extents(spans)[0].keys(), dict[int, list[Failure]]()
     for failure in history.failures:
-        if failure.resumed_at and _around(spans, failure):
+        if failure.resumed_at and traced >= {failure.step - 2, failure.step - 1, failure.step, failure.step + 1}:
             together.setdefault(failure.step, []).append(failure)
     for lost in [*together.values()][:DRAWN_FAILURES]:
         seats = these(failure.seat for failure in lost)
@@ -262,12 +261,6 @@ def last_steps(spans: Sequence[Span]) -> gantt.Panel | None:
         return None
     one, two = steps[-1]
     return gantt.Panel(f"steps {one} and {two}", _window(spans, begins[one], ends[two]))
-
-
-def _around(spans: Sequence[Span], failure: Failure) -> bool:
-    """Return whether the steps that a picture of ``failure`` shows were traced."""
-    begins, _ = _extents(spans)
-    return {failure.step - 2, failure.step - 1, failure.step, failure.step + 1} <= begins.keys()
 
 
 def _extents(spans: Sequence[Span]) -> tuple[dict[int, int], dict[int, int]]:

@@ -38,11 +38,7 @@ from recycle_plugin.settings.field_types import (
     ShellCommand,
     setting,
 )
-from recycle_plugin.settings.sections import (
-    SECTIONS,
-    CheckpointSettings,
-    LogSettings,
-)
+from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, LogSettings
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
 COSTS = "the path of a file that recycle profile --out wrote, or that has the costs of each stage"

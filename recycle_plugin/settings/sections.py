@@ -5,15 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from recycle_plugin.core.vocabulary.log_boundaries import at_start
-from recycle_plugin.settings.field_types import (
-    STRICT,
-    Boundaries,
-    Bytes,
-    Count,
-    Folder,
-    Helpers,
-    setting,
-)
+from recycle_plugin.settings.field_types import STRICT, Boundaries, Bytes, Count, Folder, Helpers, setting
 from recycle_plugin.settings.wording import SettingsError
 
 
@@ -94,8 +86,5 @@ class LogSettings(BaseModel):
         return None if self.helpers == "auto" else self.helpers
 
 
-SECTIONS: dict[str, type[BaseModel]] = {
-    "checkpoint": CheckpointSettings,
-    "log": LogSettings,
-}
+SECTIONS: dict[str, type[BaseModel]] = {"checkpoint": CheckpointSettings, "log": LogSettings}
 """{key: model} of settings that are objects."""

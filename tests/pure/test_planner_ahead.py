@@ -10,13 +10,13 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.lab.planner.benchmark import against_exact, bounds_hold, small_case
 from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.planner import PlanError, PlanStore, plan
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.plan_store import next_failures
 from recycle_plugin.planner.search import climbed
 from tests.support.planned import EXAMPLE, LOST, UNIT
+from tests.support.small_jobs import against_exact, bounds_hold, small_case
 
 SHAPE = Topology(4, 4, 16)
 COSTS = CostModel.uniform(4, 100, 100, 100)

@@ -146,9 +146,9 @@ def _cases(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
         from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers, gpt_loss
-    shape = GPTShape(**{**model.model_dump(exclude={"kind"}), "layers": 1, "tied": False})  # a tied head takes as long
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron's, on what is not installed
+
+        # a tied head takes as long
+        shape = GPTShape(**{**model.model_dump(exclude={"kind"}), "layers": 1, "tied": False})
         specs = dict(zip(PARTS, gpt_layers(shape, params_dtype=dtype)))
         made = {name: specs[name].build().to(device) for name in wanted}
     ids = torch.randint(0, shape.vocabulary, (batch, shape.sequence), device=device)

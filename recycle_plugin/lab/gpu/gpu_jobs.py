@@ -104,11 +104,7 @@ def survived(name: str, found: RunOutcome | RunFailed, whole: RunOutcome, at: fl
 
 def killed_from_outside(run: JobRun, moment: str) -> float:
     """Send SIGKILL to the worker once the job's fault has stopped it at ``moment``, and return when."""
-    run.wait_for(
-        lambda: any(event["event"] == "fault" for event in run.events()),
-        f"seat {SEAT} {moment}",
-        SUBMITTED_S,
-    )
+    run.wait_for(lambda: any(event["event"] == "fault" for event in run.events()), f"seat {SEAT} {moment}", SUBMITTED_S)
     return run.kill(run.rank_at(SEAT))
 
 

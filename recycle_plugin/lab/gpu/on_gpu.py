@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from recycle_plugin import folders
 from recycle_plugin.checks.installed import first_line, installed, name_of
 from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import MARKS, Row, all_passed
@@ -147,7 +148,7 @@ class OnGpuCall:
             **self._about,
             "rows": [row.as_data() for row in rows],
         }
-        write(self._out / f"{stage.name}.json", json.dumps(result, indent=1))
+        folders.put(self._out / f"{stage.name}.json", json.dumps(result, indent=1))
         say(f"{stage.name}: {'passed' if result['passed'] else 'FAILED'}, {result['seconds']:g} s")
         return True
 
@@ -172,8 +173,10 @@ class OnGpuCall:
 
     def _report(self, left: Sequence[str]) -> None:
         results = [result for name in STAGES if (result := self._result(name)) is not None]
-        write(self._out / "report.json", json.dumps({**self._about, "stages": results, "left": list(left)}, indent=1))
-        write(self._out / "report.md", "\n".join(report(self._about, results, left)) + "\n")
+        folders.put(
+            self._out / "report.json", json.dumps({**self._about, "stages": results, "left": list(left)}, indent=1)
+        )
+        folders.put(self._out / "report.md", "\n".join(report(self._about, results, left)) + "\n")
 
 
 def report(about: Mapping[str, str], results: Sequence[Mapping[str, Any]], left: Sequence[str]) -> list[str]:
@@ -208,13 +211,6 @@ def sources() -> str:
     for path in files:
         whole.update(f"{path.relative_to(CHECKOUT)}\n".encode() + path.read_bytes())
     return whole.hexdigest()[:12]
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file in one step, so that its readers find all of it."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
 
 
 def say(line: str) -> None:

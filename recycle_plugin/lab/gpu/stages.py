@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from recycle_plugin import folders
 from recycle_plugin.checks.killed import failed
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_links, gpu_recoveries
@@ -76,9 +77,7 @@ def main() -> int:
     found = parser.parse_args()
     with terminable():
         rows = run(found.name, found.out, found.device)
-    unfinished = found.rows.with_suffix(".part")
-    unfinished.write_text(json.dumps([row.as_data() for row in rows]))
-    unfinished.replace(found.rows)
+    folders.put(found.rows, json.dumps([row.as_data() for row in rows]))
     return 0
 
 
