@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -68,6 +69,30 @@ def test_the_host_outlives_the_supervisor_as_long_as_others_are_there(through):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_dead_coordinator_is_the_jobs_end_unless_a_process_on_another_host_may_go_on(elsewhere, tmp_path):
+    held = guard.Guard(stays, lambda line: killed_host(line, str(tmp_path), elsewhere), stays_somewhere)
+    log, (read, write) = tmp_path / "events.jsonl", os.pipe()
+
+    def hold() -> int:
+        sys.stderr = os.fdopen(write, "w")
+        return held.hold()
+
+    pid = in_a_process(hold)
+    os.close(write)
+    try:
+        with open(read) as output:
+            said = next(line for line in output if "the coordinator's process was killed by signal 9" in line)
+        assert ("may go on in its place" in said) is elsewhere
+        until = time.monotonic() + 60
+        while not elsewhere and not log.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert log.exists() is not elsewhere
+
+
 def test_where_those_that_stand_by_end_in_turn_the_next_one_comes_only_after_a_while(monkeypatch):
     """But it comes: else the coordinator's end would be the job's from then on."""
     within_s = 3.0
@@ -89,6 +114,18 @@ def test_where_those_that_stand_by_end_in_turn_the_next_one_comes_only_after_a_w
 
 def stays(line: socket.socket) -> int:
     return 0 if guard.Pipe(line).heard() is None else 1
+
+
+def stays_somewhere(line: socket.socket, address: guard.Address | None, elsewhere: bool) -> int:
+    return stays(line)
+
+
+def killed_host(line: socket.socket, folder: str, elsewhere: bool) -> int:
+    """Says where the run folder is, and whether somebody may go on on another host, and is killed."""
+    end = guard.Pipe(line)
+    end.tell(ready=True, folder=folder, elsewhere=elsewhere)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
 
 
 def stands_by_shortly(test: socket.socket) -> int:

@@ -132,6 +132,7 @@ class Guard:
         self._store: int | None = None  # the store's process
         self._ready = host is None
         self._closing: float | None = None  # since when the host waits for no others
+        self._elsewhere = False  # whether a process on another host may go on in the coordinator's place
         self._folder: str | None = None
         self._rank: int | None = None
         self._incarnation = 0  # of the worker, or of the next one
@@ -300,7 +301,7 @@ class Guard:
         assert self._standing_by is not None, "it has said so"
         self._coordinator = address[0], address[1]
         self._host_pid, self._hosted = self._standing_by
-        self._standing_by, self._mirror = None, 0
+        self._standing_by, self._mirror, self._elsewhere = None, 0, False
         self._take_of_host(messages)
         self._have_one_stand_by()
 
@@ -352,7 +353,9 @@ class Guard:
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         self._end_standby()
-        if (self._ready or code < 0) and code != DEPOSED:
+        if self._elsewhere and code < 0:
+            say(f"warning: the coordinator's process {how}; a process on another host may go on in its place")
+        elif (self._ready or code < 0) and code != DEPOSED:
             self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
         if not self._ready:  # the host has said why; the supervisor waits for it
             self._supervisor.end.shutdown(socket.SHUT_WR)
@@ -381,6 +384,7 @@ class Guard:
         for message in messages:
             self._folder = message.get("folder", self._folder)
             self._store = message.get("store", self._store)
+            self._elsewhere = message.get("elsewhere", self._elsewhere)
             self._follow(message.get("mirror", self._mirror))
             if "ready" in message and not self._ready:
                 self._ready = True

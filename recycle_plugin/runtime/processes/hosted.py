@@ -327,6 +327,8 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
 def tell_folder(guard: Pipe, event: Event) -> None:
     if event.kind == "start":
         guard.tell(folder=event.details["job"]["run_dir"])
+    elif event.kind == "standby" and "address" in event.details:
+        guard.tell(elsewhere=bool(event.details["address"]))
 
 
 async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReader) -> int:
