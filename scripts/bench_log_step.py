@@ -93,7 +93,7 @@ def judged(
     broken: Sequence[str],
 ) -> dict:
     """The result from when each run had the machine and when its steps were committed; ``rate``: bytes of a step that
-    each worker has logged, ``broken``: where the log could not follow, which makes the verdict void.
+    each worker has logged, ``broken``: events of a log that could not keep up; any of them voids the verdict.
     """
     each = {kind: [step_s(window, commits[kind]) for window in windows[kind]] for kind in windows}
     ratios = [on / off for on, off in zip(each[ON], each[OFF])]

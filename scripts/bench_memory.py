@@ -5,8 +5,8 @@ recycle_plugin/core/vocabulary/worker_bytes.py beside measurements of real jobs.
     scripts/bench_memory.py [--only WORD ...] [--json FILE]
 
 Jobs of 2 replicas on this host, one for each setting: in plain torch, under DeepSpeed in bf16, and on the tests'
-stand-in accelerator, whose allocator counts.  --only: settings that have all of these words in their names.  Of a
-job's workers the one counts for which the formula is furthest off; exit code 1 where that is by more than 5%.
+stand-in accelerator, whose allocator counts. --only: settings with all of these words in their names. The worker of a
+job counts for which the formula is furthest off; the exit code is 1 if it is off by more than 5%.
 """
 
 from __future__ import annotations

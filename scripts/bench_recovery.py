@@ -131,7 +131,7 @@ def beside_torchft(found: argparse.Namespace) -> int:
 def measure(
     shape: Topology, job: list[str], found: argparse.Namespace, dice: random.Random, folder: Path
 ) -> list[RecoveryCost] | list[LeaveCost]:
-    """Jobs one after the other, each struck as often as it survives, or once, until there are enough losses."""
+    """Run jobs one after the other, each struck as often as it survives, or once, until there are enough losses."""
     costs: list = []
     while (left := found.kills - len(costs)) > 0:
         print(f"job for {found.cause} {len(costs) + 1} of {found.kills} ...", file=sys.stderr, flush=True)
@@ -141,7 +141,7 @@ def measure(
 
 
 def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
-    """A job that goes on until it is ended.
+    """Return overrides of a job that trains until it is ended.
 
     F = I = W, so that a step with its last stage's wait is about ``step_s``.
     """
@@ -165,7 +165,7 @@ def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
 def lose_one_by_one(
     shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path, cause: str
 ) -> list[RecoveryCost] | list[LeaveCost]:
-    """One job: lose a worker, let it settle, lose another, as long as every stage keeps a worker."""
+    """Run a job: lose a worker, let the job settle, lose another, as long as every stage keeps a worker."""
     live, kills = set(shape.seats), []
     with TrainingRun(folder, len(shape.seats), job) as run:
         settled = WARM_UP + SETTLED
@@ -185,7 +185,7 @@ def lose_one_by_one(
 
 
 def strike(run: TrainingRun, seat: Seat, cause: str) -> float:
-    """Have the worker of ``seat`` go; returns the time just before, in seconds since the epoch."""
+    """Strike the worker of ``seat``; return the time just before, in seconds since the epoch."""
     if cause != "leave":
         return run.kill(run.rank_at(str(seat)), signal.SIGKILL if cause == "kill" else signal.SIGTERM)
     at, said = time.time(), ask(run.folder, AskLeave, str(seat))
@@ -195,7 +195,7 @@ def strike(run: TrainingRun, seat: Seat, cause: str) -> float:
 
 
 def survivable(shape: Topology, live: set[Seat]) -> list[Seat]:
-    """Seats whose loss leaves their stage a worker."""
+    """Return the seats whose loss leaves their stage a worker."""
     return [seat for seat in sorted(live) if sum(other.stage == seat.stage for other in live) > 1]
 
 

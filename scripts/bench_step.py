@@ -166,8 +166,8 @@ def job_of(found: argparse.Namespace) -> tuple[list[str], list[str]]:
 def side_by_side(
     folder: Path, job: list[str], kinds: Mapping[str, Kind]
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
-    """Of each kind: its steps (seconds, cores that others used meanwhile), and the memory of all its processes, in
-    bytes.
+    """Return for each kind its steps (seconds, cores that others used meanwhile), and the memory of all its processes,
+    in bytes.
     """
     steps, memory, runs = {}, {}, {}
     with ExitStack() as stack:
@@ -189,8 +189,8 @@ def side_by_side(
 
 
 def compared(steps: dict[str, list[tuple[float, float]]], target: float) -> dict:
-    """From (seconds, cores that others used) of the steps of ``plugin`` and of another kind; the verdict is on the
-    quiet ones where there are any.
+    """Compare (seconds, cores that others used) of the steps of ``plugin`` and of another kind. The verdict is on the
+    quiet steps, if there are any.
     """
     other = next(iter(steps))
     result: dict = {"target": target, "met": False}
@@ -265,7 +265,7 @@ def settled(outcome: RunOutcome, skipped: int = WARM_UP) -> list[float]:
 
 
 def throughput(found: argparse.Namespace) -> dict:
-    """Stock 1F1B, the plugin with everything off (1F1B on our runtime), and the plugin; one after the other, in
+    """Run stock 1F1B, the plugin with everything off (1F1B on our runtime), and the plugin, one after the other, in
     rounds.
     """
     shape, layer_ms = Topology(replicas=2, stages=4, micro_batches=8), found.layer_ms or 30.0

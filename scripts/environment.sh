@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: ensure_environment makes .venv hold this package and what it needs.
+# Sourced by the scripts beside it: ensure_environment installs this package and its dependencies into .venv.
 #
 # Nothing happens if .venv was already installed from the same setup.cfg, constraints.txt and Python.
 # A run that is stopped half-way leaves no stamp, so the next run continues the installation.

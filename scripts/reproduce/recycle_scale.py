@@ -3,7 +3,7 @@
 python scripts/reproduce/recycle_scale.py [micro_batches=[24]] [run_dir=...]
 
 Every figure is ours.  Two kinds of failures: whole hosts, and single GPUs, each of which idles the tensor-parallel
-group of 8 that shares its seat (what later work names as ReCycle's weakness).
+group of 8 that shares its seat (later work names this as ReCycle's weakness).
 """
 
 from __future__ import annotations

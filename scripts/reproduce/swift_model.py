@@ -32,7 +32,7 @@ class Total(NamedTuple):
 @dataclass(frozen=True)
 class Method:
     """The costs of a recovery method, in seconds. ``step_s``: a fault-free step, ``redo_s``: a lost step, redone;
-    ``save_s``: what a checkpoint stops training for, ``persist_s``: until it is durable after that; ``notice_s``: until
+    ``save_s``: training stops for a checkpoint, ``persist_s``: from then until it is durable; ``notice_s``: until
     a failure is known, ``start_s``: a start after that, ``load_s``: its checkpoint.
     """
 

@@ -1,5 +1,5 @@
 """Storage of a log against the time of a recovery: SWIFT's trade-off by the exact choice of boundaries and by SWIFT's
-greedy rule, its published points beside, and real small runs of a replay.
+greedy rule, beside its published points, and small real runs of a replay.
 
 python scripts/reproduce/swift_storage.py [real.overheads=[]] [run_dir=...]
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def line_of(model: Mapping[str, Any], config: SimpleNamespace) -> Line:
-    """The machines of a pipeline whose stages are GPUs: a group replays its machines' GPUs as a pipeline."""
+    """Return the machines of a pipeline whose stages are GPUs; a group replays its machines' GPUs as a pipeline."""
     shape = GptShape(model["name"], model["layers"], model["hidden"], 1, model["sequence"], model["vocabulary"])
     made = profile(shape, micro_batch=model["micro_batch"])
     stages, count = config.machines * config.gpus, model["micro_batches"]

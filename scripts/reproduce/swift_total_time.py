@@ -107,9 +107,7 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
 
 
 def real(config: SimpleNamespace, failures_every: int) -> dict[str, Row]:
-    """The same from real jobs, at the intervals that the model finds best: medians of the rounds.  Raises
-    RunFailed.
-    """
+    """Return the same from real jobs, at the model's best intervals: medians of the rounds. Raises RunFailed."""
     folder, job = Path(config.run_dir) / f"real-{failures_every}", swift_jobs.job(config, "pp4_dp1")
     best = {name: round(every) for name, (every, _) in simulated(config, failures_every, {}).items()}
     kills, rounds = struck(config, failures_every), []
@@ -136,8 +134,8 @@ def struck(config: SimpleNamespace, failures_every: int) -> list[int]:
 
 
 def replay(folder: Path, config: SimpleNamespace, kills: Sequence[int], every: int, job: Sequence[str]) -> Row:
-    """The mean interval of the checkpoints of a job of ours, and its total time.  Their overhead is the one at which
-    what the job usually measures of a checkpoint's cost makes ``every``.
+    """Return the mean interval of checkpoints of a job of ours, and its total time. Their overhead is set so that a
+    checkpoint's usual cost gives the interval ``every``.
     """
     overhead = min(0.5, config.constants["own_copy_s"] / (every * config.constants["own_step_s"]))
     log = ("recycle.log={}", f"recycle.checkpoint={{overhead: {overhead:.6f}}}")
