@@ -219,6 +219,10 @@ class Loop:
 
     seat = Seat(0, 1)
 
+    @property
+    def runner(self) -> Loop:
+        return self
+
     def asked_to_help(self) -> None:
         """Nobody replays a stage."""
 
