@@ -72,15 +72,15 @@ class Settings(BaseModel):
     norm: Norm = setting(
         True,
         'true or "deepspeed"',
-        'The gradient norm that clipping goes by: true for that of the whole model, or "deepspeed" for what '
-        "the stock engine computes.",
+        'The gradient norm by which gradients are clipped: true for that of the whole model, or "deepspeed" '
+        "for what the stock engine computes.",
     )
     clip: Literal["sync", "validate"] = setting(
         "sync",
         '"sync" or "validate"',
-        '"sync": each step waits for the norm of the whole model. "validate": a step is applied at once, and '
-        "taken back and clipped if its norm turns out to be over gradient_clipping. If this is left out, fp16"
-        ' without gradient_clipping takes "validate".',
+        '"sync": each step waits for the norm of the whole model. "validate": a step is applied at once, '
+        "and taken back and clipped if its norm turns out to be over gradient_clipping. If `clip` is left "
+        'out, fp16 without gradient_clipping takes "validate".',
     )
     nonfinite: Literal["end", "skip"] = setting(
         "end",
@@ -97,73 +97,73 @@ class Settings(BaseModel):
     undo: Literal["snapshot", "host_snapshot", "inverse"] = setting(
         "snapshot",
         '"snapshot", "host_snapshot" or "inverse"',
-        'How an uncommitted step is taken back. "snapshot": from an exact copy of what it changes, on the '
-        'device. "host_snapshot": from a copy in host memory, made while the device computes. "inverse": by '
-        "the optimizer's rule turned round, without a copy and up to rounding. Scripts that call forward and "
-        'backward themselves keep no copy, unless `clip` is "validate".',
+        'How an uncommitted step is taken back. "snapshot": from an exact copy of the values that it '
+        'changes, on the device. "host_snapshot": from a copy in host memory, made while the device '
+        'computes. "inverse": by inverting the optimizer\'s rule, without a copy and up to rounding. Scripts '
+        'that call forward and backward themselves keep no copy, unless `clip` is "validate".',
     )
     exact: Count | bool = setting(
         False,
         "true, false, or a whole number of at least 1",
-        "Train to the same bits whoever fails: those of the exact run without a failure. Gradients are added "
-        "in blocks of so many consecutive micro-batches of a replica (true: all of them), and a block stays "
-        "on one worker. Small blocks reroute more freely; each block of a worker beyond its first takes one "
-        "more buffer of the gradients' size.",
+        "Train to the same bits whichever worker fails: those of the exact run without a failure. Gradients "
+        "are added in blocks of so many consecutive micro-batches of a replica (true: all of them), and a "
+        "block stays on one worker. Small blocks reroute more freely; each block of a worker beyond its "
+        "first takes one more buffer of the gradients' size.",
     )
     unit: Literal["worker", "replica"] = setting(
         "worker",
         '"worker" or "replica"',
-        'What is given up together after a loss, and comes back together: the "worker", whose work the other '
-        'replicas of its stage take; or its whole "replica".',
+        'The workers that are given up together after a loss, and come back together: "worker" (only the '
+        'lost one; the other replicas of its stage take its work) or "replica" (its whole replica).',
     )
     replicas: Count | None = setting(
         None,
         "a whole number of at least 1, or null",
-        'For jobs without a pipeline, with `unit` "replica": into how many replicas the job\'s ranks are '
-        "divided, at least 2. Each has neighbouring ranks, and DeepSpeed shards inside it by ZeRO.",
+        'For jobs without a pipeline, with `unit` "replica": the number of replicas, at least 2. Each '
+        "replica has neighbouring ranks, and DeepSpeed shards inside it by ZeRO.",
     )
     batch: Literal["constant", "shrink"] = setting(
         "constant",
         '"constant" or "shrink"',
         'What becomes of a lost replica\'s micro-batches, with `unit` "replica". "constant": the other '
-        'replicas compute them. "shrink": nobody does; sums are divided by what was contributed, each such '
-        "step is applied with sqrt(live / all) of its learning rate, and no stage applies a step before all "
-        'have their gradients. Under Hugging Face\'s loops "shrink" is implied.',
+        'replicas compute them. "shrink": nobody computes them. Sums are divided by the number of '
+        "contributed micro-batches, each such step is applied with sqrt(live / all) of its learning rate, "
+        'and no stage applies a step before all have their gradients. Under Hugging Face\'s loops "shrink" '
+        "is implied.",
     )
     zero: Literal["replicate"] | None = setting(
         None,
         '"replicate" or null',
         'For `zero_optimization.stage` 1, whose shards of the optimizer\'s state have no copy. "replicate": '
-        "every worker keeps all of it (with Adam 12 bytes a parameter instead of 12 / replicas) and steps all"
-        " of it. Null: stage 1 is refused.",
+        "every worker keeps the whole state (with Adam 12 bytes a parameter instead of 12 / replicas) and "
+        "steps all of it. Null: stage 1 is refused.",
     )
     keep_bytes: Bytes = setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        'How much of what it has sent a worker may keep, in host memory or with `device_link` "nccl" on the '
-        "accelerator, until the step is committed: bytes, or a size. What is no longer there after a failure is "
-        "computed again. The event `peak` says how much "
-        "it was. Null: all of it.",
+        "The most bytes of sent data that a worker keeps until the step is committed, as a number or a "
+        'size; in host memory, or with `device_link` "nccl" on the accelerator. After a failure, data that '
+        "was not kept is computed again. The event `peak` has the most bytes kept. Null: no limit.",
     )
     pinned_bytes: Bytes = setting(
         "4GiB",
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "How much host memory a worker with an accelerator may pin, for copies beside the computing. Past it,"
-        " copies keep the worker waiting. Null: as much as there is.",
+        "How much host memory a worker with an accelerator may pin, for copies beside the computing. Beyond "
+        "it, copies keep the worker waiting. Null: no limit.",
     )
     rng: Literal["keyed", "stream"] = setting(
         "keyed",
         '"keyed" or "stream"',
-        '"keyed": dropout is drawn by step, replica, micro-batch and stage, so that another worker draws the '
-        'same. "stream": from the worker\'s own stream, as stock does; needs `reroute` false.',
+        '"keyed": dropout is drawn by step, replica, micro-batch and stage, so that another worker draws '
+        'the same numbers. "stream": from the worker\'s own stream, as in stock; needs `reroute` false.',
     )
     seed: int = setting(1234, "a whole number, not negative", "The seed of all keyed random numbers.", ge=0)
     rebalance: bool = setting(
         False,
         BOOL,
-        "Give a worker less work that has been 30% slower than its stage's others for three steps, until it is not. "
-        "Who runs a micro-batch decides the order of sums, so that the last bits of the losses then depend on how fast "
-        "workers are.",
+        "Give less work to a worker that has been 30% slower than its stage's others for three steps, until "
+        "it no longer is. The worker of a micro-batch decides the order of sums, so the last bits of the "
+        "losses then depend on the workers' speed.",
     )
     rejoin: Rejoin = setting(
         "always",
@@ -175,23 +175,23 @@ class Settings(BaseModel):
     leave_on: ShellCommand | None = setting(
         None,
         "a shell command, or null",
-        "The notice that a host is about to be taken away: a command that each worker runs every five seconds. Once it "
-        "succeeds (exit code 0), the workers of its host leave at the next commit, and nobody is started there any "
-        "more. Where the job can't go on without that host, it ends at that commit, with a checkpoint unless the "
-        "script calls forward and backward itself. Null: nobody asks.",
+        "A command that asks whether the host is about to be taken away; each worker runs it every five "
+        "seconds. Once it succeeds (exit code 0), the workers of its host leave at the next commit, and no "
+        "process is started there any more. If the job can't go on without that host, it ends at that "
+        "commit, with a checkpoint unless the script calls forward and backward itself. Null: no command.",
     )
     checkpoint_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
         "The folder, shared by all hosts, for checkpoints that the script does not save itself. Null: those "
         "of `checkpoint` go to the run folder, and the last one of a job that is ended from outside goes to "
-        "where the script's last one went.",
+        "the folder of the script's last checkpoint.",
     )
     resume_iterators: bool = setting(
         False,
         BOOL,
-        "After `load_checkpoint`, bring each replica's plain iterator to where it stood when the checkpoint was"
-        " saved, by its `load_state_dict` or by reading. False for scripts that skip by themselves, or begin anew.",
+        "After `load_checkpoint`, bring each replica's plain iterator to its place at the save, by its "
+        "`load_state_dict` or by reading. False for scripts that skip by themselves, or begin anew.",
     )
     transfer_interface: str | None = setting(
         None,
@@ -203,19 +203,19 @@ class Settings(BaseModel):
     group_sums: Literal["warn", "scale", "raise"] = setting(
         "warn",
         '"warn", "scale" or "raise"',
-        "What happens to a script's own sum over a process group that has lost members, whose size stays the "
-        'same. "warn": a warning for each calling line that the sum lacks their part. "scale": each SUM is '
-        "multiplied by all / live members, whole numbers rounded to the nearest, halves up; for counts and "
-        'losses that the script divides by the world size. "raise": the job ends. For an average over the '
-        "live members: `recycle_plugin.mean(tensor, group)`.",
+        "What happens to a script's own sum over a process group that has lost members, whose size stays "
+        'the same. "warn": a warning for each calling line that the sum lacks their part. "scale": each SUM '
+        "is multiplied by all / live members, for counts and losses that the script divides by the world "
+        'size; whole numbers are rounded to the nearest, halves up. "raise": the job ends. For an average '
+        "over the live members: `recycle_plugin.mean(tensor, group)`.",
     )
     device_link: Literal["host", "nccl"] = setting(
         "host",
         '"host" or "nccl"',
-        "What carries the sums of gradients, and of tied weights, the script's collectives on tensors of a GPU, and "
-        'boundary tensors. "host": host memory, and Gloo or TCP. "nccl": NCCL, made anew after each loss; its sums '
-        "were tried on one GPU, not on several, and its boundary tensors on none "
-        "([what has run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
+        "The link for sums of gradients and of tied weights, the script's collectives on tensors of a GPU, "
+        'and boundary tensors. "host": host memory, and Gloo or TCP. "nccl": NCCL, made anew after each '
+        "loss; its sums were tried on one GPU, not on several, and its boundary tensors on none ([what has "
+        "run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
         "host memory either way.",
     )
     check_replicas: int = setting(
@@ -228,10 +228,10 @@ class Settings(BaseModel):
     placement: Literal["deepspeed", "strict", "spread"] = setting(
         "deepspeed",
         '"deepspeed", "strict" or "spread"',
-        'Which host has which ranks. "deepspeed": as its launcher gives them out, with a warning if one host '
-        'holds every replica of a stage. "strict": the same, and such a job is refused. "spread": dealt out '
-        "so that no host does; the section then has to be in the file that `--deepspeed_config` names on the "
-        "command line.",
+        'The hosts of the ranks. "deepspeed": as its launcher assigns them, with a warning if one host '
+        'holds every replica of a stage. "strict": the same, but such a job is refused. "spread": assigned '
+        "so that no host holds every replica of a stage; the section then has to be in the file that "
+        "`--deepspeed_config` names on the command line.",
     )
     run_dir: Folder | None = setting(
         None,
@@ -241,11 +241,11 @@ class Settings(BaseModel):
     secret_file: Folder | None = setting(
         None,
         "a file's path, or null",
-        "The file with the job's secret, by which its processes know each other: mode 0600, in a folder that "
-        "all hosts share. Rank 0's host makes it, unless it is there, and removes it at the end. The section "
-        "has to be in the file that `--deepspeed_config` names on the command line; the environment's "
-        "RECYCLE_SECRET_FILE goes before it. Null: in a folder of this user's own on one host, and `secret` "
-        "in `run_dir` on several.",
+        "The file with the job's secret, by which its processes know each other: mode 0600, in a folder "
+        "that all hosts share. Rank 0's host creates it if it does not exist, and then removes it at the "
+        "end. The section has to be in the file that `--deepspeed_config` names on the command line; the "
+        "environment's RECYCLE_SECRET_FILE takes precedence. Null: in this user's own folder on one host, "
+        "and `secret` in `run_dir` on several.",
     )
     report: bool = setting(
         True, BOOL, "Write `report.html` to the run folder when the job ends. `recycle report` writes it at any time."
@@ -253,21 +253,22 @@ class Settings(BaseModel):
     console: Literal["all", "quiet"] = setting(
         "all",
         '"all" or "quiet"',
-        'Which events the console shows; the run folder has all. "quiet", for jobs of many workers: losses and '
-        "returns, what goes wrong, checkpoints, the end, and where it is no terminal a step a minute.",
+        'Which events the console shows; the run folder has all. "quiet", for jobs of many workers: losses '
+        "and returns, errors, checkpoints, the end, and, if the console is not a terminal, one step a "
+        "minute.",
     )
     trace: bool = setting(False, BOOL, "Write every executed instruction with its times to the run folder.")
     faults: Faults = setting(
         (),
         f"a list of faults such as [{FAULT}]",
-        "Faults to inject, each at a named instruction or point, to see what they cost your job.",
+        "Faults to inject, each at a named instruction or point, to measure their cost for your job.",
     )
     heartbeat_timeout_s: float = setting(
         15.0,
         "a number of seconds, at least 2",
-        "A host that is silent for this long is given up with its workers; a worker that hears nothing of the"
-        " coordinator for eight times as long ends. Less finds a lost host sooner, and costs a healthy one "
-        "where a switch fails over or a virtual machine moves.",
+        "A host that is silent for this long is given up with its workers. A worker that hears nothing from "
+        "the coordinator for eight times as long ends. A shorter time finds a lost host sooner, but costs a "
+        "healthy one if a switch fails over or a virtual machine moves.",
         ge=2,
         allow_inf_nan=False,
     )
@@ -275,9 +276,9 @@ class Settings(BaseModel):
         20.0,
         "a number of seconds, at least 1",
         "A worker is given up if its process is stopped, or uses no CPU, and it has been at one instruction "
-        "for longer than this and than three steps take. Less finds a hang sooner, and costs a healthy worker"
-        " where an instruction is slow now and then. If all wait for each other for twice as long, all meet "
-        "again.",
+        "for longer than this and than three steps take. A shorter time finds a hang sooner, but costs a "
+        "healthy worker if an instruction is slow now and then. If all wait for each other for twice as "
+        "long, all regroup.",
         ge=1,
         allow_inf_nan=False,
     )
@@ -291,16 +292,16 @@ class Settings(BaseModel):
     last_worker_timeout_s: float = setting(
         300.0,
         "a number of seconds, at least 1",
-        "The same for a stage's last worker, whatever it does: if there is a `log` its stage is then "
-        "replayed, else the job ends.",
+        "The same for a stage's last worker, whatever it does. With a `log` its stage is then replayed, "
+        "else the job ends.",
         ge=1,
         allow_inf_nan=False,
     )
     idle_timeout_s: float = setting(
         600.0,
         "a number of seconds, more than 0",
-        "The same for what may take long while others wait: the script's own code, data, a checkpoint, the "
-        "first step, and an instruction for which a worker was given up before.",
+        "The same for work that may take long while others wait: the script's own code, data, a checkpoint, "
+        "the first step, and an instruction for which a worker was given up before.",
         gt=0,
         allow_inf_nan=False,
     )
@@ -315,38 +316,38 @@ class Settings(BaseModel):
     costs: Folder | None = setting(
         None,
         f"{COSTS}, or null",
-        "What instructions cost, for the planner: a file that `recycle profile --out` wrote, which also knows"
-        " bytes, or one with the microseconds of each stage, such as a traced run's `costs.json` or "
+        "The costs of instructions, for the planner: a file that `recycle profile --out` wrote, which also "
+        "has bytes, or one with the microseconds of each stage, such as a traced run's `costs.json` or "
         '{"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}. Null: the same for all.',
     )
     checkpoint: CheckpointSettings | None = setting(
         None,
         'an object such as {"overhead": 0.035}, or null',
-        "Make checkpoints by itself: copied to host memory between two steps, and written in the background. "
-        "Null: none.",
+        "Let the plugin make checkpoints: copied to host memory between two steps, and written in the "
+        "background. Null: none.",
     )
     log: LogSettings | None = setting(
         None,
         'an object such as {"folder": null}, or null',
-        "Log what crosses stages on each sender's disk. If a stage's last worker is lost, its next process "
-        "replays the stage from the last checkpoint while all others wait. Needs `checkpoint` and `rejoin`. "
-        "Null: no log.",
+        "Log the data between stages on each sender's disk. If a stage's last worker is lost, its next "
+        "process replays the stage from the last checkpoint while all others wait. Needs `checkpoint` and "
+        "`rejoin`. Null: no log.",
     )
     metrics: Address | None = setting(
         None,
         'an address and a port such as "127.0.0.1:9400", or null',
         "Serve the job's numbers to Prometheus from the host of rank 0, at this address and port. Port 0 "
-        "takes a free one, which the event `metrics` says. Anybody who reaches it may read, so use 0.0.0.0 in"
-        " trusted networks only. Null: no server.",
+        "takes a free port, which the event `metrics` names. Anybody who reaches it may read, so use "
+        "0.0.0.0 in trusted networks only. Null: no server.",
     )
     tls: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "Encrypt what the job's processes say to each other, except Gloo's sums. The folder has on each host "
-        "tls.crt (the host's certificate, followed by any between it and ca.crt), tls.key (its private key, "
-        "not encrypted) and ca.crt (which has signed those of all hosts): the names of a Kubernetes secret. "
-        "The section has to be in the file that `--deepspeed_config` names on the command line; the "
-        "environment's RECYCLE_TLS goes before it. Null: no TLS.",
+        "Encrypt the connections between the job's processes, except Gloo's sums. The folder has on each "
+        "host tls.crt (the host's certificate, followed by any between it and ca.crt), tls.key (its private "
+        "key, not encrypted) and ca.crt (which has signed the certificates of all hosts), named as in a "
+        "Kubernetes secret. The section has to be in the file that `--deepspeed_config` names on the "
+        "command line; the environment's RECYCLE_TLS takes precedence. Null: no TLS.",
     )
 
     @property

@@ -17,8 +17,7 @@ class CheckpointSettings(BaseModel):
     overhead: float = setting(
         0.035,
         "a number above 0, below 1",
-        "The share of training time that checkpoints may cost. How often one is made follows from what the "
-        "last ones took.",
+        "The share of training time that checkpoints may cost. Their interval follows from the cost of the last ones.",
         gt=0,
         lt=1,
         allow_inf_nan=False,
@@ -26,7 +25,8 @@ class CheckpointSettings(BaseModel):
     every: Count | None = setting(
         None,
         "a whole number of at least 1, or null",
-        "One behind each step that so many divide, whatever it costs. Null: as often as `overhead` allows.",
+        "Make a checkpoint after each step that this number divides, whatever it costs. Null: as often as "
+        "`overhead` allows.",
     )
     keep: int = setting(2, "a whole number of at least 1", "How many of a run's checkpoints stay.", ge=1)
 
@@ -39,14 +39,14 @@ class LogSettings(BaseModel):
     folder: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "The folder for the log: one that all hosts share, or under the same path one of each host's own. "
-        "Null: `log` in the run folder.",
+        "The folder for the log: one that all hosts share, or each host's own under the same path. Null: "
+        "`log` in the run folder.",
     )
     ring_bytes: Bytes = setting(
         "256MiB",
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "How much host memory may wait for a worker's disk. If the disk can't follow, nothing is logged until"
-        " the next checkpoint, and training goes on. Null: any amount.",
+        "How much host memory may wait for a worker's disk. If the disk can't keep up, nothing is logged "
+        "until the next checkpoint, and training goes on. Null: any amount.",
     )
     helpers: Helpers = setting(
         "auto",
@@ -57,14 +57,14 @@ class LogSettings(BaseModel):
         "all",
         '"all", "auto", "hosts", or a list of boundaries such as [0, 2], where 0 is between stages 0 and 1',
         'Which boundaries between stages are logged. "all"; "auto": those with the quickest recovery within '
-        '`log.budget`; "hosts": those between stages on different hosts; or a list, where 0 is the one '
+        '`log.budget`; "hosts": those between stages on different hosts; or a list, where 0 is the boundary '
         "between stages 0 and 1.",
     )
     budget: Bytes = setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        'How much the logs of all workers together may take between two checkpoints. `log.boundaries` "auto" '
-        "keeps to it; otherwise an event says what takes more. Null: no limit.",
+        "How much the logs of all workers together may take between two checkpoints. `log.boundaries` "
+        '"auto" keeps to it; for other boundaries an event says that the logs take more. Null: no limit.',
     )
 
     def of_stages(self, stages: int) -> str | tuple[int, ...]:
