@@ -35,7 +35,7 @@ from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.versions import releases
 
 ALONE = (sys.executable, "-m", "recycle_plugin.launch", "--workers", "4")
-JOB_S = 300.0  # of each small job, with its start
+JOB_S = 300.0  # limit for each small job, in seconds, including its start
 OFF_S = 1.0  # with clocks further apart, times of different hosts mean nothing
 TRIPS = 50  # a deadline has to be longer than so many worst round trips
 SHARED = "give --out a folder that all hosts and this one share"
@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="run folders, and the table")
     made.add_argument(
-        "--config", metavar="FILE", help=f'your DeepSpeed JSON: deadlines and placement of its "{SECTION}" section'
+        "--config",
+        metavar="FILE",
+        help=f'your DeepSpeed JSON; of its "{SECTION}" section only deadlines and placement are used',
     )
     made.add_argument(
         "--seconds", type=float, default=JOB_S, metavar="S", help=f"that each job may take (default: {JOB_S:g})"
@@ -101,7 +103,7 @@ def checked(launcher: Sequence[str]) -> list[str]:
     if not launcher:
         return list(ALONE)
     if shutil.which(launcher[0]) is None:
-        raise ValueError(f"{launcher[0]} is not in PATH here: write behind -- what you start your jobs with")
+        raise ValueError(f'{launcher[0]} is not in PATH here: put the command that starts your jobs after "--"')
     if not any("recycle_plugin" in word for word in launcher):
         raise ValueError(
             f"{' '.join(launcher)} does not name recycle_plugin.launch, without which a job survives nothing: write "
@@ -129,7 +131,7 @@ def tried(
     except RunFailed as error:
         return [failed("a job without a failure", error, healthy)], []
     if not reference.curve or not measured.exists():
-        return [Row("a job without a failure", False, f"nothing of it is in {out}", SHARED)], []
+        return [Row("a job without a failure", False, f"the job wrote nothing to {out}", SHARED)], []
     found = json.loads(measured.read_text())
     rows = [Row("a job without a failure", True, f"{len(found['workers'])} workers, {len(reference.curve)} steps")]
     rows += [versions(found["workers"]), clocks(found), *links(found), *devices(found["workers"])]
@@ -142,7 +144,7 @@ def tried(
 
 
 def versions(workers: Sequence[Mapping[str, Any]]) -> Row:
-    """Return whether all hosts have the same releases, and releases that the plugin is written for."""
+    """Judge whether all hosts have the same releases, and releases that the plugin is written for."""
     wrong = [one.wrong for one in releases() if not one.fits]
     shown = []
     for name in workers[0]["versions"]:
@@ -158,7 +160,7 @@ def versions(workers: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def clocks(found: Mapping[str, Any]) -> Row:
-    """Return whether the hosts' clocks agree well enough for times in logs."""
+    """Judge whether the hosts' clocks agree well enough for times in logs."""
     worst = max(abs(link["clock_ms"]) for link in found["links"].values())
     wrong = f"clocks differ by {worst:.0f} ms" if worst > 1e3 * OFF_S else ""
     return judged("clocks", wrong, f"at most {worst:.2f} ms apart", "have NTP set them", ms=worst)
@@ -182,7 +184,7 @@ def devices(workers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, list[str]]:
-    """Return whether the job as placed survives a host's loss, and the doctor's lines on it."""
+    """Judge whether the job as placed survives a host's loss. Return the row, and the doctor's lines on it."""
     arguments = argparse.Namespace(
         config=str(config), pp=2, dp=len(workers) // 2, micro_batches=None, hostfile=None, profile=None
     )
@@ -200,12 +202,14 @@ def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, lis
 
 
 def deadlines(settings: Settings, found: Mapping[str, Any]) -> Row:
-    """Return whether the deadlines are long enough for the measured links."""
+    """Judge whether the deadlines are long enough for the measured links."""
     worst = max(link["worst_ms"] for link in found["links"].values()) / 1e3
     silent = settings.heartbeat_timeout_s
     return judged(
         "heartbeat_timeout_s",
-        f"{silent:g} s is less than {TRIPS} of the worst round trips, {worst:.3f} s" if silent < TRIPS * worst else "",
+        f"{silent:g} s is less than {TRIPS} times the worst round trip ({worst:.3f} s)"
+        if silent < TRIPS * worst
+        else "",
         f"{silent:g} s, the worst round trip is {worst:.4f} s",
         f"raise it to {TRIPS * worst:.0f}, or mend the network",
     )

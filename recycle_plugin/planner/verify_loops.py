@@ -1,4 +1,4 @@
-"""The verifier's compiled loops over packed programs. Each returns where the first offence stands."""
+"""The verifier's compiled loops over packed programs. Each check returns the place of the first offence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ FINE, TAIL, EARLY, STAGE, ROUTE, ORDER = range(6)
 
 @compiled
 def ending(codes, begins, ends, stages, compute, tails):
-    """Check the program's last ops, computation before them, and one stage all through; return (rule, row, place).
+    """Check that a program ends with its stage's last ops, only computes before them, and stays in one stage. Return
+    (rule, row, place).
     ``tails``: [stage, place] the ops that end a program of the stage, then -1.
     """
     for row in range(ends.size):
@@ -70,7 +71,7 @@ def in_turn(codes, begins, ends, stages, adds, size, latest):
 
 @compiled
 def memory(codes, begins, ends, stages, change, cap):
-    """Check that no prefix of a program holds more than its stage's cap; return (row, place, held), row -1 if so."""
+    """Return (row, place, held) of the first prefix of a program that holds more than its stage's cap; row -1: none."""
     for row in range(ends.size):
         held = 0
         for at in range(begins[row], ends[row]):
@@ -82,7 +83,9 @@ def memory(codes, begins, ends, stages, change, cap):
 
 @compiled
 def number_of(kind_stage, wide, stages, width, micro_batch):
-    """Return the place of a datum in an array of kinds by stage by micro-batch; a whole stage's stands at 0."""
+    """Return the index of a datum in [kind, stage, micro-batch]; data of a whole stage have micro-batch 0.
+    ``kind_stage``: kind * stages + stage.
+    """
     return kind_stage * width + (0 if wide[kind_stage // stages] else micro_batch)
 
 
@@ -100,7 +103,7 @@ def progress(
         if given[kind]:
             made[kind * stages * width : (kind + 1) * stages * width] = True
     first_waiting, next_waiting = np.full(made.size, -1, np.int32), np.full(rows, -1, np.int32)
-    awaited, together = live.copy(), np.zeros(stages, np.int64)  # at each stage's REDUCE, and at each tie's TIE
+    awaited, together = live.copy(), np.zeros(stages, np.int64)  # workers not yet at their stage's REDUCE, or tie's TIE
     for stage in range(stages):
         together[tie[stage]] += live[stage]
     runnable, ready = np.empty(rows + 1, np.int64), rows
@@ -136,7 +139,7 @@ def progress(
             if op == joint[1]:
                 awaited[stage] -= 1
                 if awaited[stage]:
-                    continue  # its STEP waits for what the joint event gives
+                    continue  # the stage's last REDUCE gives what its STEP waits for
             elif op == joint[0]:
                 together[tie[stage]] -= 1
                 if together[tie[stage]]:

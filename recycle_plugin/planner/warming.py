@@ -1,4 +1,4 @@
-"""Warming up: compile, or load, everything compiled before a failure can need it.
+"""Warming up: compile the planner's loops, or load them, at the start, so that no failure waits for that.
 
 Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so only the first process on a machine
 compiles. Workers start together: one compiles, the others wait for it and load.

@@ -104,7 +104,7 @@ def test_a_job_that_does_not_start_is_one_row(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "given, said",
     [
-        (["--", "nowhere-to-be-found"], "nowhere-to-be-found is not in PATH here: write behind -- what you start"),
+        (["--", "nowhere-to-be-found"], "nowhere-to-be-found is not in PATH here: put the command that starts your"),
         (["--", "true"], "true does not name recycle_plugin.launch, without which a job survives nothing"),
         (["--seconds", "0"], "--seconds 0: write a number above 0"),
         (["--seconds", "nan"], "--seconds nan: write"),

@@ -89,7 +89,7 @@ def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launc
     second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert second.returncode == 1 and "Traceback" not in second.stderr
     assert re.search(
-        r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$",
+        r"^recycle: error: the job has started, and is at step \d+; to take a lost worker's seat, start with --join$",
         second.stderr,
         re.MULTILINE,
     ), second.stderr

@@ -72,8 +72,8 @@ def test_a_second_job_is_refused_and_hears_who_has_the_folder(hold, tmp_path, wa
         first, setting = hold(tmp_path / "run", ("checkpoint_dir", str(ours))), "checkpoint_dir"
         why = taken(tmp_path / "other", ("checkpoint_dir", str(ours)))
     assert re.fullmatch(
-        rf"recycle.{setting}: {ours} is the folder of job first, process {first.pid} on host \S+, which runs: write "
-        "another folder, or wait until that job has ended",
+        rf"recycle.{setting}: {ours} is the folder of job first, process {first.pid} on host \S+, which runs: set "
+        "it to another folder, or wait until that job has ended",
         why,
     )
 
@@ -96,7 +96,7 @@ def test_one_job_may_have_one_folder_for_several_things(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, folder, why):
     (tmp_path / "file").touch()
     path = tmp_path / folder
-    assert taken(path) == (f"recycle.run_dir: the folder {path} can't be made or written to ({why}): write another one")
+    assert taken(path) == (f"recycle.run_dir: the folder {path} can't be made or written to ({why}): set another one")
 
 
 @pytest.mark.parametrize("number", (errno.ENOLCK, errno.ENOSPC))

@@ -66,7 +66,7 @@ async def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_
         late = Player(coordinator, 2)
         assert (await late.hear(Welcome)).incarnation == 1
         late.send(Ready(replace(member(2), incarnation=1), 0, job()))
-        assert "nobody can join as rank 2 yet" in (await late.hear(End)).reason
+        assert "to take a lost worker's seat, start with --join" in (await late.hear(End)).reason
         late.close()
         for rank, worker in enumerate(workers):
             worker.send(Stepped(rank, 0, 1))

@@ -23,7 +23,7 @@ from recycle_plugin.runtime.devices.pieces import on_the_host
 
 Parts = Sequence[torch.Tensor]
 UNDER_WAY = 4  # pieces in sums at a time; as many more are copied down from an accelerator, all in pinned memory
-HOST_PIECE = 4 * SUM_PIECE  # numbers: with smaller pieces three and more members take longer than in one piece
+HOST_PIECE = 4 * SUM_PIECE  # elements; among three or more members smaller pieces are slower than a single one
 DEVICE_PIECE = 16 * SUM_PIECE  # over a link of the device's own
 
 
@@ -76,7 +76,7 @@ def _cut(
 
 
 def _filled(flat: torch.Tensor, parts: Parts) -> Iterator[int]:
-    """Write ``parts`` to ``flat``; yields how many numbers are there."""
+    """Write ``parts`` to ``flat``; yield the number of elements written so far."""
     there = 0
     for part in parts:
         for some in part.detach().reshape(-1).split(HOST_PIECE):

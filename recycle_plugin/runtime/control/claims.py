@@ -21,7 +21,9 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EB
 
 
 class Claims:
-    """A job's claimed folders. ``warn`` gets a line for each that can't be locked. ``owner``: as in the lock files."""
+    """A job's claimed folders. ``warn`` gets a line for each that can't be locked. ``owner``: the text in its lock
+    files: job, process, host.
+    """
 
     def __init__(self, warn: Callable[[str], None], owner: str = "") -> None:
         self._warn, self._owner = warn, owner
@@ -59,18 +61,18 @@ class Claims:
                 self._before.append(path)
                 return ""  # an earlier process of this job
             return (
-                f"recycle.{setting}: {folder} is the folder of {_holder(path)}, which runs: write another folder, or "
-                "wait until that job has ended"
+                f"recycle.{setting}: {folder} is the folder of {_holder(path)}, which runs: set it to another folder, "
+                "or wait until that job has ended"
             )
         except OSError as error:
             why = f"recycle.{setting}: the folder {folder}"
             if error.errno not in (*NO_LOCKS, *FULL):
-                return f"{why} can't be made or written to ({error.strerror}): write another one"
+                return f"{why} can't be made or written to ({error.strerror}): set another one"
             self._warn(f"{why} can't be locked ({error.strerror}): see to it that no other job has it")
         return ""
 
     def _lock(self, path: Path) -> None:
-        """Lock the file at ``path``, unless the job before removes it at this moment. Raises OSError."""
+        """Lock the file at ``path``. Nothing is held if another job has just removed it: try again. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # that module imports this one
     from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 
 Told = torch.Tensor | tuple[torch.Tensor, dict[str, int]]
-"""A micro-batch's detached loss; or the loss and a flat tensor of other logged values, with {name: count}."""
+"""A micro-batch's detached loss; or a flat tensor of the loss and other logged values, with {name: count}."""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
@@ -42,8 +42,8 @@ Source = Callable[[int, MicroBatch], Any]
 
 
 class OptimizerStep(Protocol):
-    """A framework's optimizer step: applied once, or only counted. Undo (runtime/state/undo) works around ``wrapped``:
-    prepared before it steps, and recorded while it does.
+    """A framework's optimizer step: applied once, or only counted. The undo record (runtime/state/undo) is
+    prepared before ``wrapped`` steps, and filled while it steps.
     """
 
     @property
@@ -52,7 +52,7 @@ class OptimizerStep(Protocol):
 
     @property
     def steps(self) -> int:
-        """The number of steps applied or skipped, including those of a checkpoint's job."""
+        """The number of steps applied or skipped, including those before a loaded checkpoint."""
 
     def apply(self, clip: Clip) -> None:
         """Step; schedulers and counters advance. ``clip()`` is called where the framework's own step would clip."""
@@ -61,8 +61,8 @@ class OptimizerStep(Protocol):
         """Advance schedulers and counters as after a step that overflowed; weights and optimizer state stay."""
 
     def pass_over(self) -> None:
-        """Advance counters and schedulers for a step that the others applied before this worker came; the schedulers as
-        if none were skipped. Weights and optimizer state stay.
+        """Advance counters and schedulers for a step that the others applied before this worker came; the schedulers
+        also for steps that the others skipped. Weights and optimizer state stay.
         """
 
 
@@ -122,7 +122,7 @@ class CheckpointShare(Protocol):
     copies: bool
 
     def save(self, path: Path, contents: Any) -> None:
-        """Write a file, at once or in the background. Failures raise in :meth:`check`: here others may wait."""
+        """Write a file, at once or in the background. Never raise, since others may wait; :meth:`check` does."""
 
     def check(self) -> None:
         """Raise NotSaved if something could not be written."""
@@ -160,7 +160,7 @@ class StageModel:
       layers off from the graph.
     * ``keyed``: a forward that is run again draws the same random numbers.
     * ``told``: what all workers are told of a new loss.
-    * ``gradients``: of a framework with its own; None: ``parameter.grad`` (of the masters, if there are some).
+    * ``gradients``: where the framework keeps gradients; None: ``parameter.grad`` (of the masters, if there are any).
     """
 
     module: torch.nn.Module
@@ -211,11 +211,11 @@ class Framework:
     * ``clipping``: the largest norm of a step's gradients; 0: any.
     * ``state``: what else a step changes: schedulers and counters.
     * ``masters``: of a model in bf16 or fp16; the optimizer steps them.
-    * ``norm`` None: the true one over all stages. ``scaler`` None: losses are not scaled.
+    * ``norm`` None: the plugin computes the exact norm over all stages. ``scaler`` None: losses are not scaled.
     * ``compute``: the script's own forward and backward of a one-stage model (runtime/worker/scripted.py).
     * ``shards``: the workers that hold each seat together; this one is number ``shard``.
-    * ``make(stage)``: builds any stage again from its layer specs, with weights that nobody may use. It leaves this
-      worker's module and random streams alone. None if that is impossible.
+    * ``make(stage)``: builds any stage again from its layer specs, with placeholders for weights: load its state before
+      use. It leaves this worker's module and random streams alone. None if that is impossible.
     * ``pushed``: the stage of a script that runs forward, backward and step itself (core/worker/pushed.py); its steps
       are never taken back.
     * ``judged()``: the norm by which the framework itself judged the last step, non-finite if it skipped the step; None

@@ -1,7 +1,8 @@
-"""Stock checkpoints of sharded replicas, complete even if some are missing: for as many ranks as one replica has.
+"""Stock checkpoints of sharded replicas, complete even if replicas are missing.
 
-The ranks of the first live replica write what stock's ranks 0, 1, … do, each the file of its shard. With ZeRO stock's
-own files have the whole state. Stock DeepSpeed reads them on as many ranks.
+A checkpoint has the files of one replica's ranks: the ranks of the first live replica write what stock's ranks 0, 1, …
+write, each the file of its shard. With ZeRO, the optimizer's state is in stock's ZeRO files. Stock DeepSpeed loads the
+checkpoint on as many ranks as one replica has.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class ReplicaFiles:
 
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: no stage of such a job is replayed, since its log is refused."""
-        raise RecycleError("recycle.log with recycle.replicas is not supported yet; leave it out")
+        raise RecycleError("recycle.log with recycle.replicas is not supported yet: remove recycle.log")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Attendance:
 
     @property
     def started(self) -> bool:
-        """Whether all workers have been there once."""
+        """Whether the job has started: all its first workers have reported."""
         return self._shape is not None
 
     def _record(self, worker: WorkerId) -> WorkerRecord:
@@ -129,7 +129,7 @@ class Attendance:
 
     @property
     def shape(self) -> Topology:
-        """The job's topology, with today's number of micro-batches. AssertionError before the start."""
+        """The job's topology, with the current number of micro-batches. AssertionError before the start."""
         assert self._shape is not None
         return self._shape
 
@@ -145,11 +145,11 @@ class Attendance:
         return not (unheard and message.BY == WORKER) and (self.started or not message.RUNNING)
 
     def named(self, rank: int) -> str:
-        """Return the name of the worker of ``rank`` for people, live or not."""
+        """Return the readable name of ``rank``'s worker, also of a lost one."""
         return named(rank, self._seats.get(rank))
 
     def ranks(self, seat: Seat) -> frozenset[int]:
-        """Return all ranks, live or not, that are given up as one with a holder of ``seat``, also its own. O(ranks)."""
+        """Return all ranks, live or not, that fail together with ``seat``, including those of ``seat``. O(ranks)."""
         whole = self.domain is FailureDomain.REPLICA
         return frozenset(
             rank for rank, its in self._seats.items() if its == seat or (whole and its.replica == seat.replica)
@@ -172,7 +172,7 @@ class Attendance:
         return self._seats.get(rank)
 
     def is_gone(self, worker: WorkerId) -> bool:
-        """Return whether ``worker`` is lost, has left or was turned away; its going again is no news."""
+        """Return whether ``worker`` is lost, has left or was turned away: further reports of its end change nothing."""
         its = self._of(worker)
         return its.gone is not None or its.late
 
@@ -210,18 +210,18 @@ class Attendance:
         )
         out.say(
             "late",
-            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told "
-            "to end",
+            f"a process on {host} wants to take part as rank {worker.rank}: {why}; it is told to end. "
+            "To take a lost worker's seat, start it with --join",
             rank=worker.rank,
             host=host,
             incarnation=worker.incarnation,
         )
-        out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
+        out.tell(worker, End(0, f"{why}; to take a lost worker's seat, start with --join", failed=True))
 
     def resize(self, micro_batches: int) -> bool:
         """Set how many micro-batches each replica brings to a step from now on. Return whether that is news."""
         before = self._shape
-        assert before is not None, "steps have no other size before the start"
+        assert before is not None, "resized before the start"
         self._shape = replace(before, micro_batches=micro_batches)
         return self._shape != before
 
@@ -259,7 +259,7 @@ class Attendance:
         )
 
     def agreed(self, roster: Roster) -> None:
-        """Put ``roster`` in force, less those gone meanwhile: leaving members are none any more, newcomers are."""
+        """Make ``roster`` the members, less workers that have gone meanwhile. It has newcomers, and lacks leavers."""
         self.roster = roster.without(self._those(lambda record: record.gone is not None))
 
     def leave(self, worker: WorkerId) -> None:
@@ -293,7 +293,7 @@ class Attendance:
         how = f"its process {how_ended(message.code)}"
         record = self._record(message.worker)
         if record.killed_guard is not None and message.code < 0:
-            how = f"it went with its guard, process {record.killed_guard}, which was killed"
+            how = f"it ended because its guard, process {record.killed_guard}, was killed"
         record.dead = True
         if record.gone is Gone.LOST:
             out.say(
@@ -337,7 +337,7 @@ class Attendance:
         return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))
 
     def lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> Group:
-        """Give up ``member`` and the rest of its failure domain, which is fenced. ``at``: when it was seen, seconds."""
+        """Give up ``member``; fence and give up the rest of its failure domain. Return them all. ``at``: seconds."""
         first, *others = domain = self.together(member)
         self._lose(first, cause, how, at, out)
         for other in others:

@@ -19,7 +19,7 @@ def held_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def drawn_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Return the data of plain iterators that all shards of a seat hold (core.vocabulary.iterator_draws.pack)."""
+    """Return the plain iterators' batches that all shards have ``reported`` (packed by iterator_draws.pack)."""
     first, *others = reported
     if not others:
         return first

@@ -1,4 +1,6 @@
-"""Run all sides and strikes in turns, take medians of the measurements, and compare them with what was promised."""
+"""Run each side (the plugin, releases of torchft) under each strike (an injected fault) in turns. Take medians of the
+measurements, and compare them with what was promised.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from recycle_plugin.runs import RunFailed, environment
 FAULT_FREE = "no fault"
 OURS, RELEASE, TUNED = "recycle", "torchft 0.2.0", "torchft 0.2.0, 1 s"
 SHORT = TrainedShape(2, 1, 0.03, 7)  # small and quick, so that the time around a step's compute shows
-PAIRS, WINDOW_S = 8, 1.5  # turns of it and of its baseline, each of some 40 steps
+PAIRS, WINDOW_S = 8, 1.5  # turns of SHORT and of the same model without fault tolerance, some 40 steps each
 REFERENCE, REFERENCE_S = 120, 300.0  # steps with known losses, and the most seconds to compute them
 NOT_TUNED = {"stop", "coordinator", FAULT_FREE}  # strikes to which a shorter heartbeat timeout does not matter
 Rounds = dict[str, dict[str, list[dict]]]  # {strike: {side: measurements}}
@@ -117,7 +119,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(found: Rounds, stop_s: float | None) -> list[Verdict]:
-    """Return the promises for the plugin beside torchft's release; ``stop_s``: the deadline that a job has printed."""
+    """Return the measurement for each promise against torchft's release. ``stop_s``: a deadline that a job printed."""
 
     def of(how: str, side: str, figure: str) -> float | None:
         rounds = found.get(how, {}).get(side)
@@ -139,7 +141,11 @@ def verdicts(found: Rounds, stop_s: float | None) -> list[Verdict]:
             of(FAULT_FREE, OURS, "overhead_s"),
             times(1 / 3, theirs) if theirs is None or theirs > 0 else None,  # the machine was too busy to tell
         ),
-        Verdict("a healthy peer's step while another joins, at most 1.1", of("kill", OURS, "joining"), 1.1),
+        Verdict(
+            "a healthy peer's step while another joins, at most 1.1 times its usual step",
+            of("kill", OURS, "joining"),
+            1.1,
+        ),
         Verdict("losses as without a failure", of("kill", OURS, "apart"), 5e-6),
     ]
 
