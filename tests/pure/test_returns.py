@@ -219,10 +219,6 @@ class Loop:
 
     seat = Seat(0, 1)
 
-    @property
-    def runner(self) -> Loop:
-        return self
-
     def asked_to_help(self) -> None:
         """Nobody replays a stage."""
 

@@ -13,7 +13,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.loop_ports import DrawReport, StepProgram
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 
@@ -58,8 +58,20 @@ class Worker:
     def held(self) -> set:
         return set()
 
-    def draws(self) -> DrawReport:
-        return DrawReport({}, {}, 0, 0)
+    def held_draws(self) -> dict:
+        return {}
+
+    @property
+    def places(self) -> dict:
+        return {}
+
+    @property
+    def ended(self) -> int:
+        return 0
+
+    @property
+    def lacks(self) -> int:
+        return 0
 
     def place_behind(self, step: int) -> None:
         return None

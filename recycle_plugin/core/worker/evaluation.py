@@ -99,8 +99,10 @@ class Evaluations:
             self._machine.transfer(datum, batch, taker, self._worker.store.valid_from)
 
     def _say_missing(self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]]) -> None:
-        missing = sorted(set(range(plan.view.topology.replicas)) - read_by.keys())
-        control_view = self._machine.control_view
+        missing, control_view = (
+            sorted(set(range(plan.view.topology.replicas)) - read_by.keys()),
+            self._machine.control_view,
+        )
         if missing and control_view.is_first:
             text = (
                 f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, "

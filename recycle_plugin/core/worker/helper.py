@@ -16,7 +16,6 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.lines import ReplayWords
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.stage_work import CantReplay, StageWork, WorkingMachine
 from recycle_plugin.core.worker.step_store import StepStore
@@ -40,12 +39,18 @@ class HelpedStage(WorkingMachine, Protocol):
         """Return the sums of the weight gradients of ``blocks``, as a share has them."""
 
 
-class HelpingMachine(ReplayWords, Protocol):
+class HelpingMachine(Protocol):
     """The part of a worker's machine that a helper needs; generators as in core.worker.machine.Machine."""
 
     @property
     def control_view(self) -> ControlView:
         """What this worker knows of the control plane."""
+
+    def words(self) -> list[Word]:
+        """Return what this worker was told of replays since the last call."""
+
+    def tell(self, address: str, word: Word) -> None:
+        """Send a word about a replay to the worker at ``address``, which may be gone."""
 
     def make_stage(self, call: Call) -> Waits[HelpedStage]:
         """Make the stage of ``call`` from its layer specs, beside this worker's own; the value. Raises CantHelp."""

@@ -17,14 +17,15 @@ and all have to go on from the same one, with the same data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction, Op
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Interrupted, Waits
-from recycle_plugin.core.worker.lines import WaitingLine
 
+T = TypeVar("T")
 JOINT = frozenset({Op.F, Op.I, Op.B, Op.STEP})  # as they begin
 SUMS = frozenset({Op.REDUCE, Op.TIE})  # as they end
 LEFT_OUT = RECEIVES | {Op.LOAD, Op.VALIDATE}  # if what they wait for is not there
@@ -43,8 +44,17 @@ class Word(NamedTuple):
     past: int = -1
 
 
-class SeatPort(WaitingLine, Protocol):
+class SeatPort(Protocol):
     """How a shard waits, and talks to the others of its seat."""
+
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
+
+    def wait(
+        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+    ) -> Waits[T]:
+        """Yield until ``ready()`` is not None, the value. Raises JobEnded, and Interrupted if ``interruptible``."""
 
     def say_in_seat(self, word: Word) -> None:
         """Send ``word`` to the other shards, in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.from_coordinator import Generation, Replay
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
@@ -17,22 +17,12 @@ from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.step_batches import LiveShare, StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.core.worker.lines import WaitingLine
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.executor import Waits
 
+T = TypeVar("T")
 LEAVE = "planned leave"  # why one worker's training ends
 Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
-
-
-class DrawReport(NamedTuple):
-    """What a worker reports of its plain iterator: the batches that it keeps, packed (core.vocabulary.iterator_draws);
-    by step, ``place_behind`` the last applied step, and the next if begun; the number of its iterator if that has
-    ``ended``, else 0; and the step for which it has found nothing to draw, 0 for none.
-    """
-
-    held: dict[str, str]
-    places: dict[str, Place]
-    ended: int
-    lacks: int
 
 
 class DataEnded(Exception):
@@ -77,14 +67,26 @@ class StepRunner(Protocol):
     def held(self) -> Iterable[Datum]:
         """Return the data that this worker has of uncommitted steps, except parameters."""
 
-    def draws(self) -> DrawReport:
-        """Return what this worker has to report of its plain iterator, with what lost workers have sent."""
+    def held_draws(self) -> dict[str, str]:
+        """Return the batches of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """By step, ``place_behind`` the last applied step, and the next if begun; empty if there is none."""
 
     def place_behind(self, step: int) -> Place | None:
         """Return where its plain iterator stood after ``step``; None if it has none, or not at its replica's place."""
 
     def time_of(self, step: int) -> ComputeTime | None:
         """What ``step``, which was applied, took, the first time that it is asked for; None if nobody measures that."""
+
+    @property
+    def ended(self) -> int:
+        """The number of this worker's plain iterator if that has ended, else 0."""
+
+    @property
+    def lacks(self) -> int:
+        """The step for which this worker has found nothing to draw; 0 for none."""
 
     def leave_out(self, step: int, valid_from: int) -> None:
         """Drop all data of ``step``, which iterators can't fill; data is valid from generation ``valid_from``."""
@@ -105,6 +107,12 @@ class StepRunner(Protocol):
 
     def without(self, batches: StepBatches) -> None:
         """Drop what no longer counts of void steps (core/vocabulary/step_batches.py)."""
+
+    def listen_to(self, members: Iterable[str]) -> None:
+        """Also take data from workers at these addresses from now on."""
+
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Drop the connections to all workers except those at these addresses."""
 
     def park(self) -> None:
         """Prepare to wait long for others, who read what this worker has logged."""
@@ -140,14 +148,27 @@ class Planner(Protocol):
         """Return what is left of ``step``, with micro-batches by ``batches`` (core.vocabulary.recovery_plan)."""
 
 
-class LoopPort(WaitingLine, Protocol):
-    """How the training loop waits, talks to the coordinator, and says who may send data."""
+class LoopPort(Protocol):
+    """How the training loop waits, and talks to the coordinator."""
 
-    def listen_to(self, members: Iterable[str]) -> None:
-        """Also take data from workers at these addresses from now on."""
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
 
-    def keep_only(self, members: Iterable[str]) -> None:
-        """Drop the connections to all workers except those at these addresses."""
+    def wait(
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        at_least_s: float = 0.0,
+    ) -> Waits[T]:
+        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words; ``at_least_s``: the
+        least deadline, in seconds. Raises Interrupted or JobEnded as ``ControlView.check`` does; if not
+        ``interruptible``, only JobEnded.
+        """
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""
 
     def clock(self) -> float:
         """Return the time in seconds."""

@@ -16,8 +16,8 @@ from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.lines import WaitingLine
 from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.serving import Outlet, SharedState
 from recycle_plugin.core.worker.step_store import StepStore
@@ -79,7 +79,7 @@ class Hashing(Protocol):
         """Return when no hash is being made: what follows changes the state."""
 
 
-class Machine(WaitingLine, Protocol):
+class Machine(Protocol):
     """The machine that a worker runs on."""
 
     @property
@@ -94,11 +94,25 @@ class Machine(WaitingLine, Protocol):
     def hashing(self) -> Hashing:
         """Hashes of that."""
 
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
+
+    def wait(
+        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+    ) -> Waits[T]:
+        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words. Raises Interrupted or
+        JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
+        """
+
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Yield until ``ready()`` is not None, for ``datum`` from ``source``; late data is sent again."""
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         """Yield until ``step`` is committed, before the next one is applied."""
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a value to the peer at ``target``, whose ``arrivals`` yield it. ``valid_from``: of the data here."""
@@ -108,6 +122,12 @@ class Machine(WaitingLine, Protocol):
 
     def hear_out(self) -> None:
         """Take what lost workers have sent before they went, and nothing of theirs after this."""
+
+    def listen_to(self, members: Iterable[str]) -> None:
+        """Also take data from workers at these addresses from now on."""
+
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Drop the connections to all workers except those at these addresses."""
 
     def now_us(self) -> int:
         """Return the machine's clock, in integer microseconds."""

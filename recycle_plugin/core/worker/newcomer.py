@@ -145,7 +145,7 @@ class Newcomer:
     def _run_replay(self, replay: Replay) -> Iterator[Any]:
         assert self._replay is not None, "a job that does not log has nothing to replay"
         self._passed = replay.passed
-        self._loop.runner.stop_helping()
+        self._loop.stop_helping()
         self._catching_up.close()
         try:
             if self._wants_script():
@@ -217,7 +217,7 @@ class Newcomer:
         if self._view.replayed > self._heard:
             self._heard = self._view.replayed
             return False
-        if self._loop.runner.asked_to_help():
+        if self._loop.asked_to_help():
             return ASKED
         renewed = self._catching_up.renewed
         if self._view.called_off > self._called_off:
@@ -226,7 +226,7 @@ class Newcomer:
         if self._view.others is not None:
             self._catching_up.keep_only(self._view.others.workers)
         for serving in self._view.take_sources():
-            self._loop.runner.stop_helping()
+            self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
         closer = self._follow()
         # also if only the lines to live sources broke

@@ -30,7 +30,6 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.lines import ReplayWords
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.stage_work import PartTimes, ReplayingMachine, StageWork
 from recycle_plugin.core.worker.step_store import StepStore
@@ -48,12 +47,18 @@ class Weights(Protocol):
         """Their size in bytes."""
 
 
-class SharingMachine(ReplayingMachine, ReplayWords, Protocol):
+class SharingMachine(ReplayingMachine, Protocol):
     """The part of a worker's machine that a replay with helpers needs."""
 
     @property
     def address(self) -> str:
         """Where other workers find this one."""
+
+    def words(self) -> list[Word]:
+        """Return what this worker was told of its replay since the last call."""
+
+    def tell(self, address: str, word: Word) -> None:
+        """Send a word about its replay to the worker at ``address``, which may be gone."""
 
     def wait_share(self, what: str, until: float) -> Iterator[Any]:
         """Yield until a word may have come, a worker may be gone, or the clock is at ``until``. Raises JobEnded."""
@@ -82,7 +87,12 @@ class Helpers:
     """
 
     def __init__(
-        self, machine: SharingMachine, store: StepStore, shape: Topology, blocks: Blocks, limit: int | None = None
+        self,
+        machine: SharingMachine,
+        store: StepStore,
+        shape: Topology,
+        blocks: Blocks,
+        limit: int | None = None,
     ) -> None:
         self._machine, self._store, self._shape, self._limit = machine, store, shape, limit
         self._stage, self._members = store.seat.stage, blocks.members()

@@ -34,7 +34,13 @@ from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.packed_data import PackedData, groups, pack
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, before, surviving, unfinished, without_later
+from recycle_plugin.core.vocabulary.recovery_plan import (
+    Held,
+    before,
+    surviving,
+    unfinished,
+    without_later,
+)
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.collector import no_collections
@@ -58,7 +64,7 @@ class TrainingLoop:
         lockstep: Lockstep | None = None,
     ) -> None:
         self._port, self._control_view = port, port.control_view
-        self.runner = runner
+        self._runner = runner
         self._planner = planner
         self._topology = topology
         self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
@@ -102,7 +108,7 @@ class TrainingLoop:
                 if coming == self._unfilled:
                     yield from self._end_data(coming)
                 yield from self._change_at(coming)
-                yield from self.runner.execute(self._recovery_plans.get(coming) or self._program(coming))
+                yield from self._runner.execute(self._recovery_plans.get(coming) or self._program(coming))
                 self._recovery_plans.pop(coming, None)
             except Interrupted:
                 yield from self.recover()
@@ -126,7 +132,7 @@ class TrainingLoop:
         self._tell_applied(self._control_view.number, step)
 
     def _tell_applied(self, generation: int, step: int) -> None:
-        place, time = self.runner.place_behind(step), self.runner.time_of(step)
+        place, time = self._runner.place_behind(step), self._runner.time_of(step)
         self._port.send(Stepped(self._control_view.rank, generation, step, place, time))
 
     def settle(self) -> Iterator[Any]:
@@ -239,14 +245,14 @@ class TrainingLoop:
         if empty := self._empty_stages(generation):
             yield from self._await_stages(empty, generation)
             return
-        self.runner.stop_helping()
+        self._runner.stop_helping()
         stopped = self._port.clock()
         plan = self._plan_for(generation)
         planned = self._port.clock()
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
-        drawn = self.runner.draws()  # first: from here on nothing of a lost worker is accepted
-        held = pack({*self.runner.held(), of_layers("params", self.seat, self.machine.stepped + 1)})
+        drawn = self._runner.held_draws()  # first: from here on nothing of a lost worker is accepted
+        held = pack({*self._runner.held(), of_layers("params", self.seat, self.machine.stepped + 1)})
         report = SurvivorReport(
             self._control_view.rank,
             generation.number,
@@ -257,14 +263,14 @@ class TrainingLoop:
             self._loaded,
             plan.period_us,
             plan.bound_us,
-            drawn.held,
-            self.runner.valid_from,
-            drawn.places,
-            drawn.ended,
-            drawn.lacks,
+            drawn,
+            self._runner.valid_from,
+            self._runner.places,
+            self._runner.ended,
+            self._runner.lacks,
         )
         # once all have reported newcomers send, and this worker may be slower to go on
-        self._port.listen_to(generation.roster.addresses)
+        self._runner.listen_to(generation.roster.addresses)
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)
@@ -279,7 +285,7 @@ class TrainingLoop:
             return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
-        self._port.keep_only(generation.roster.addresses)
+        self._runner.keep_only(generation.roster.addresses)
         self._hand_over(generation)
         self._control_view.adopt(generation)
         self._loaded = False
@@ -293,7 +299,7 @@ class TrainingLoop:
     def finish(self) -> Iterator[Any]:
         """Report that the script is through; return once this worker may go. Help with replays until then."""
         view = self._control_view
-        self.runner.park()
+        self._runner.park()
         self._port.send(Through(view.rank))
         while not view.may_go:
             generation = view.interruption()
@@ -310,7 +316,7 @@ class TrainingLoop:
 
     def _await_stages(self, empty: tuple[int, ...], generation: Generation) -> Iterator[Any]:
         """Wait for a newer generation without empty stages, or until this worker may go; help with replays."""
-        self.runner.park()
+        self._runner.park()
         self._port.reach("recovery.parked")
         view, stages = self._control_view, ", ".join(map(str, empty))
         while view.pending is generation and not view.may_go:  # the deadline: one for the next replayed step
@@ -320,17 +326,25 @@ class TrainingLoop:
             def news(heard: int = view.replayed) -> bool | None:
                 over = view.pending is not generation or view.may_go
                 over |= view.replayed > heard or view.replay is not None
-                return over or self.runner.asked_to_help()
+                return over or self._runner.asked_to_help()
 
             yield from self._port.wait(what, news, False, expected.limit_s)
             if (replay := view.take_replay()) is not None:
-                self.runner.stop_helping()
-                yield from self.runner.accompany(replay)
+                self._runner.stop_helping()
+                yield from self._runner.accompany(replay)
             yield from self.help()
 
+    def asked_to_help(self) -> bool | None:
+        """Return True if a worker that replays a stage wants this one's help, else None."""
+        return self._runner.asked_to_help()
+
     def help(self) -> Iterator[Any]:
-        """Help a worker that replays a stage and wants this one's help, as long as the stage is empty."""
-        yield from self.runner.help(self._is_away)
+        """Help such a worker, as long as its stage is empty."""
+        yield from self._runner.help(self._is_away)
+
+    def stop_helping(self) -> None:
+        """Drop what was made to help."""
+        self._runner.stop_helping()
 
     def _is_away(self, stage: int) -> bool:
         """Return whether ``stage`` is empty, as far as known: a newcomer may not have heard of any change yet."""
@@ -343,12 +357,14 @@ class TrainingLoop:
 
     def _hand_over(self, generation: Generation) -> None:
         """Hand the script's own state to newcomers, if this worker is the first former member of its stage."""
-        before = self._control_view.roster.workers
-        peers = generation.roster.peers(self.seat.stage, self._control_view.shard)
+        before, peers = (
+            self._control_view.roster.workers,
+            generation.roster.peers(self.seat.stage, self._control_view.shard),
+        )
         if self._control_view.worker == next((each.worker for each in peers if each.worker in before), None):
             for one in peers:
                 if one.worker not in before:
-                    self.runner.hand_over(one.worker, self.machine.stepped)
+                    self._runner.hand_over(one.worker, self.machine.stepped)
 
     @no_collections()
     def _take_up(self, plan: Plan, resume: Resume) -> None:
@@ -360,14 +376,14 @@ class TrainingLoop:
         if resume.batches is not None:
             self._batches = resume.batches
             reported = resume.batches.counting(reported)
-            self.runner.without(resume.batches)
+            self._runner.without(resume.batches)
         held = reported
         recover = partial(self._planner.recover, plan, self._batches)
         left = unfinished(recover, resume.committed, held, resume.rejected)
         recovery_plans = {recovery.step: recovery for recovery in left}
         self._recovery_plans, undo = {}, False
         if resume.norm is not None:
-            self.runner.record_norm(resume.committed + 1, resume.norm)
+            self._runner.record_norm(resume.committed + 1, resume.norm)
         for recovery in recovery_plans.values():
             self._recovery_plans[recovery.step] = StepProgram(
                 recovery.step,
@@ -385,7 +401,7 @@ class TrainingLoop:
             undo |= self.seat in recovery.undo
             held = surviving(held, recovery)
         counts = without_later(reported, resume.committed + 1) if resume.rejected else reported
-        self.runner.take_state(
+        self._runner.take_state(
             IteratorState(
                 plan,
                 counts,
@@ -401,13 +417,13 @@ class TrainingLoop:
         )
         self.machine.resume(resume.committed, undo)
         if undo:
-            self.runner.undo(resume.committed + 1)
+            self._runner.undo(resume.committed + 1)
             self._port.reach("recovery.undone")
         if resume.rejected:
-            self.runner.discard_after(resume.committed + 1, resume.generation)
+            self._runner.discard_after(resume.committed + 1, resume.generation)
         self._unfilled = resume.unfilled
         if resume.unfilled:
-            self.runner.leave_out(resume.unfilled, resume.generation)
+            self._runner.leave_out(resume.unfilled, resume.generation)
         if self._recovery_plans:
             self._say_recovery_plan(undo, self._port.clock() - started)
 

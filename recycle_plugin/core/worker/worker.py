@@ -34,7 +34,7 @@ from recycle_plugin.core.worker.executor import Interrupted, execute
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
-from recycle_plugin.core.worker.loop_ports import DrawReport, StepProgram
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.machine import Machine
 from recycle_plugin.core.worker.observer import Observer
 from recycle_plugin.core.worker.serving import Applied, Service, Servings
@@ -77,8 +77,14 @@ class Worker:
         lockstep: Lockstep | None = None,
     ) -> None:
         self.store, self.seat = store, store.seat
-        self._machine, self._control_view, self._shape, self._steps = machine, machine.control_view, shape, steps
-        self._judging, self.iterator_data = judging, iterator_data
+        self._machine, self._control_view, self._shape, self._steps, self._judging, self.iterator_data = (
+            machine,
+            machine.control_view,
+            shape,
+            steps,
+            judging,
+            iterator_data,
+        )
         self._observers, self._lockstep = observers, lockstep
         self._left_out: Instruction | None = None  # which the furthest shard of the seat may have run
         self.applied: Callable[[int], None] = lambda step: None
@@ -155,15 +161,12 @@ class Worker:
         self.forget_committed()
         return self.store.held()
 
-    def draws(self) -> DrawReport:
-        """Return what this worker has to report of its plain iterator, with what lost workers have sent."""
+    def held_draws(self) -> dict[str, str]:
+        """Return the batches of plain iterators that are here, by step, packed, with what lost workers have sent."""
         if self.store.reads_iterator or self._meets_again():
             self._machine.hear_out()
         self._take_arrivals()
-        data = self.iterator_data
-        if data is None:
-            return DrawReport({}, {}, 0, 0)
-        return DrawReport(data.held_draws(), data.places(self._steps.stepped), data.ended, data.lacks)
+        return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
     def _meets_again(self) -> bool:
         """Return whether all regroup although nobody is lost: a message did not get through. A worker that hears nobody
@@ -171,6 +174,11 @@ class Worker:
         """
         coming = self._control_view.interruption()
         return coming is not None and self._control_view.roster.workers <= coming.roster.workers
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """By step, ``place_behind`` the last applied step, and the next if begun; empty if there is none."""
+        return self.iterator_data.places(self._steps.stepped) if self.iterator_data is not None else {}
 
     def place_behind(self, step: int) -> Place | None:
         """Return where the plain iterator stood after ``step``; None without one, or if not at its replica's place."""
@@ -180,6 +188,16 @@ class Worker:
     def time_of(self, step: int) -> ComputeTime | None:
         """What ``step``, which was applied, took, the first time that it is asked for; None if nobody measures that."""
         return next((time for each in self._observers if (time := each.time_of(step)) is not None), None)
+
+    @property
+    def ended(self) -> int:
+        """The number of the plain iterator if it has ended, else 0."""
+        return self.iterator_data.ended if self.iterator_data is not None else 0
+
+    @property
+    def lacks(self) -> int:
+        """The step for which this worker has found nothing to draw; 0 for none."""
+        return self.iterator_data.lacks if self.iterator_data is not None else 0
 
     def leave_out(self, step: int, valid_from: int) -> None:
         """Drop all data of ``step``, which iterators can't fill; data is valid from generation ``valid_from``."""
@@ -222,6 +240,14 @@ class Worker:
         """Drop what no longer counts of void steps."""
         if self.store.without(batches):
             self._machine.operations.forget_sums(batches.void - 1)
+
+    def listen_to(self, members: Iterable[str]) -> None:
+        """Also take data from workers at these addresses from now on."""
+        self._machine.listen_to(members)
+
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Drop the connections to all workers except those at these addresses."""
+        self._machine.keep_only(members)
 
     # newcomers
 

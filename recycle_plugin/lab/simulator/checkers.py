@@ -50,8 +50,13 @@ class Watcher:
 
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
         """Check the scenario ``given`` from ``weights`` on. ``late``: tensors may be lost or late."""
-        self.shape, self.steps, self.budget, self.late = given.shape, given.steps, given.budget, late
-        self.rounds = given.rounds
+        self.shape, self.steps, self.budget, self.late, self.rounds = (
+            given.shape,
+            given.steps,
+            given.budget,
+            late,
+            given.rounds,
+        )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards, given.by_hand)
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
         self._ledger = Ledger(self.say, given.policy.shrinks) if given.pushes else None
@@ -252,8 +257,10 @@ class Watcher:
         cost one worker if it can't be told from a hang, but not a second one. A stage's last worker is not given up,
         unless its stage can be replayed: without it there is no job.
         """
-        worker = cluster.workers[rank]
-        suspected = why.startswith(("it computes", "its process is stopped", "nothing was heard"))
+        worker, suspected = (
+            cluster.workers[rank],
+            why.startswith(("it computes", "its process is stopped", "nothing was heard")),
+        )
         roster = cluster.membership.roster  # empty if the job is over
         if suspected and roster and not roster.stage(worker.seat.stage) and not self._logs:
             self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")

@@ -14,11 +14,13 @@ from recycle_plugin.lab.simulator.virtual import Conditions, simulate
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted step times of a plan, in microseconds. ``period_us``: between steps' ends in the steady state.
-    ``first_step_us``: from an empty pipeline to the first step's end.
+    ``first_step_us``: from an empty pipeline to the first step's end. ``ends_us``: when all stages had stepped, by
+    step.
     """
 
     period_us: int
     first_step_us: int
+    ends_us: tuple[int, ...]
 
 
 def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions = Conditions()) -> Prediction:
@@ -30,7 +32,7 @@ def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions
     ends = step_ends(simulate(plan, costs, steps, conditions))
     since = (steps - 1) // 2
     period = -(-(ends[-1] - ends[since]) // (steps - 1 - since))
-    return Prediction(period, ends[0])
+    return Prediction(period, ends[0], ends)
 
 
 def step_ends(spans: list[Span]) -> tuple[int, ...]:

@@ -171,7 +171,11 @@ class SimulatedScript:
     def _save(self, step: int) -> Iterator[Any]:
         machine = self._machine
         why = yield from save(
-            self._loop, machine.control_view, _place(step), SimulatedFiles(machine, step), self._loop.catch_up
+            self._loop,
+            machine.control_view,
+            _place(step),
+            SimulatedFiles(machine, step),
+            self._loop.catch_up,
         )
         machine.cluster.exercised[ProtocolRule.NOT_SAVED] += bool(why)
         machine.cluster.watcher.saved(machine, step, why)

@@ -93,6 +93,18 @@ def with_confusion(seed: int) -> Scenario:
     return confused(calm, random)
 
 
+def with_vanishing(seed: int) -> Scenario:
+    """Return a seed's scenario in which scripts vanish, at the end or any time; every second has no other trouble."""
+    given, random = scenario(seed), Random(f"vanishing in {seed}")
+    if random.random() < 0.5:
+        given = replace(given, troubles=(), faults=(), heavy=())
+    seats = given.shape.seats
+    at = 0 if random.random() < 0.7 else random.randrange(1, CALM_US // 2)
+    most = len(seats) - (at > 0)  # if all vanish in mid-job, the job ends
+    some = tuple(seats) if not at and random.random() < 0.5 else tuple(random.sample(seats, random.randint(1, most)))
+    return replace(given, troubles=(*given.troubles, Trouble("vanish", at, some)), pushes=False)
+
+
 def _with_weather(given: Scenario, random: Random) -> Scenario:
     """Give one job in four lines that are all alike. Outside exact mode half of those with a norm limit round."""
     rounds, faults = given.clip > 0 and not given.exact and random.random() < 0.5, given.faults
@@ -367,7 +379,10 @@ def _narrowed(given: Scenario, shape: Topology) -> Scenario:
     kills = [each for each in troubles if each.kind == "kill"]
     faults = [each for each in given.faults if each.seat in seats]
     return replace(
-        given, shape=shape, troubles=tuple(each for each in troubles if each not in kills[1:]), faults=tuple(faults[:1])
+        given,
+        shape=shape,
+        troubles=tuple(each for each in troubles if each not in kills[1:]),
+        faults=tuple(faults[:1]),
     )
 
 

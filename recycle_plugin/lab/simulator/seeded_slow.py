@@ -32,7 +32,8 @@ def with_slow_replicas(given: Scenario, random: Random) -> Scenario:
     return Scenario(
         shape,
         replace(
-            costs, **{name: getattr(costs, name)[:stages] for name in ("forward", "input", "weight", "reduce", "step")}
+            costs,
+            **{name: getattr(costs, name)[:stages] for name in ("forward", "input", "weight", "reduce", "step")},
         ),
         Policy(shrinks=random.random() < 0.4),
         30,

@@ -111,8 +111,13 @@ class VirtualWorld:
         conditions: Conditions = Conditions(),
         state: VirtualState | None = None,
     ) -> None:
-        self.plan, self.costs, self.steps, self.first = plan, costs, range(step, step + steps), step
-        self.conditions = conditions
+        self.plan, self.costs, self.steps, self.first, self.conditions = (
+            plan,
+            costs,
+            range(step, step + steps),
+            step,
+            conditions,
+        )
         self.spans: list[Span] = []
         self.state = state or VirtualState.fresh(plan, step, None)
         self.store = self.state.store

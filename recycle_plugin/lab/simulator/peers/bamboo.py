@@ -23,7 +23,6 @@ FAULT_FREE_IN_RECYCLE = 0.651
 MERGED = 1.5
 RENDEZVOUS_S = 30.0
 OVERLOADED = 0.05
-BYTES_PER_PARAMETER = 16
 
 KNOWN = "GPT-3 350M"  # on 24 GPUs: the only published degraded fractions
 
@@ -104,8 +103,8 @@ class Bamboo:
         return whole + (1 / MERGED if 2 * left >= self.stages else 0.0)
 
 
-def fits_memory(job: PeerJob) -> bool:
+def fits_memory(job: PeerJob, bytes_per_parameter: float = 16.0) -> bool:
     """Return whether twice the stage's state, and 1F1B's activations of one stage, fit the accelerator."""
     stages = job.topology.stages
     activations = max((stages - stage) * size for stage, size in enumerate(job.costs.activation_bytes))
-    return 2 * BYTES_PER_PARAMETER * job.parameters / stages + activations <= job.memory_limit
+    return 2 * bytes_per_parameter * job.parameters / stages + activations <= job.memory_limit

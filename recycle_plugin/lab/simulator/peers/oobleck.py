@@ -22,8 +22,6 @@ from recycle_plugin.core.vocabulary.worker_bytes import STATE_BYTES
 from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
-FAULTS = 1  # that a plan has pipelines left after
-
 
 @dataclass(frozen=True)
 class Template:
@@ -125,12 +123,14 @@ def least_nodes(job: PeerJob) -> int:
     raise ValueError(f"{job.name} fits no pipeline of {job.profile.device}")
 
 
-def instantiate(job: PeerJob, nodes: int, templates: Mapping[int, Template], best: bool) -> Instantiation | None:
+def instantiate(
+    job: PeerJob, nodes: int, templates: Mapping[int, Template], faults: int, best: bool
+) -> Instantiation | None:
     """Return the pipelines that Oobleck runs on ``nodes`` nodes, or None if no multiset is possible."""
     batch = job.topology.replicas * job.topology.micro_batches
     closing = max(one + two for one, two in zip(job.costs.reduce, job.costs.step))
     found, least = None, float("inf")
-    for sizes in multisets(nodes, sorted(templates), FAULTS + 1):
+    for sizes in multisets(nodes, sorted(templates), faults + 1):
         chosen = [templates[size] for size in sizes]
         given = distribute(batch, [one.time_us / one.nodes for one in chosen])
         step = closing + max(one.step_us(count, job.costs.communication) for one, count in zip(chosen, given))
@@ -156,19 +156,29 @@ class Oobleck:
     validated: str = "its simulator's averages from its measured tables, within 2%"
 
     @classmethod
-    def of_job(cls, job: PeerJob, pause_s: float, fewest: int, best: bool = False) -> Oobleck:
+    def of_job(
+        cls,
+        job: PeerJob,
+        pause_s: float,
+        fewest: int,
+        faults: int = 1,
+        best: bool = False,
+        name: str = "Oobleck",
+        least: int = 0,
+    ) -> Oobleck:
         """Return the policy for ``job``: plans for every number of nodes from ``fewest`` to the job's own, and
-        templates from n0 up to N - f n0 nodes, for f = 1 fault.
+        templates from n0 up to N - f n0 nodes.
 
-        n0 is the job's own depth, or what memory needs. If memory allows shallower pipelines, these would be another,
-        faster job for every policy (seen in a first run: plain data parallelism for 350M).
+        n0 is ``least``, by default the job's own depth. If memory allows shallower pipelines, these would be another,
+        faster job for every policy (seen in a first run: plain data parallelism for 350M). ``least_nodes(job)`` is what
+        memory needs.
         """
-        smallest = max(job.topology.stages, least_nodes(job))
-        largest = min(job.workers - FAULTS * smallest, len(job.parts))
+        smallest = max(least or job.topology.stages, least_nodes(job))
+        largest = min(job.workers - faults * smallest, len(job.parts))
         templates = {nodes: template(job.parts, nodes) for nodes in range(smallest, largest + 1)}
-        made = {nodes: instantiate(job, nodes, templates, best) for nodes in range(fewest, job.workers + 1)}
+        made = {nodes: instantiate(job, nodes, templates, faults, best) for nodes in range(fewest, job.workers + 1)}
         speeds = {nodes: 1e6 * job.batch / one.step_us for nodes, one in made.items() if one is not None}
-        return cls(speeds, job.batch, pause_s, job.workers)
+        return cls(speeds, job.batch, pause_s, job.workers, name)
 
     def start(self) -> int:
         """Return the state of the whole cluster."""
