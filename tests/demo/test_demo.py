@@ -82,7 +82,10 @@ def test_demo(warm, tmp_path, capsys):
     assert found["step_s_before"] > 0 and found["step_s_after"] > 0
     assert "fault: kill 0.1 before 1F0.1@5" in said and "lost: seat 0.1" in said and "passed" in said
     sample = (
-        (ROOT / "README.md").read_text().partition("## What you see when a worker dies")[2].partition("And when")[0]
+        (ROOT / "README.md")
+        .read_text()
+        .partition("## What you see when a worker dies")[2]
+        .partition("In another run")[0]
     )
     assert shapes(sample) and not never_printed(sample, said)
     assert "[INFO]" not in said, "DeepSpeed's own lines do not belong here"

@@ -124,6 +124,10 @@ class LogReader:
                 found.append(f"{self._name(worker)} has no record of step {step}")
         return found
 
+    def data(self, step: int) -> tuple[Datum, ...]:
+        """Return the data of ``step`` that count; () if the step is not committed."""
+        return tuple(datum for datum, _ in self._that_count(step)) if self._counting(step) else ()
+
     def missing(self, wanted: Iterable[Datum]) -> dict[Datum, str]:
         """Return each datum of ``wanted`` that is not here, and why."""
         found = {}

@@ -451,7 +451,8 @@ class Supervisor:
                 case Over() if not self._over.done():
                     self._over.set_result(message.code)
         if not self._over.done():
-            self._alone = True  # the coordinator is gone
+            broken = self._control.broken
+            self._alone = broken is None or broken.unreadable is None  # else another line has said why
             self._over.set_result(1)
 
     async def _resumed(self) -> bool:
