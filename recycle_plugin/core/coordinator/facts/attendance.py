@@ -293,7 +293,7 @@ class Attendance:
         how = f"its process {how_ended(message.code)}"
         record = self._record(message.worker)
         if record.killed_guard is not None and message.code < 0:
-            how = f"it ended because its guard, process {record.killed_guard}, was killed"
+            how = f"it went with its guard, process {record.killed_guard}, which was killed"
         record.dead = True
         if record.gone is Gone.LOST:
             out.say(
