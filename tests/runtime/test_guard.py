@@ -71,7 +71,7 @@ def test_the_host_outlives_the_supervisor_as_long_as_others_are_there(through):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_dead_coordinator_is_the_jobs_end_unless_a_process_on_another_host_may_go_on(elsewhere, tmp_path):
-    held = guard.Guard(stays, lambda line: killed_host(line, str(tmp_path), elsewhere), stays_somewhere)
+    held = guard.Guard(listens, lambda line: killed_host(line, str(tmp_path), elsewhere), stays_somewhere)
     log, (read, write) = tmp_path / "events.jsonl", os.pipe()
 
     def hold() -> int:
@@ -114,6 +114,14 @@ def test_where_those_that_stand_by_end_in_turn_the_next_one_comes_only_after_a_w
 
 def stays(line: socket.socket) -> int:
     return 0 if guard.Pipe(line).heard() is None else 1
+
+
+def listens(line: socket.socket) -> int:
+    """Stays until the guard is gone, whatever that tells it: a supervisor that ends would end the guard."""
+    end = guard.Pipe(line)
+    while end.heard() is not None:
+        pass
+    return 0
 
 
 def stays_somewhere(line: socket.socket, address: guard.Address | None, elsewhere: bool) -> int:
