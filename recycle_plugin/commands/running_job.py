@@ -28,7 +28,7 @@ def folder_at(host: str, port: int) -> Path:
     try:
         control, folder = _connected(ControlWay((host, port), SecretFile.of(os.environ | {"MASTER_PORT": str(port)})))
     except (OSError, NoCredentials) as error:
-        raise ValueError(f"{job} is no run folder, and nobody answers there: {error}") from None
+        raise ValueError(f"{job} is no run folder, and no job answers there: {error}") from None
     control.close()
     if not folder:
         raise ValueError(f"the job at {job} has not started training yet")
@@ -65,6 +65,7 @@ def _connected(way: ControlWay) -> tuple[SocketControl, str]:
         control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
         said = control.receive(ANSWER_S)
         if not isinstance(said, RunFolder):
-            raise ConnectionError("{}:{} answers, but is no coordinator of a job".format(*way.address))
+            why = control.broken or f"no answer within {ANSWER_S:.0f} s"
+            raise ConnectionError("the coordinator at {}:{} does not answer: {}".format(*way.address, why))
         unless_known.pop_all()
         return control, said.path

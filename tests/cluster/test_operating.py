@@ -15,6 +15,7 @@ import pytest
 
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.cli import main
+from recycle_plugin.core.messages.encoding import CONTROL
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.runtime.control.operator_access import FILE, OperatorAccess
 from tests.support.cluster import Run
@@ -86,7 +87,9 @@ def test_a_seat_leaves_and_is_admitted_again(launch: Launch, reference, tmp_path
 
 
 @pytest.mark.plain_too(deepspeed=False)
-def test_only_the_jobs_own_user_can_ask(launch: Launch, reference, tmp_path, capsys):
+def test_only_the_jobs_own_user_can_ask_and_by_the_same_version(
+    launch: Launch, reference, tmp_path, capsys, monkeypatch
+):
     run = launch(f"steps={STEPS}", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(held(tmp_path, 12, "go")))
     after_step(run, 3)
     access = OperatorAccess.read(run.folder)
@@ -97,8 +100,16 @@ def test_only_the_jobs_own_user_can_ask(launch: Launch, reference, tmp_path, cap
     assert code == 1 and "(it does not know this job's secret)" in said
     heard(run, "stranger", address="127.0.0.1")
     access.write(run.folder)
+    address = "{}:{}".format(*access.address)
+    with monkeypatch.context() as patched:
+        patched.setattr(CONTROL, "version", CONTROL.version ^ 1)
+        code, said = asks(capsys, run, "admit", "1.1")
+        assert code == 1 and said.endswith("all need the same version of the plugin")
+        assert main(["status", address]) == 2
+        assert capsys.readouterr().err.endswith("all need the same version of the plugin\n")
+    heard(run, "warning")
     capsys.readouterr()
-    assert main(["leave", "1.1", "--run", "{}:{}".format(*access.address)]) == 0, "by its address"
+    assert main(["leave", "1.1", "--run", address]) == 0, "by its address"
     assert capsys.readouterr().out == "seat 1.1 (rank 3) leaves at the next commit\n"
     (tmp_path / "go").touch()
     assert_same_training(run.finish(), reference(f"steps={STEPS}"), left={"1.1"})

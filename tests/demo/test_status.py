@@ -136,7 +136,7 @@ def test_status_of_an_address_where_nobody_answers_is_one_line(capsys, monkeypat
     monkeypatch.setattr(running_job, "CONNECT_S", 0.1)
     assert main(["status", f"127.0.0.1:{free_port()}"]) == 2
     said = capsys.readouterr().err
-    assert "is no run folder, and nobody answers there: no coordinator at 127.0.0.1:" in said and said.count("\n") == 1
+    assert "is no run folder, and no job answers there: no coordinator at 127.0.0.1:" in said and said.count("\n") == 1
 
 
 def test_status_says_where_metrics_are_while_the_job_runs(folder):

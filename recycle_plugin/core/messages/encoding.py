@@ -32,6 +32,10 @@ LARGE = 1  # our msgpack type number for whole numbers of more than 64 bits
 LARGEST = 127  # bytes of such a number
 
 
+class OtherVersion(Unreadable):
+    """A frame of another version of the plugin."""
+
+
 class Language:
     """The messages of one sort of connection, ``kinds``, numbered by order. ``version``: a checksum of their fields."""
 
@@ -58,7 +62,7 @@ class Language:
         if magic != MAGIC:
             return Unreadable("a frame", f"begins with {bytes(head[: HEAD.size])!r}, and no message does")
         if version != self.version:
-            return Unreadable(
+            return OtherVersion(
                 "a frame",
                 f"is of version {version:08x}, and this is {self.version:08x}: all need the same version of the plugin",
             )
@@ -86,6 +90,7 @@ class Language:
 
 CONTROL = Language(MESSAGES)
 encode = CONTROL.encode
+VERSION = HEAD.pack(MAGIC, CONTROL.version, 0)  # tells an end of another version, which reads no more than a head
 
 
 def decode(frame: bytes) -> object:

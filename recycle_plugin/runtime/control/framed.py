@@ -16,7 +16,7 @@ from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import SEAL, Seals
-from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
+from recycle_plugin.core.messages.encoding import LIMIT, VERSION, Frames, OtherVersion, encode
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.line_end import LineEnd
@@ -161,17 +161,26 @@ class Framed(LineEnd):
     def receive(self, timeout_s: float = 0.0) -> object | None:
         deadline = time.monotonic() + timeout_s
         while (message := self._next(deadline)) is not None:
+            if isinstance(message, Unreadable):
+                self._refuse(message)
+                return None
             if self._is_news(message):
                 break
         return message
+
+    def _refuse(self, what: Unreadable) -> None:
+        """Break the connection over bytes that are no message; an end of another version is told so first."""
+        if isinstance(what, OtherVersion):
+            with self._sending:
+                self._unsent += VERSION
+                self._push(0.0)
+        self._break(Disconnected(str(what), what))
 
     def _next(self, deadline: float) -> object | None:
         with self._receiving:
             while self.broken is None:
                 message = self._frames.take()
-                if isinstance(message, Unreadable):
-                    self._break(Disconnected(str(message), message))
-                elif message is not None:
+                if message is not None:
                     return message
                 elif not self._fill(deadline):
                     break
