@@ -175,7 +175,7 @@ def test_what_loops_use_less_often_is_gone_through_too(start, stage, kill):
 REFUSED = [
     ("reads", "a parameter is read or written at "),
     ("sums", "torch.distributed.all_reduce over ranks 0, 1, 2, 3, called at "),
-    ("more", "Accelerate's gather of float32 in 1 dimensions, called at "),
+    ("more", "Accelerate's gather of float32 in 1 dimensions, called at tests/jobs/accelerate_loop.py:"),
 ]
 
 
@@ -187,6 +187,25 @@ def test_who_can_not_go_through_what_is_over_is_told_so_and_the_others_go_on(sta
     assert any("which has come back, can't take part: " in each and line in each for each in said), said
     assert sorted(result.records) == [2, 3] and result.records[2]["weights"] == result.records[3]["weights"]
     assert result.records[2]["steps"] == STEPS
+
+
+@pytest.mark.parametrize("kill", [[0, "step", 3], [3, "step", 3]])
+def test_what_one_process_writes_is_written_once(start, kill):
+    """Whoever is that process when, as Accelerate says it."""
+    result = start(kills=[kill], **RETURNS | {"odd": "writes"})
+    returned(result, *(range(2) if kill[0] < 2 else range(2, 4)))
+    found = {file.name: sorted(map(int, file.read_text().split())) for file in (result.folder / "written").iterdir()}
+    assert len(found) == 10 and all(steps == [*range(1, STEPS + 1)] for steps in found.values()), found
+
+
+@pytest.mark.parametrize("odd, file", [("opens", "steps"), ("saves", "step.pt")])
+def test_a_file_that_is_written_in_a_step_that_is_over_is_said(start, odd, file):
+    """Of a script that asks for its index."""
+    result = start(kills=[[0, "step", 3]], **RETURNS | {"odd": odd})
+    returned(result, 0, 1, warnings=1)
+    (warning,) = result.of("warning")
+    said = f"rank 0, which has come back, writes {result.folder / file} at tests/jobs/accelerate_loop.py:"
+    assert said in warning["text"]
 
 
 @pytest.mark.parametrize("rejoin", ["never", "always"])

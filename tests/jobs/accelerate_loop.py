@@ -4,7 +4,8 @@ RECYCLE_TEST_HUGGING_FACE holds as JSON what tests/jobs/hugging_face.py names, o
 ``replicas``, ``stage``, ``samples``, ``evaluated``, ``recycle``, ``resume``, ``held`` and ``kills``: in a "step", or
 while "evaluating"; and ``epochs``; ``longer``: whether samples are padded to lengths of their own; ``tracked``: whether
 it logs by TensorBoard; ``odd``: what else the loop does: "reads" parameters, "sums" by torch.distributed itself, saves
-by "dcp" or "dcp optimizer", gathers "more" in a process that has come back.
+by "dcp" or "dcp optimizer", gathers "more" in a process that has come back, "writes" on one process by :func:`writers`,
+"opens" or "saves" a file on process 0 without them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,34 @@ def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([one[name][:length] for one in samples]) for name in samples[0]}
 
 
+def writers(accelerator: Accelerator) -> list[Callable[[int], object]]:
+    """The ways by which scripts ask Accelerate for one process that writes: each appends a step's number to a file of
+    its name.
+    """
+
+    def writer(name: str) -> Callable[[int], object]:
+        def write(step: int) -> None:
+            with open(FOLDER / "written" / name, "a") as file:
+                file.write(f"{step}\n")
+
+        return write
+
+    (FOLDER / "written").mkdir(parents=True, exist_ok=True)
+    state = PartialState()
+    return [
+        accelerator.on_main_process(writer("on_main_process")),
+        accelerator.on_process(writer("on_process"), process_index=0),
+        accelerator.on_local_process(writer("on_local_process"), local_process_index=0),
+        accelerator.on_last_process(writer("on_last_process")),
+        state.on_main_process(writer("state.on_main_process")),
+        state.on_local_main_process(writer("state.on_local_main_process")),
+        state.on_process(writer("state.on_process"), process_index=0),
+        state.on_last_process(writer("state.on_last_process")),
+        lambda step: accelerator.is_last_process and writer("is_last_process")(step),
+        lambda step: state.is_last_process and writer("state.is_last_process")(step),
+    ]
+
+
 def odd(gpt: Any, accelerator: Accelerator, step: int) -> None:
     if job["odd"] == "reads":
         next(gpt.parameters()).sum()
@@ -52,6 +82,10 @@ def odd(gpt: Any, accelerator: Accelerator, step: int) -> None:
         torch.distributed.checkpoint.save(state, checkpoint_id=str(FOLDER / "dcp"))
     if job["odd"] == "more" and INCARNATION and step == 1:
         accelerator.gather(torch.ones(1))
+    if job["odd"] == "opens" and accelerator.process_index == 0:
+        (FOLDER / "steps").write_text(f"{step}")
+    if job["odd"] == "saves" and RANK == 0:
+        torch.save(step, FOLDER / "step.pt")
 
 
 def config() -> dict[str, Any]:
@@ -83,6 +117,7 @@ class Loop:
             log_with="tensorboard" if job["tracked"] else None,
             project_dir=str(FOLDER / "out"),
         )
+        self.writers = writers(self.accelerator) if job["odd"] == "writes" else []
         gpt = model()
         optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
@@ -139,6 +174,8 @@ class Loop:
         accelerator.log({"loss": record["losses"][-1]}, step=self.steps)
         if accelerator.is_main_process and self.steps % 8 == 0:
             accelerator.print("step", self.steps)
+        for write in self.writers:
+            write(self.steps)
         odd(self.gpt, accelerator, self.steps)
         if self.steps + 1 in job["held"]:
             endings.wait_for(FOLDER / f"go{self.steps + 1}")

@@ -54,11 +54,11 @@ class Plugin:
 
     def install(self) -> None:
         """Wrap the functions once they are imported. Call it before the training script runs."""
-        wrappers = {"deepspeed": self._wrap_deepspeed, "accelerate.accelerator": self._note_trackers}
+        wrappers = {"deepspeed": self._wrap_deepspeed, "accelerate.accelerator": self._prepare_accelerate}
         AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), **wrappers}).install()
 
-    def _note_trackers(self, module: ModuleType) -> None:
-        hugging_face.note_trackers(module, self.session)
+    def _prepare_accelerate(self, module: ModuleType) -> None:
+        hugging_face.imported(module, self.session)
 
     # --- torch -------------------------------------------------------------------------------------
 

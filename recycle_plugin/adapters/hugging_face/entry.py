@@ -66,11 +66,12 @@ def loads_last(driver: str | None) -> bool:
     return driver == TRAINER
 
 
-def note_trackers(module: ModuleType, session: Session) -> None:
-    """Have Accelerators of ``module`` (accelerate.accelerator, being imported) keep how to start their trackers."""
-    from recycle_plugin.adapters.hugging_face import loop
+def imported(module: ModuleType, session: Session) -> None:
+    """Prepare ``module`` (accelerate.accelerator, being imported) for what scripts do before the engine is built."""
+    from recycle_plugin.adapters.hugging_face import loop, one_process
 
     loop.note_trackers(module, session)
+    one_process.install(session)
 
 
 def _returns(settings: Settings) -> bool:

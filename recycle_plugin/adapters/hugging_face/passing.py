@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from accelerate import accelerator
-from accelerate.state import PartialState
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -50,8 +49,6 @@ def install(team: Team, session: Session, engine: Any) -> None:
     wrap_method(accelerator.Accelerator, "save_model", made.pass_over)
     for name in ("save_state", "get_state_dict", "clip_grad_norm_", "check_trigger"):
         wrap_method(accelerator.Accelerator, name, getattr(made, name))
-    for name in ("is_main_process", "is_local_main_process"):
-        setattr(PartialState, name, made.is_main(getattr(PartialState, name)))
 
 
 class Passing:
@@ -72,7 +69,7 @@ class Passing:
                 given = self._meet()
             assert given is not None, "this rank is new itself"
             self._record, self._randomness, self._live = *given, team.live
-            self._replay = Replay(self._record)
+            self._replay, session.hooks.passes = Replay(self._record), True
 
     # --- the engine's -----------------------------------------------------------------------------------
 
@@ -158,10 +155,6 @@ class Passing:
             of.flag_tensor = None  # as before the first call; stock keeps it if no other process has set one
         return found
 
-    def is_main(self, stock: property) -> property:
-        """Return the property of whether this process is the main one, which none is in steps that are over."""
-        return property(lambda of: self._replay is None and stock.__get__(of))
-
     # --- those who train, and those who come back -------------------------------------------------------
 
     def _open(self) -> None:
@@ -174,7 +167,7 @@ class Passing:
         """Take part from the next micro-batch on."""
         assert self._replay is not None, "it comes back"
         self._replay.end()
-        self._replay = None
+        self._replay, self._session.hooks.passes = None, False
         self._forms.clear()
         with self._touch.lifted():  # for the last time
             draw_on(self._device, self._randomness)

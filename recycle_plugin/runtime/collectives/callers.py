@@ -24,8 +24,11 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 
 BETWEEN = frozenset(
-    {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
-)  # what may stand between the script and a group; decorators too
+    {
+        *("torch", "deepspeed", "accelerate", "transformers", "recycle_plugin", "pathlib"),
+        *("typing_extensions", "warnings", "contextlib", "functools"),
+    }
+)  # what may stand between the script and a group, or a file; decorators too
 NAMED = 16  # ranks in a message
 SCALE = "scale"  # of the setting group_sums
 NO_BACKWARD = -1  # in a thread that runs none

@@ -17,7 +17,8 @@ class ScriptHooks:
     """What the parts of a worker tell each other about its script.
 
     * ``trains``: this process has its trainer. ``pushed``: its script pushes micro-batches (core/worker/pushed.py), so
-      a newcomer is at the others' step only once it is given work.
+      a newcomer is at the others' step only once it is given work. ``passes``: its script goes through steps that are
+      over (adapters/hugging_face/passing.py).
     * ``between_steps`` recovers from a membership change that reaches the script outside a step, in its own collective.
     * ``through`` is called when the script is through: the process then leaves once nobody needs this worker.
       ``at_end`` is called at that time, or at the job's planned end.
@@ -29,6 +30,7 @@ class ScriptHooks:
 
     trains: bool = False
     pushed: bool = False
+    passes: bool = False
     between_steps: Callable[[], None] | None = None
     through: Callable[[], None] = lambda: None
     at_end: Callable[[], None] = lambda: None
