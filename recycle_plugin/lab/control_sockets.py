@@ -12,7 +12,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -149,22 +149,23 @@ class _Workers:
 
     def step(self, number: int, said: Iterable[OfWorker]) -> None:
         """Say what is said in step ``number``, and wait until all have heard that it is committed."""
+        heard: list[object] = []
         for message in said:
             self._say(message)
-            self._drain(0.0)
-        self._hear(Committed)
+            heard += self._drain(0.0)
+        self._hear(Committed, heard)
 
     def _say(self, message: OfWorker | Ready) -> None:
         rank = message.worker.rank
         self._workers[rank].send(message, DEADLINE_S)
 
-    def _hear(self, kind: type) -> None:
-        """Return once each worker has been told a message of this kind."""
+    def _hear(self, kind: type, heard: Sequence[object] = ()) -> None:
+        """Return once each worker has been told a message of this kind, those in ``heard`` included."""
         wanted, deadline = len(self._seats), time.monotonic() + DEADLINE_S
-        while wanted > 0:
+        while (wanted := wanted - sum(isinstance(message, kind) for message in heard)) > 0:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{wanted} workers have heard no {kind.__name__}")
-            wanted -= sum(isinstance(message, kind) for message in self._drain(0.01))
+            heard = self._drain(0.01)
 
     def _drain(self, timeout_s: float) -> list[object]:
         heard = []
