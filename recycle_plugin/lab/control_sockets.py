@@ -12,10 +12,11 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import psutil
@@ -94,7 +95,8 @@ class _Workers:
         self._job, self._seats = job, {rank: seat for seat, rank in ranks.items()}
         self._way = ControlWay(address, Secret(SECRET))
         self._selector = selectors.DefaultSelector()
-        self._number = self._committed = 0
+        self._number = 0
+        self._due: list[tuple[float, int, float, Callable[[int], None], int]] = []  # heartbeats: a heap
 
     def __enter__(self) -> _Workers:
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -123,22 +125,25 @@ class _Workers:
         for rank in self._seats:
             self._say(SurvivorReport(rank, 0, 0, "plan"))
         self._hear(Resume)
-
-    def idle(self, seconds: float) -> None:
-        """Say nothing but heartbeats, each worker's and supervisor's spread evenly over their interval."""
-        due = []
         for every_s, say in ((WORKER_BEAT_S, self._beat), (SUPERVISOR_BEAT_S, self._watch)):
             every_s = paced_s(every_s, len(self._seats), self._job.deadlines)
-            due += [(every_s * rank / len(self._seats), every_s, say, rank) for rank in self._seats]
-        began = time.monotonic()
-        while due:
-            due.sort(key=lambda one: one[0])
-            now = time.monotonic() - began
-            while due and due[0][0] <= now:
-                at, every_s, say, rank = due.pop(0)
-                say(rank)
-                due += [(at + every_s, every_s, say, rank)] if at + every_s < seconds else []
-            self._drain(0.01)
+            now, apart_s = time.monotonic(), every_s / len(self._seats)  # spread evenly
+            for place, rank in enumerate(self._seats):
+                heappush(self._due, (now + apart_s * place, len(self._due), every_s, say, rank))
+
+    def idle(self, seconds: float) -> None:
+        """Say nothing but heartbeats."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._beat_and_hear(0.01)
+
+    def _beat_and_hear(self, timeout_s: float) -> list[object]:
+        """Send the heartbeats that are due. Return what is heard within ``timeout_s`` seconds."""
+        while self._due and self._due[0][0] <= time.monotonic():
+            at, place, every_s, say, rank = heappop(self._due)
+            say(rank)
+            heappush(self._due, (at + every_s, place, every_s, say, rank))
+        return self._drain(timeout_s)
 
     def _beat(self, rank: int) -> None:
         self._number += 1
@@ -152,7 +157,7 @@ class _Workers:
         heard: list[object] = []
         for message in said:
             self._say(message)
-            heard += self._drain(0.0)
+            heard += self._beat_and_hear(0.0)
         self._hear(Committed, heard)
 
     def _say(self, message: OfWorker | Ready) -> None:
@@ -165,7 +170,7 @@ class _Workers:
         while (wanted := wanted - sum(isinstance(message, kind) for message in heard)) > 0:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{wanted} workers have heard no {kind.__name__}")
-            heard = self._drain(0.01)
+            heard = self._beat_and_hear(0.01)
 
     def _drain(self, timeout_s: float) -> list[object]:
         heard = []

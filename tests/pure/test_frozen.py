@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.messages.contributions import LOSS
+from recycle_plugin.core.messages.contributions import EACH
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence
 from recycle_plugin.core.messages.from_workers import Exited, Left
 from recycle_plugin.core.messages.typed import read
@@ -75,7 +75,7 @@ class Witness(Watcher):
         match message:
             case Committed(step=step):
                 self._steps_seen.add(step)
-            case Collected(step=step, name=name, values=values) if name == LOSS:
+            case Collected(step=step, name=name, values=values) if name == EACH:
                 self._losses_seen[step] = values
             case Fence(rank=rank):
                 self._ranks_fenced.add(rank)

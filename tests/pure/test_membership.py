@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages import from_workers
+from recycle_plugin.core.messages.contributions import MEAN
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
     Accompanied,
@@ -167,8 +168,10 @@ def test_what_was_said_of_a_step_stays_good_over_a_regrouping(name, keys):
     membership.receive(Contribution(2, 1, name, {keys[0]: 2.0}, 2), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    (collected,) = said(membership.receive(Contribution(1, 1, name, {keys[1]: 4.0}, 2), 0.0), Collected)
-    assert collected.values == {keys[0]: 2.0, keys[1]: 4.0}
+    out = membership.receive(Contribution(1, 1, name, {keys[1]: 4.0}, 2), 0.0)
+    told = [(whom, message.values) for whom, message in out.messages if isinstance(message, Collected)]
+    each = {keys[0]: 2.0, keys[1]: 4.0}
+    assert told == ([(WORKERS, each)] if name == "norm" else [(LAST_STAGE, each), (WORKERS, {MEAN: 3.0})])
 
 
 def test_one_norm_once_told_is_the_norm_of_the_step_for_all():
@@ -213,7 +216,7 @@ def test_losses_that_went_down_with_a_worker_are_not_waited_for():
     membership.receive(Contribution(3, 1, "loss", {"1.0": 4.0}, 2), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     out = agree(membership, 1, {0: 1, 1: 1, 3: 1})
-    assert [type(message) for _, message in out.messages] == [Collected, Committed, Resume]
+    assert [type(message) for _, message in out.messages] == [Collected, Collected, Committed, Resume]
     assert said(out, Collected)[0].values == {"1.0": 4.0} and "of 1 micro-batches" in out.events[0].text
 
 

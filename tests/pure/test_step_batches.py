@@ -10,7 +10,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
-from recycle_plugin.core.messages.contributions import LOSS, NORM
+from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN, NORM
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Resume
 from recycle_plugin.core.messages.from_workers import Contribution
@@ -151,10 +151,10 @@ def test_losses_that_a_void_step_still_has_are_told_again_and_its_norm_is_asked_
     batches, again = FULL.changed(LEFT, STEP - 1, survivors(SUM[1]), 2), CoordinatorOutput()
     ledger.without(batches, 2, again)
     left = {name: loss for name, loss in losses.items() if name[0] != "1"}
-    assert said(again, Collected) == [Collected(STEP, LOSS, left)]
+    assert said(again, Collected) == [Collected(STEP, EACH, left), Collected(STEP, LOSS, {MEAN: 1.0})]
     assert [event.details["loss"] for event in again.events if event.kind == "loss"] == [1.0]
     ledger.contribute(Contribution(2, STEP, NORM, {"1": 4.0}, 2), again)
-    assert len(said(again, Collected)) == 1, "what was said of the void sum counts no more"
+    assert len(said(again, Collected)) == 2, "what was said of the void sum counts no more"
 
 
 def test_losses_that_are_known_so_far_are_complete_with_fewer():
@@ -163,7 +163,8 @@ def test_losses_that_are_known_so_far_are_complete_with_fewer():
     ledger.without(FULL.changed(LEFT, STEP - 1, survivors(), 2), 2, out)
     assert not said(out, Collected)
     ledger.contribute(Contribution(2, STEP, LOSS, {"2.1": 3.0}, 4), out)
-    assert said(out, Collected) == [Collected(STEP, LOSS, {"0.0": 1.0, "0.1": 1.0, "2.0": 3.0, "2.1": 3.0})]
+    each = {"0.0": 1.0, "0.1": 1.0, "2.0": 3.0, "2.1": 3.0}
+    assert said(out, Collected) == [Collected(STEP, EACH, each), Collected(STEP, LOSS, {MEAN: 2.0})]
 
 
 def test_the_decision_travels():

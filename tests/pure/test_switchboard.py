@@ -11,10 +11,12 @@ import pytest
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
+from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.from_coordinator import Generation, Restart, Welcome
+from recycle_plugin.core.messages.from_coordinator import Collected, Generation, Restart, Welcome
 from recycle_plugin.core.messages.from_operators import AskDrain, AskLeave
 from recycle_plugin.core.messages.from_workers import (
+    Contribution,
     Exited,
     Hello,
     Leaving,
@@ -211,3 +213,16 @@ def test_a_worker_that_was_not_answered_may_come_once_more():
     board.said(again, Ready(member(1), 0, job()), 0.3, effects)
     other = board.opened(replace(hello, token="three"), "somebody", 0.4, effects)
     assert board.lines[other].worker != WorkerId(1) and again in board.lines
+
+
+def test_each_loss_reaches_the_last_stage_alone_and_the_mean_all():
+    played = Played(0)
+    played.begin()
+    for rank, losses in ((2, {"0.0": 1.0}), (3, {"1.0": 2.0})):
+        played.says("worker", rank, Contribution(rank, 1, LOSS, losses, 2))
+    heard = {
+        rank: [each for each in played.heard[played.lines["worker", rank]] if isinstance(each, Collected)]
+        for rank in range(RANKS)
+    }
+    all_hear, last_hears = Collected(1, LOSS, {MEAN: 1.5}), Collected(1, EACH, {"0.0": 1.0, "1.0": 2.0})
+    assert heard == {0: [all_hear], 1: [all_hear], 2: [last_hears, all_hear], 3: [last_hears, all_hear]}

@@ -131,15 +131,13 @@ def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):
 
 def test_contributions_are_handed_out_until_a_later_step_is_committed(coordinator):
     session = coordinator.session(0, wait_timeout_s=0.2)
-    coordinator.tell(Collected(2, "loss", {"0.0": 1.5}))
+    coordinator.tell(Collected(2, "loss", {"mean": 1.5}))
     for _ in range(2):
-        assert session.waiting.until(
-            "all contributions to the loss of step 2", lambda: session.view.collected(2, "loss")
-        ) == {"0.0": 1.5}
+        assert session.waiting.until("all contributions to the loss of step 2", lambda: session.view.loss(2)) == 1.5
     coordinator.tell(Committed(3))
     session.waiting.for_commit(3)
     with pytest.raises(WaitTimeout, match="contributions to the loss of step 2"):
-        session.waiting.until("all contributions to the loss of step 2", lambda: session.view.collected(2, "loss"))
+        session.waiting.until("all contributions to the loss of step 2", lambda: session.view.loss(2))
 
 
 def test_a_blocking_call_is_left_behind_when_the_membership_changes(coordinator):

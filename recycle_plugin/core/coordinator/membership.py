@@ -37,7 +37,7 @@ from recycle_plugin.core.coordinator import (
     supervisors,
     vanishing,
 )
-from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, CoordinatorOutput, Whom
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Answer, End
 from recycle_plugin.core.messages.from_operators import Ask
@@ -113,6 +113,15 @@ class Membership:
         return self.state.attendance.is_lost(worker) or (
             self.is_outside(worker) and self.state.joining.get(worker) is None
         )
+
+    def is_of(self, whom: Whom, worker: WorkerId) -> bool:
+        """Return whether ``worker`` gets what ``whom`` is sent: WORKERS or LAST_STAGE."""
+        state = self.state
+        if whom == LAST_STAGE and state.job is not None:
+            seat = state.attendance.seat_of(worker.rank)
+            if seat is None or seat.stage != state.job.stages - 1:
+                return False
+        return not self.is_apart(worker)
 
     # --- news ------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class JobState:
     # --- the news that is being handled ----------------------------------------------------------
 
     def tell(self, whom: Whom, message: object) -> None:
-        """Add a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
+        """Add a message for ``whom``: WORKERS, LAST_STAGE, SUPERVISORS, or one of them."""
         self.out.tell(whom, message)
 
     def say(self, kind: str, text: str, **details: object) -> None:

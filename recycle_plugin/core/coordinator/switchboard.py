@@ -15,6 +15,7 @@ from hmac import compare_digest
 from typing import Any, NamedTuple
 
 from recycle_plugin.core.coordinator.facts.output import (
+    LAST_STAGE,
     SUPERVISORS,
     WORKERS,
     CoordinatorOutput,
@@ -464,8 +465,8 @@ class Switchboard:
     def _lines_of(self, whom: Whom) -> Iterable[int]:
         if whom == SUPERVISORS:
             return [*self._supervisors.values(), *(each for each in self._former.values() if each is not None)]
-        if whom == WORKERS:  # messages for a lost worker that does not read would pile up
-            return [number for worker, number in self._workers.items() if not self.membership.is_apart(worker)]
+        if whom in (WORKERS, LAST_STAGE):  # messages for a lost worker that does not read would pile up
+            return [number for worker, number in self._workers.items() if self.membership.is_of(whom, worker)]
         if isinstance(whom, SupervisorOf) and whom.former:
             return self._supervisors_of(whom.rank)
         if isinstance(whom, SupervisorOf):

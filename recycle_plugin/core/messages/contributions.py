@@ -22,7 +22,9 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.losses import Loss, number
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
-LOSS = "loss"  # by micro-batch
+LOSS = "loss"  # by micro-batch; all are told the mean alone, since a number of each to each worker would be too much
+EACH = "losses"  # the losses by micro-batch, as the last stage is told them
+MEAN = "mean"  # the key of the mean
 NORM = "norm"  # squared, by stage; workers wait for it
 SHARE = "share"  # the same of a step that is validated after it was applied; nobody waits for it
 

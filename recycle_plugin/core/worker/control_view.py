@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.from_coordinator import (
     BarrierPassed,
     Beside,
@@ -28,6 +29,7 @@ from recycle_plugin.core.vocabulary.commit_rule import is_reached
 from recycle_plugin.core.vocabulary.describe import COORDINATOR_GONE, named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
 
@@ -311,6 +313,15 @@ class ControlView:
     def collected(self, step: int, name: str) -> dict[str, Any] | None:
         """Return the complete contributions ``name`` of ``step``, which stay until a later step is committed."""
         return self._collected.get((step, name))
+
+    def loss(self, step: int) -> float | None:
+        """Return the mean loss of ``step``; None while it is not complete."""
+        told = self.collected(step, LOSS)
+        return None if told is None else told[MEAN]
+
+    def losses(self, step: int) -> dict[str, Loss]:
+        """Return the loss of each micro-batch of ``step``, whose mean is known, on the last stage; {} on the others."""
+        return self.collected(step, EACH) or {}
 
     def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:
         """Hand out, once, the passing of the barrier ``place`` that this worker reached in generation ``number``; False

@@ -31,7 +31,6 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, end_before
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
-from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.packed_data import PackedData, groups, pack
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import (
@@ -88,17 +87,17 @@ class TrainingLoop:
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
-    def train(self, step: int) -> Waits[dict[str, Loss]]:
-        """Apply ``step``; the value is the loss of each micro-batch. The commit may come later. Raises DataEnded."""
+    def train(self, step: int) -> Waits[float]:
+        """Apply ``step``; the value is the mean loss. The commit may come later. Raises DataEnded."""
         while True:
             yield from self.advance(step)
             try:
                 what = f"all contributions to the loss of step {step}"
-                return (yield from self._port.wait(what, lambda: self._control_view.collected(step, "loss")))
+                return (yield from self._port.wait(what, lambda: self._control_view.loss(step)))
             except Interrupted:
-                losses = self._control_view.collected(step, "loss")
-                if losses is not None and self._control_view.is_committed(step):
-                    return losses  # the script may end here: the others may too, and wait for nobody then
+                loss = self._control_view.loss(step)
+                if loss is not None and self._control_view.is_committed(step):
+                    return loss  # the script may end here: the others may too, and wait for nobody then
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:

@@ -24,8 +24,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
-from recycle_plugin.core.coordinator.facts.output import WORKERS
-from recycle_plugin.core.messages.contributions import LOSS
+from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, WORKERS
+from recycle_plugin.core.messages.contributions import LOSS, MEAN
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Leaving, Unreplayable
 from recycle_plugin.core.vocabulary.causes import Cause
@@ -33,6 +33,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
+from recycle_plugin.core.vocabulary.losses import mean, number
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.arithmetic import Batch, Sample, sampled
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
@@ -73,6 +74,7 @@ class Watcher:
         self._counted: dict[tuple[Seat, int], Counter] = defaultdict(Counter)  # by what a worker holds
         self._changes: dict[tuple[int, int], dict[int, str | None]] = {}  # by (shard, step), then by rank
         self._told: dict[tuple[int, str], Mapping] = {}
+        self._means: dict[int, set[float]] = defaultdict(set)  # by step
         self._told_with: dict[int, dict] = {}  # by step: the batches of its losses when these were told
         self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by (holding, step)
         # steps after which all do something together
@@ -225,10 +227,12 @@ class Watcher:
             self._whole(message)
         elif isinstance(message, Collected):
             key = message.step, message.name
-            if whom == WORKERS and key in self._told:
+            if whom in (WORKERS, LAST_STAGE) and key in self._told:
                 self.say(f"the {message.name} of step {message.step} is told twice")
             if self._told.setdefault(key, message.values) != message.values:
                 self.say(f"{whom} is told another {message.name} of step {message.step} than the others")
+            if message.name == LOSS:
+                self._means[message.step].add(number(message.values[MEAN]))
             if self._samples is not None and message.name == LOSS:
                 self._told_with[message.step] = self._samples.loaded_so_far(message.step)
         elif isinstance(message, End) and whom == WORKERS and not message.failed:
@@ -474,8 +478,13 @@ class Watcher:
                     if worker.waiting
                     else f"seat {worker.seat} has not ended"
                 )
+            for step, loss in worker.means.items():
+                if loss not in self._means[step]:
+                    self.say(f"seat {worker.seat} has a mean loss of step {step} that nobody was told")
             # losses that went down with a worker, of a step that all had applied, are missing, and reported
-            for step, losses in worker.losses.items():
+            for step, losses in worker.losses.items() if worker.seat.stage == self.shape.stages - 1 else ():
+                if not losses or worker.means[step] != mean(losses):
+                    self.say(f"seat {worker.seat} was told another mean loss of step {step} than that of its losses")
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
                 if self._shrinks and not worker.alive:  # the step may be void for the others

@@ -11,7 +11,13 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, WORKERS, CoordinatorOutput, SupervisorOf
+from recycle_plugin.core.coordinator.facts.output import (
+    LAST_STAGE,
+    SUPERVISORS,
+    WORKERS,
+    CoordinatorOutput,
+    SupervisorOf,
+)
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.words import Speakers
@@ -179,8 +185,8 @@ class Coordination:
             cluster.watcher.told(whom, message)
             for rank, worker in cluster.workers.items():
                 addressed = (
-                    not self.membership.is_apart(worker.control_view.worker)
-                    if whom == WORKERS
+                    self.membership.is_of(whom, worker.control_view.worker)
+                    if whom in (WORKERS, LAST_STAGE)
                     else worker.control_view.worker == whom
                 )
                 if addressed and rank not in cluster.cut:

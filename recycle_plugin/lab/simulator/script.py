@@ -74,7 +74,8 @@ class SimulatedScript:
                 if newcomer is not None:
                     self._machine.set_for(step)  # data that has come from others meanwhile was of before
                 let_in, newcomer = newcomer is not None, None
-                self._machine.losses[step] = yield from self._with_data(self._loop.train, step)
+                self._machine.means[step] = yield from self._with_data(self._loop.train, step)
+                self._machine.losses[step] = self._machine.control_view.losses(step)
                 if let_in:
                     yield from self._count_on()
             for _, what in (each for each in self._scenario.between if each[0] == step):

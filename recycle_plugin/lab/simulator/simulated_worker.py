@@ -105,7 +105,8 @@ class SimulatedMachine(SimulatedReplays):
         self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
         self.waits_for, self._waited_us = "", 0
         self.current: Instruction | None = None  # the present one
-        self.losses: dict[int, dict] = {}  # by step, as the training script gets them
+        self.losses: dict[int, dict] = {}  # by step, as the training script gets them: each on the last stage
+        self.means: dict[int, float] = {}  # by step
         self.reason: str | None = None  # why it ended before the last step
         self.through = False  # its script has come to its end
         self.counts = False  # it waits to hear where the others are

@@ -79,8 +79,8 @@ class BlockingLoop:
         """What a peer's script has handed over to this newcomer's."""
         return self._newcomer.handed
 
-    def train(self, step: int) -> dict[str, Loss]:
-        """Train ``step``. Returns the loss of each of its micro-batches."""
+    def train(self, step: int) -> float:
+        """Train ``step``. Returns its mean loss."""
         return drain(self._loop.train(step))
 
     def steps(self) -> Iterator[Any]:

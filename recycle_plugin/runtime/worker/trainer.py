@@ -78,7 +78,8 @@ class Trainer:
         self._from_checkpoint = False  # a checkpoint was loaded before training
         self._asked = self._trains = False
         self._evaluated = 0
-        self.losses: Mapping[str, Loss] = {}  # of the last step or evaluation run here, by micro-batch
+        # by micro-batch, of the last step run here, on the last stage alone; or of the last evaluation
+        self.losses: Mapping[str, Loss] = {}
         self._scripted: SetByScript | None = None  # a replay may have to set it again
         if session.view.newcomer or parts.log is not None:
             self._scripted = SetByScript(self._surroundings, model.module)
@@ -160,7 +161,8 @@ class Trainer:
             step = self.step + 1
             try:
                 self._checkpoints.make_if_due(step)
-                self.losses = self._running.train(step)
+                loss = self._running.train(step)
+                self.losses = self._session.view.losses(step)
             except JobEnded as end:
                 if self._framework.saves_last and self._saves_at(end):
                     self.save(self.folder)
@@ -171,7 +173,7 @@ class Trainer:
                 raise
             self._check_kept(step)
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
-            return mean(self.losses)
+            return loss
 
     def _see_trained(self) -> None:
         """Train what the script has thawed since the last step, and stop training what it has frozen."""

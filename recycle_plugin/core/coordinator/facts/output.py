@@ -8,7 +8,7 @@ from typing import Any
 from recycle_plugin.core.messages.from_coordinator import Fence
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-WORKERS, SUPERVISORS = "workers", "supervisors"
+WORKERS, LAST_STAGE, SUPERVISORS = "workers", "workers of the last stage", "supervisors"
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Event:
 
 @dataclass
 class CoordinatorOutput:
-    """What a message leads to: messages for workers (all live, or one) and supervisors, and events for the user."""
+    """What a message leads to: messages for workers and supervisors, and events for the user."""
 
     messages: list[tuple[Whom, object]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def tell(self, whom: Whom, message: object) -> None:
-        """Add a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
+        """Add a message for ``whom``: WORKERS, LAST_STAGE, SUPERVISORS, or one of them."""
         self.messages.append((whom, message))
 
     def fence(self, worker: WorkerId, why: str) -> None:

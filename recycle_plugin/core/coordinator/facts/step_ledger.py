@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, WORKERS, CoordinatorOutput, Whom
 from recycle_plugin.core.coordinator.facts.recorded import Recorder
 from recycle_plugin.core.coordinator.facts.replica_check import Fingerprints, Mismatch
 from recycle_plugin.core.coordinator.facts.slow_replicas import SlowReplicas
 from recycle_plugin.core.coordinator.facts.step_figures import StepFigures
 from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
 from recycle_plugin.core.coordinator.facts.straggler_detector import StragglerDetector
-from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contributions
+from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN, NORM, SHARE, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed
 from recycle_plugin.core.messages.from_workers import Contribution, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
@@ -107,7 +107,7 @@ class StepLedger:
     def tell_again(self, worker: WorkerId, out: CoordinatorOutput) -> None:
         """Send ``worker``, which enters in the middle of a step, what all were told of it."""
         for (step, name), values in sorted(self._contributions.told.items()):
-            out.tell(worker, Collected(step, name, values))
+            _tell(step, name, values, worker, worker, out)
 
     # --- what follows ------------------------------------------------------------------------------
 
@@ -219,7 +219,15 @@ class StepLedger:
         return behind or bool(uninformed({Seat.parse(seat): PackedData(packed) for seat, packed in held.items()}, step))
 
     def _tell_collected(self, step: int, name: str, values: dict[str, Loss], out: CoordinatorOutput) -> None:
-        out.tell(WORKERS, Collected(step, name, values))
+        _tell(step, name, values, WORKERS, LAST_STAGE, out)
         if name == LOSS:
             self.recorded.lost(step, values)
             out.say("loss", f"step {step}", step=step, loss=mean(values))
+
+
+def _tell(step: int, name: str, values: dict[str, Loss], whom: Whom, last: Whom, out: CoordinatorOutput) -> None:
+    """Tell ``whom`` complete contributions; of losses only the mean, once ``last`` is told each micro-batch's."""
+    if name == LOSS:
+        out.tell(last, Collected(step, EACH, values))
+        values = {MEAN: mean(values)}
+    out.tell(whom, Collected(step, name, values))
