@@ -131,27 +131,33 @@ class Holdings:
         return found
 
 
+BLANK = str.maketrans(".-", "  ")
+
+
 class Rows:
     """Data of one kind, as it is read: where each piece is from, and its micro-batches as text."""
 
     def __init__(self) -> None:
         self._of: list[tuple[int, int, int]] = []  # of each piece: its holder's stage and replica, its own stage
-        self._counts: list[int] = []
-        self._names: list[str] = []
+        self._counts: list[int] = []  # of its ranges
+        self._ranges: list[str] = []
 
-    def add(self, seat: Seat, stage: int, names: str) -> None:
-        """Record that the worker at ``seat`` has data of ``stage`` for the micro-batches ``names`` (packed_data.py)."""
+    def add(self, seat: Seat, stage: int, ranges: str) -> None:
+        """Record that the worker at ``seat`` has data of ``stage`` for ``ranges`` of micro-batches."""
         self._of.append((seat.stage, seat.replica, stage))
-        self._counts.append(names.count(" ") + 1)
-        self._names.append(names)
+        self._counts.append(ranges.count(" ") + 1)
+        self._ranges.append(ranges)
 
     def arrays(self, shape: Topology) -> tuple[Array, Array, Array, Array]:
         """Return for each datum: stage and replica of its holder, its own stage, its column. What can't be in such a
         job, as a confused worker may report, is left out.
         """
-        numbers = np.fromstring(" ".join(self._names).replace(".", " "), np.int64, sep=" ").reshape(-1, 2)
-        at, who, stage = np.repeat(np.array(self._of, np.int64).reshape(-1, 3), self._counts, axis=0).T
-        replica, index = numbers.T
+        text = " ".join(self._ranges).translate(BLANK)
+        replica, first, last = np.fromstring(text, np.int64, sep=" ").reshape(-1, 3).T
+        counts = last - first + 1
+        pieces = np.repeat(np.array(self._of, np.int64).reshape(-1, 3), self._counts, axis=0)
+        at, who, stage, replica = np.repeat(np.column_stack((pieces, replica)), counts, axis=0).T
+        index = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts - first, counts)
         limits = ((replica, shape.replicas), (index, shape.micro_batches), (stage, shape.stages))
         fits = np.all([(number >= 0) & (number < limit) for number, limit in limits], axis=0)
         column = replica * shape.micro_batches + index
@@ -162,9 +168,9 @@ def _rows(held: Held, step: int, shape: Topology) -> dict[str, tuple[Array, Arra
     """Return by kind the data of ``step``, as :meth:`Rows.arrays` does."""
     rows = {kind: Rows() for kind in (*MADE_OF_BLOCK, *TRAVELS)}
     for seat, have in held.items():
-        for (kind, stage, of), names in packed_data(have).names.items():
-            if of == step and names and kind in rows:
-                rows[kind].add(seat, stage, names)
+        for (kind, stage, of), ranges in packed_data(have).ranges.items():
+            if of == step and ranges and kind in rows:
+                rows[kind].add(seat, stage, ranges)
     return {kind: each.arrays(shape) for kind, each in rows.items()}
 
 

@@ -86,7 +86,23 @@ KINDS = [
     if isinstance(kind, type) and kind.__module__ == from_workers.__name__ and kind not in (Hello, LogFolder)
 ]
 TEXTS = (
-    *("", "plan", "loss", "norm", "share", "0", "1", "0.0", "0.1", "9.9", "params 0@1", "wgrad 0@2", "a b", "saving"),
+    *(
+        "",
+        "plan",
+        "loss",
+        "norm",
+        "share",
+        "0",
+        "1",
+        "0.0",
+        "0.1",
+        "9.9",
+        "params 0@1",
+        "wgrad 0@2",
+        "0.0-1",
+        "a b",
+        "saving",
+    ),
     *("start", "committed", "lost", "end", "fault", "written", "restored", "seat", "rank", "\ud800", f"{ALL_ENDED} x"),
 )
 NUMBERS = (-1, 0, 1, 2, 3, 7, 99, 10**9, 1 << 1000)
@@ -379,8 +395,8 @@ IMPOSSIBLE = (
     (Durable(RANK, 0, "a folder", boundaries=(7,)), "this job has nothing of the kind: Durable("),
     (Through(RANK), "this job has nothing of the kind: Through("),
     (SurvivorReport(RANK, 0, 0, "plan", {"wgrad": "?"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 0@1": "0.0,0.1"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0"}), "it holds what is nowhere yet: SurvivorReport("),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 0@1": "0.0-0,0.1-1"}), "nobody can read what it reports to hold"),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0-0"}), "it holds what is nowhere yet: SurvivorReport("),
     (SurvivorReport(RANK, 0, 3, "plan"), "it has applied 3 steps, and 0 are committed"),
     (SurvivorReport(RANK, 0, 0, "another plan"), "it reports twice for generation 0, and not the same"),
 )

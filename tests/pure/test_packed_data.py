@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.core.vocabulary.packed_data import Group, PackedData, groups, pack, packed_data
+from recycle_plugin.core.vocabulary.packed_data import MOST, Group, PackedData, groups, pack, packed_data
 
 OF_ONE, OF_ALL = ("act", "grad", "stash", "inner", "wgrad", "data"), ("reduced", "tied", "norm", "params")
 NUMBER = st.integers(0, 12)
@@ -36,12 +36,28 @@ def test_groups_are_the_same_packed_or_not(data):
 @pytest.mark.parametrize("key", ("wgrad", "wgrad 1", "wgrad x@3", "wgrad 1@", ""))
 def test_a_malformed_group_is_an_error(key):
     with pytest.raises(ValueError):
-        PackedData({key: "0.1"})
+        PackedData({key: "0.1-1"})
 
 
 @pytest.mark.parametrize(
-    "names", ("0", "0.x", "0.1,0.2", "0.1 ", " 0.1", "0.1  0.2", "-1.0", "0.1.2", "1e3.0", f"0.{10**9}", "٣.1")
+    "ranges",
+    (
+        *(
+            "0",
+            "0.1",
+            "0.x-2",
+            "0.1-1,0.2-2",
+            "0.1-1 ",
+            " 0.1-1",
+            "0.1-1  0.3-3",
+            "-1.0-0",
+            "0.1-2-3",
+            "1e3.0-0",
+            "٣.1-1",
+        ),
+        *("0.2-1", f"0.0-{10**9}", f"0.0-{MOST}", f"0.0-{MOST // 2} 1.0-{MOST // 2}"),
+    ),
 )
-def test_what_is_no_list_of_micro_batches_is_named(names):
+def test_what_is_no_list_of_ranges_of_micro_batches_is_named(ranges):
     with pytest.raises(ValueError, match="^wgrad of stage 1 is of "):
-        PackedData({"wgrad 1@3": names}).check()
+        PackedData({"wgrad 1@3": ranges}).check()

@@ -161,7 +161,7 @@ def _of_report(message: SurvivorReport, state: JobState) -> str | None:
     try:
         held, drawn = PackedData(message.held), unpack_drawn(message.held_draws)
         held.check()
-        steps = [*drawn, *map(int, message.places), *(each.step for each in held.names)]
+        steps = [*drawn, *map(int, message.places), *(each.step for each in held.ranges)]
     except ValueError as error:
         return f"nobody can read what it reports to hold: {error}"
     if message.loaded:
@@ -169,7 +169,7 @@ def _of_report(message: SurvivorReport, state: JobState) -> str | None:
     if not committed <= message.stepped <= committed + 1:  # also for a newcomer, which has followed so far
         return f"it has applied {message.stepped} steps, and {committed} are committed"
     stages = range(state.attendance.shape.stages)
-    if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.names):
+    if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.ranges):
         return f"it holds what is nowhere yet: {str(message)[:SHOWN]}"
     before = state.regrouping.report(message.worker)
     if before is not None and _says(before) != _says(message):

@@ -1,22 +1,25 @@
-"""Sets of data as messages carry them: the micro-batches of each kind, stage and step together, in one text.
+"""Sets of data as messages carry them: the micro-batches of each kind, stage and step together, in one text of ranges.
 
-After a loss each worker of a job holds some hundred data. Most questions concern kinds and steps alone, and the planner
-reads the texts into arrays (planner/closure.py). So objects for data are made only on iteration.
+After a loss each worker of a job holds some hundred data, mostly of micro-batches in a row, and all are told what each
+holds. Most questions concern kinds and steps alone, and the planner reads the texts into arrays (planner/closure.py).
+So objects for data are made only on iteration.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 
-NAMES = re.compile(r"(\d{1,9}\.\d{1,9}( \d{1,9}\.\d{1,9})*)?", re.ASCII)
+_RANGE = r"\d{1,9}\.\d{1,9}-\d{1,9}"  # replica, first and last micro-batch
+RANGES = re.compile(rf"({_RANGE}( {_RANGE})*)?", re.ASCII)
+MOST = 1 << 20  # micro-batches in one text
 SHOWN = 40  # characters of a malformed text in an error
 
 
@@ -29,22 +32,31 @@ class Group(NamedTuple):
 
 
 def pack(data: Iterable[Datum]) -> dict[str, str]:
-    """Pack ``data`` for a message by kind, stage and step: {"wgrad 1@17": "0.0 0.1", "reduced 1@16": ""}."""
-    found: dict[str, list[str]] = {}
+    """Pack ``data`` for a message by kind, stage and step: {"wgrad 1@17": "0.0-3 0.5-5", "reduced 1@16": ""}."""
+    found: dict[str, list[MicroBatch]] = {}
     for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
-        names = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
-        names += [str(datum.micro_batch)] if datum.micro_batch else []
-    return {key: " ".join(names) for key, names in found.items()}
+        of = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
+        of += [datum.micro_batch] if datum.micro_batch else []
+    return {key: " ".join(_ranges(of)) for key, of in found.items()}
+
+
+def _ranges(micro_batches: Sequence[MicroBatch]) -> Iterator[str]:
+    """Yield the text of each longest run of ``micro_batches``, which are in order."""
+    breaks = [place for place, (one, other) in enumerate(pairwise(micro_batches), 1) if other != (one[0], one[1] + 1)]
+    for begin, end in pairwise((0, *breaks, len(micro_batches))):
+        if begin < end:
+            (replica, first), (_, last) = micro_batches[begin], micro_batches[end - 1]
+            yield f"{replica}.{first}-{last}"
 
 
 class PackedData(AbstractSet[Datum]):
     """The set of data that :func:`pack` has put into ``packed``. Raises ValueError if a stage or a step in it is
-    malformed; iterating raises it if a micro-batch is. ``names``: by group, the micro-batches' names, separated by
-    blanks; empty for data of a whole stage.
+    malformed; iterating raises it if a range is. ``ranges``: by group, the micro-batches as "replica.first-last",
+    separated by blanks; empty for data of a whole stage.
     """
 
     def __init__(self, packed: Mapping[str, str]) -> None:
-        self.names = {_group(key): names for key, names in packed.items()}
+        self.ranges = {_group(key): ranges for key, ranges in packed.items()}
 
     @classmethod
     def _from_iterable(cls, data: Iterable[Any]) -> frozenset[Any]:  # type: ignore[override]
@@ -52,16 +64,17 @@ class PackedData(AbstractSet[Datum]):
         return frozenset(data)
 
     def check(self) -> None:
-        """Raise ValueError if a text is no list of micro-batches."""
-        for group, names in self.names.items():
-            if not NAMES.fullmatch(names):
-                raise ValueError(f"{group.kind} of stage {group.stage} is of {names[:SHOWN]!r}")
+        """Raise ValueError if a text is no list of ranges of micro-batches, or of too many."""
+        for group, ranges in self.ranges.items():
+            counts = [count for _, _, count in _parsed(ranges)] if RANGES.fullmatch(ranges) else [0]
+            if min(counts, default=1) < 1 or sum(counts) > MOST:
+                raise ValueError(f"{group.kind} of stage {group.stage} is of {ranges[:SHOWN]!r}")
 
     def __contains__(self, datum: object) -> bool:
         if not isinstance(datum, Datum):
             return False
         if datum.micro_batch is None:
-            return self.names.get(Group(datum.kind, datum.stage, datum.step)) == ""
+            return self.ranges.get(Group(datum.kind, datum.stage, datum.step)) == ""
         return datum in self._data
 
     def __iter__(self) -> Iterator[Datum]:
@@ -73,8 +86,14 @@ class PackedData(AbstractSet[Datum]):
     @cached_property
     def _data(self) -> frozenset[Datum]:
         found: set[Datum] = set()
-        for (kind, stage, step), names in self.names.items():
-            micro_batches: Iterable[MicroBatch | None] = map(_micro_batch, names.split()) if names else (None,)
+        for (kind, stage, step), ranges in self.ranges.items():
+            micro_batches: Iterable[MicroBatch | None] = (None,)
+            if ranges:
+                micro_batches = (
+                    MicroBatch(replica, first + index)
+                    for replica, first, count in _parsed(ranges)
+                    for index in range(count)
+                )
             found.update(map(Datum, repeat(kind), repeat(stage), micro_batches, repeat(step)))
         return frozenset(found)
 
@@ -86,7 +105,7 @@ def packed_data(data: AbstractSet[Datum]) -> PackedData:
 
 def groups(data: AbstractSet[Datum]) -> Collection[Group]:
     """Return the groups of ``data``. Costs time in proportion to the groups if it is packed, else to the data."""
-    return data.names.keys() if isinstance(data, PackedData) else {Group(*datum[:2], datum.step) for datum in data}
+    return data.ranges.keys() if isinstance(data, PackedData) else {Group(*datum[:2], datum.step) for datum in data}
 
 
 @lru_cache(maxsize=1 << 12)
@@ -96,7 +115,9 @@ def _group(key: str) -> Group:
     return Group(kind, int(stage), int(step))
 
 
-@lru_cache(maxsize=1 << 16)
-def _micro_batch(name: str) -> MicroBatch:
-    replica, _, index = name.partition(".")
-    return MicroBatch(int(replica), int(index))
+def _parsed(ranges: str) -> Iterator[tuple[int, int, int]]:
+    """Yield (replica, first micro-batch, count) of each of ``ranges``."""
+    for each in ranges.split():
+        replica, _, indexes = each.partition(".")
+        first, _, last = indexes.partition("-")
+        yield int(replica), int(first), int(last) - int(first) + 1

@@ -167,7 +167,7 @@ def ended_iterators(reports: Reports) -> dict[int, int]:
 def _summed(reports: Reports, step: int) -> bool:
     """Return whether somebody has a gradient sum of ``step``, or has applied it."""
     return any(
-        not names and (group.step == step + 1 if group.kind == "params" else group.step == step)
+        not ranges and (group.step == step + 1 if group.kind == "params" else group.step == step)
         for packed in reports.holdings.values()
-        for group, names in PackedData(packed).names.items()
+        for group, ranges in PackedData(packed).ranges.items()
     )
