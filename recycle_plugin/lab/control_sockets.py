@@ -39,7 +39,7 @@ HOST = 8  # workers of one
 
 
 class OverSockets(NamedTuple):
-    """The coordinator's CPU time: ``idle`` as a share of a core, ``step`` in seconds of a step, the mean."""
+    """The coordinator's CPU time: ``idle`` as a share of a core; ``step`` in seconds of a step beyond that, the mean."""
 
     workers: int
     idle: float
@@ -55,10 +55,11 @@ def measured(job: JobSpec, ranks: dict[Seat, int], idle_s: float, steps: Iterabl
         began = _cpu_s(process)
         workers.idle(idle_s)
         idle = (_cpu_s(process) - began) / idle_s
-        began, number = _cpu_s(process), 0
+        began, at, number = _cpu_s(process), time.monotonic(), 0
         for number, said in enumerate(steps, 1):
             workers.step(number, said)
-        return OverSockets(len(ranks), idle, (_cpu_s(process) - began) / max(number, 1))
+        spent = _cpu_s(process) - began - idle * (time.monotonic() - at)  # these workers' steps may be long or short
+        return OverSockets(len(ranks), idle, spent / max(number, 1))
 
 
 def _cpu_s(process: psutil.Process) -> float:
