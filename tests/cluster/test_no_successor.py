@@ -12,8 +12,12 @@ from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, hold
 from tests.support.launching import launching
 
+DEADLINE = "recycle.heartbeat_timeout_s=2"
 GONE = "recycle: the job ends: the coordinator's host is gone, and no other process has taken its place"
-END_S = 90  # of a worker that finds nobody, and of its supervisor: 10 s each, and 15 s for a signal
+UNHEARD = "has heard nothing of the coordinator for 16 s, so the others may have gone on without it"
+POWER = ("crashes", "loses power")
+# of a worker that finds nobody, and of its supervisor: 30 s of silence, 10 s each, and 15 s for a signal
+END_S = 120
 
 
 @pytest.fixture
@@ -23,8 +27,9 @@ def start(plain_server, tmp_path):
 
         def launch(hosts, *wraps: dict) -> HostsRun:
             started = jobs.enter_context(launching(plain_server, tmp_path, partial(HostsRun, hosts), PLAIN))
+            jobs.callback(hosts.mend, hosts.names[0])
             shape = Shape(len(hosts.names), 1)
-            return started(script=WRAPPED, shape=shape, RECYCLE_TEST_WRAP=json.dumps(wraps))
+            return started(DEADLINE, script=WRAPPED, shape=shape, RECYCLE_TEST_WRAP=json.dumps(wraps))
 
         yield launch
 
@@ -35,26 +40,32 @@ def are_connected(run, hosts) -> bool:
     return len([here for here, _ in ends if here == run.port]) == 2 * len(hosts.names) + 1
 
 
-def all_end(run, hosts) -> None:
-    """Crash the first host; every process on the others ends, with a line from each worker."""
+def all_end(run, hosts, loses_power: bool, said_why: str = GONE) -> None:
+    """Crash the first host; every process on the others ends, with a line from each worker. ``loses_power``: no
+    connection to the host is closed.
+    """
     first, *others = hosts.names
+    if loses_power:
+        hosts.cut(first)
     run.crash(first)
     assert run.launcher.wait(END_S) != 0
     assert all(launcher.wait(END_S) != 0 for launcher in run.others.values())
     for name in others:
         said = run.said_on(name)
-        assert said.count(GONE) == 1 and "Traceback" not in said, said[-4000:]
+        assert said.count(said_why) == 1 and "Traceback" not in said, said[-4000:]
 
 
-def test_of_two_hosts_the_other_one_ends(start, pair, tmp_path):
+@pytest.mark.parametrize("loses_power", (False, True), ids=POWER)
+def test_of_two_hosts_the_other_one_ends(start, pair, tmp_path, loses_power):
     run = start(pair, hold(tmp_path))
     after_step(run, 4)
     assert "single point of failure: host alpha runs the coordinator and the store; its loss ends the job" in run.output
-    all_end(run, pair)
+    all_end(run, pair, loses_power, UNHEARD if loses_power else GONE)
 
 
-def test_before_the_first_step_all_others_end(start, four, tmp_path):
+@pytest.mark.parametrize("loses_power", (False, True), ids=POWER)
+def test_before_the_first_step_all_others_end(start, four, tmp_path, loses_power):
     """No process of another host stands by yet: scripts have not begun."""
     run = start(four, {"name": "begin_late", "until": str(tmp_path / "go")})
     run.wait_for(lambda: are_connected(run, four), "connection of each process")
-    all_end(run, four)
+    all_end(run, four, loses_power)

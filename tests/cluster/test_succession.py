@@ -52,6 +52,12 @@ def stands_by(run, term: int, more: int = 0) -> None:
     )
 
 
+def goes_on_without(run, seat: str) -> bool:
+    """Whether all others have resumed since this loss: before, its worker counts for who may coordinate."""
+    kinds = [(each["event"], each.get("seat")) for each in run.events()]
+    return ("lost", seat) in kinds and ("resume", None) in kinds[kinds.index(("lost", seat)) :]
+
+
 def host_process(run) -> psutil.Process:
     """The coordinator's, on the host where the run's launcher is."""
     found = psutil.Process(run.launcher.pid).children(recursive=True)
@@ -113,6 +119,7 @@ def test_two_coordinators_hosts_die_in_turn(launch, reference, tmp_path):
     run = start(launch, tmp_path)
     run.crash("alpha")
     run.hear("lost")
+    run.wait_for(lambda: goes_on_without(run, "0.0"), "resume without the first host")  # the standby knows by then
     stands_by(run, 4)
     run.crash("beta")
     run.hear("coordinator", 2)

@@ -125,6 +125,43 @@ def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkey
         assert resumed.get(timeout=PATIENCE_S) is None
 
 
+class Noted:
+    """A lock that tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.awaited = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.awaited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_who_gives_a_silent_coordinator_up_as_it_turns_keeps_the_new_connection(home, listening, monkeypatch):
+    """A heartbeat finds the silence while another thread has just been answered elsewhere."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2")
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    near._sending = Noted()
+    turned, beats = SocketControl._has_turned, threading.Thread(target=near.give_up, args=("nothing is heard",))
+
+    def turn(self: SocketControl) -> None:
+        beats.start()
+        assert near._sending.awaited.wait(PATIENCE_S)
+        turned(self)
+
+    monkeypatch.setattr(SocketControl, "_has_turned", turn)
+    coordinator.gone()
+    assert near.receive(PATIENCE_S) is None and near.resume(HELLO, PATIENCE_S) is not None
+    beats.join(PATIENCE_S)
+    elsewhere.ends[-1].send(Placed(2))
+    assert near.receive(PATIENCE_S) == Placed(2)
+
+
 def test_what_is_said_first_may_be_a_term_that_is_answered_before_the_welcome_comes(home):
     coordinator, near = home
     coordinator.first = [StandsBy(5, "", 0, 1.0)]
@@ -145,7 +182,8 @@ def test_who_decides_nothing_may_turn_to_the_last_one_that_stood_by(home, listen
     learn(coordinator, near, StandsBy(4, "", 0, 0.1))
     coordinator.gone()
     assert near.receive(PATIENCE_S) is None
-    assert (near.resume(replace(HELLO, role=role), 1.0) is not None) == turns == (not elsewhere.hellos.empty())
+    limit_s = PATIENCE_S if turns else 1.0  # who turns is back long before
+    assert (near.resume(replace(HELLO, role=role), limit_s) is not None) == turns == (not elsewhere.hellos.empty())
 
 
 def test_who_listens_may_die_before_it_has_let_anybody_in():

@@ -17,11 +17,10 @@ def come(state: JobState, rank: int) -> None:
 
 
 def pace(state: JobState, whom: Whom) -> None:
-    """Have supervisors send heartbeats less often in a large job."""
+    """Tell supervisors the pace of their heartbeats, slower in a large job, and how long to bear silence."""
     if (job := state.job) is not None:
         every_s = paced_s(SUPERVISOR_BEAT_S, state.ranks, job.deadlines)
-        if every_s > SUPERVISOR_BEAT_S:
-            state.tell(whom, Pace(every_s))
+        state.tell(whom, Pace(every_s, job.deadlines.cut_off_s))
 
 
 def join(state: JobState, number: int, host: str, waits: bool) -> None:

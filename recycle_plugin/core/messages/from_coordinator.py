@@ -95,9 +95,12 @@ class ForkStandby:
 
 @dataclass(frozen=True)
 class Pace:
-    """Tells the supervisors of a large job to send a heartbeat every ``every_s`` seconds."""
+    """Tells supervisors to send a heartbeat every ``every_s`` seconds, and to wait ``silent_s`` seconds for a silent
+    coordinator's host if it has no standby elsewhere.
+    """
 
     every_s: float
+    silent_s: float
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ from recycle_plugin.runtime.system import forked
 
 RETRY_S = 0.05  # s between attempts to connect
 ATTEMPT_S = 5.0  # s for one attempt
+SILENT_S = 30.0  # how long the other end's host may be silent before the job's deadlines are known
+PROBE_S = 5  # s between the kernel's probes of a silent host
+LONGEST_S = 1e6  # the most that fits the kernel's counter
 PIECE = 1 << 18  # bytes per read
 
 
@@ -68,8 +71,11 @@ class SocketControl(Framed):
 
     def __init__(self, proved: Proved, way: ControlWay | None = None, limit: int = LIMIT) -> None:
         self._way = way
+        self._silent_s = SILENT_S
         self._take(proved.connection)
         super().__init__(limit, proved.seals)
+        if way is not None:
+            self._heed_silence()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -135,11 +141,18 @@ class SocketControl(Framed):
         super()._learn(term)
         self._heed_silence()
 
+    def bear_silence(self, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self._heed_silence()
+
     def _heed_silence(self) -> None:
-        """Set how long a host may be gone before the connection breaks, if there is another host to turn to."""
-        silent_ms = int(1000 * self._term.silent_s) if self._term.host else 0
+        """Have the kernel break the connection if the other end's host, probed while idle, is silent for too long."""
+        silent_s = self._term.silent_s if self._term.host else self._silent_s
         with suppress(OSError):  # it is broken
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, silent_s > 0)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * min(silent_s, LONGEST_S)))
 
     @property
     def held_up(self) -> bool:

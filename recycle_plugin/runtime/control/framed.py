@@ -85,10 +85,6 @@ class Control(Protocol):
     def sent(self) -> int:
         """How many messages this end has sent since it was welcomed."""
 
-    @property
-    def unheard(self) -> int:
-        """How many of the sent messages the other end has not confirmed."""
-
     def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
         """Return whether the other end confirms ``count`` messages in time. Another thread has to receive meanwhile."""
 
@@ -105,8 +101,15 @@ class Control(Protocol):
         its end, since others hear of its loss at once.
         """
 
-    def give_up(self, why: str) -> None:
-        """Break the connection if :meth:`resume` may turn to another process; receiving then finds it broken."""
+    def give_up(self, why: str, unheard: int = 0) -> None:
+        """Break the connection if :meth:`resume` may turn to another process, and the other end has not confirmed
+        ``unheard`` messages; receiving then finds it broken.
+        """
+
+    def bear_silence(self, silent_s: float) -> None:
+        """Let the connection break after the other end's host was silent for ``silent_s`` seconds, and there is no
+        standby to turn to sooner; never with 0. Only the end that has connected notices silence.
+        """
 
     def close(self) -> None:
         """Close the connection, also for threads that wait in it. The other end still gets all that is on its way."""
@@ -199,10 +202,6 @@ class Framed(LineEnd):
     def sent(self) -> int:
         return self._kept.count
 
-    @property
-    def unheard(self) -> int:
-        return self._kept.count - self._kept.dropped
-
     def has_got(self, count: int, timeout_s: float = 0.0) -> bool:
         with self._acknowledged:
             return self._acknowledged.wait_for(lambda: self._kept.dropped >= count, timeout_s)
@@ -213,10 +212,16 @@ class Framed(LineEnd):
                 return super()._is_news(message)
         return super()._is_news(message)
 
-    def give_up(self, why: str) -> None:
-        if (last := self._last_word()) is not None:
-            self.send(last)
-            self._break(Disconnected(why))
+    def give_up(self, why: str, unheard: int = 0) -> None:
+        with self._sending:  # or resume, in another thread, could make a new connection meanwhile
+            last = self._last_word()
+            if self.broken is None and last is not None and self._kept.count - self._kept.dropped >= unheard:
+                self._add(encode(last))
+                self._push(0.0)
+                self._break(Disconnected(why))
+
+    def bear_silence(self, silent_s: float) -> None:
+        pass
 
     def close(self) -> None:
         self._break(Disconnected("it was closed on this side"))

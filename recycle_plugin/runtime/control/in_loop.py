@@ -97,8 +97,11 @@ class InLoop:
 
     def give_up_unless_heard(self, most: int) -> None:
         """Give the connection up (Control.give_up) if more than ``most`` messages are not confirmed."""
-        if self._control.unheard > most:
-            self._control.give_up("nothing is heard of the coordinator")
+        self._control.give_up("nothing is heard of the coordinator", most + 1)
+
+    def bear_silence(self, silent_s: float) -> None:
+        """Break after this much silence of the other end's host; see Control.bear_silence."""
+        self._control.bear_silence(silent_s)
 
     def close(self) -> None:
         """Close the connection, and wake the task that waits in it."""

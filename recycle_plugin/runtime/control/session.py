@@ -28,7 +28,7 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.messages.line_end import TRY_S, Tries
 from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.deadlines import WORKER_BEAT_S, Deadlines, lease_s, paced_s
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import RecycleError
@@ -121,6 +121,11 @@ class Session:
         self.waiting.timeout_s, self.waiting.cut_off_s = deadlines.wait_timeout_s, deadlines.cut_off_s
         self.group_sums = group_sums
         self.configured = True
+
+    def begin_heartbeats(self, deadlines: Deadlines) -> None:
+        """Keep a lease from now on; its end tells that the coordinator is silent, whatever the connection says."""
+        self._control.bear_silence(0.0)
+        self.heartbeats.start(lease_s(deadlines), paced_s(WORKER_BEAT_S, self.ranks, deadlines))
 
     @contextmanager
     def _adopting(self) -> Iterator[None]:

@@ -163,6 +163,8 @@ class Candidate:
 
     def _learn(self, known: Known) -> None:
         self._known = known
+        if known.board.job is not None:  # workers may turn here as long as they wait for the coordinator
+            self._control.bear_silence(known.board.job.deadlines.cut_off_s)
 
     def _come(self, control: Control) -> None:
         task = asyncio.create_task(self._hear(InLoop(control)))

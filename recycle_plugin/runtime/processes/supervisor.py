@@ -442,8 +442,9 @@ class Supervisor:
                     self._place.stand_by(self._address)
                 case ServeLogs(rank=rank) if rank == self._rank:
                     self._logs.serve(message.folder)
-                case Pace(every_s=every_s):
-                    self._every_s = every_s
+                case Pace():
+                    self._every_s = message.every_s
+                    self._control.bear_silence(message.silent_s)
                 case Stay():
                     self._leaving = max(self._leaving, message.incarnation)
                 case Lease(number=number) if number == self._incarnation:

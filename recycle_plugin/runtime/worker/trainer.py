@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPassed
-from recycle_plugin.core.vocabulary.deadlines import WORKER_BEAT_S, lease_s, paced_s
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.losses import Loss, mean
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -346,8 +345,7 @@ class Trainer:
         self._asked, session = True, self._session
         if self._entry is None:  # a newcomer is told where the job is
             session.view.rewind(self.step)
-        deadlines = self._settings.deadlines
-        session.heartbeats.start(lease_s(deadlines), paced_s(WORKER_BEAT_S, session.ranks, deadlines))
+        session.begin_heartbeats(self._settings.deadlines)
         session.send(ready(self._parts, self.step))
 
     @property
