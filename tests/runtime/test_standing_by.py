@@ -1,0 +1,53 @@
+"""The standby on another host: who turns to it, before and after it takes the coordinator's place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from recycle_plugin.core.messages.from_coordinator import Placed
+from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.runtime.control.connections import SocketControl, connect
+from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.in_process import InProcess
+from recycle_plugin.runtime.processes.standing_by import Candidate
+from tests.support.secret import way
+
+PATIENCE_S = 60.0
+
+
+@asynccontextmanager
+async def candidate() -> AsyncIterator[Candidate]:
+    """A standby that listens; the coordinator that it follows says nothing."""
+    control = InLoop(InProcess(lambda far: None))
+    made = Candidate(way(("127.0.0.1", 1)), control, "127.0.0.1")
+    made.entrance.open()
+    try:
+        yield made
+    finally:
+        await made.entrance.close()
+        control.close()
+
+
+async def turns_to(made: Candidate, *words: object) -> SocketControl:
+    control = await asyncio.to_thread(connect, way(made.entrance.address), PATIENCE_S)
+    for word in words:
+        control.send(word)
+    return control
+
+
+async def test_a_hello_that_comes_late_is_passed_on_like_those_before():
+    """Its worker turns to the standby once that already coordinates."""
+    answers: asyncio.Queue[Hello] = asyncio.Queue()
+    early, late = (Hello(rank, "worker", 70 + rank, "h", line=rank) for rank in (1, 2))
+    async with candidate() as made:
+        ends = [await turns_to(made, early)]
+        while not made._turned:
+            await asyncio.sleep(0.01)
+        made.hand_over(lambda control, hello: answers.put_nowait(hello))
+        ends += [await turns_to(made, Placed(1)), await turns_to(made, late)]
+        assert [await asyncio.wait_for(answers.get(), PATIENCE_S) for _ in range(2)] == [early, late]
+        assert await asyncio.to_thread(ends[1].receive, PATIENCE_S) is None and ends[1].broken is not None
+        for end in ends:
+            end.close()
