@@ -83,7 +83,8 @@ class Writes:
                 self._say(path)
 
     def _say(self, path: Any) -> None:
-        if self._said or not self._session.hooks.passes or (os.path.exists(path) and not os.path.isfile(path)):
+        passes = self._session.hooks.passes and not self._session.forked  # forks, as those of loaders, can't say it
+        if self._said or not passes or (os.path.exists(path) and not os.path.isfile(path)):
             return
         self._said = True
         self._session.note(
