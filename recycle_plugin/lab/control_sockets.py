@@ -39,7 +39,7 @@ HOST = 8  # workers of one
 
 
 class OverSockets(NamedTuple):
-    """The coordinator's CPU time: ``idle`` as a share of a core; ``step`` in seconds of a step beyond that, the mean."""
+    """The coordinator's CPU time: ``idle`` as a share of a core; ``step`` in seconds of a step beyond that, a mean."""
 
     workers: int
     idle: float
