@@ -25,6 +25,7 @@ from recycle_plugin.core.messages.contributions import EACH
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence
 from recycle_plugin.core.messages.from_workers import Exited, Left
 from recycle_plugin.core.messages.typed import read
+from recycle_plugin.core.vocabulary.losses import numbers
 from recycle_plugin.lab.simulator import campaign, seeded
 from recycle_plugin.lab.simulator.checkers import Watcher
 from recycle_plugin.lab.simulator.scenario import Scenario
@@ -76,7 +77,7 @@ class Witness(Watcher):
             case Committed(step=step):
                 self._steps_seen.add(step)
             case Collected(step=step, name=name, values=values) if name == EACH:
-                self._losses_seen[step] = values
+                self._losses_seen[step] = numbers(values)
             case Fence(rank=rank):
                 self._ranks_fenced.add(rank)
             case End(failed=failed, code=code):

@@ -13,7 +13,7 @@ from recycle_plugin.core.coordinator.facts.shards import drawn_by_all, held_by_a
 from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
 from recycle_plugin.core.coordinator.facts.straggler_detector import STEPS
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN, NORM, Contributions
+from recycle_plugin.core.messages.contributions import LOSS, MEAN, NORM, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
@@ -343,4 +343,4 @@ def test_all_shards_say_what_becomes_of_a_loss():
             Contribution(rank, 1, LOSS, {f"{rank // 2 - 2}.0": 1.0}, 2, shard=rank % 2), 0.0
         ).messages
     ]
-    assert told == [Collected(1, EACH, {"0.0": 1.0, "1.0": 1.0}), Collected(1, LOSS, {MEAN: 1.0})]
+    assert told == [Collected(1, LOSS, {MEAN: 1.0})]

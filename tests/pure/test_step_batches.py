@@ -150,20 +150,21 @@ def test_losses_that_a_void_step_still_has_are_told_again_and_its_norm_is_asked_
     ledger.contribute(Contribution(1, STEP, NORM, {"0": 1.0}, 2), out)
     batches, again = FULL.changed(LEFT, STEP - 1, survivors(SUM[1]), 2), CoordinatorOutput()
     ledger.without(batches, 2, again)
-    left = {name: loss for name, loss in losses.items() if name[0] != "1"}
-    assert said(again, Collected) == [Collected(STEP, EACH, left), Collected(STEP, LOSS, {MEAN: 1.0})]
+    assert said(again, Collected) == [Collected(STEP, LOSS, {MEAN: 1.0})]
     assert [event.details["loss"] for event in again.events if event.kind == "loss"] == [1.0]
     ledger.contribute(Contribution(2, STEP, NORM, {"1": 4.0}, 2), again)
-    assert len(said(again, Collected)) == 2, "what was said of the void sum counts no more"
+    assert len(said(again, Collected)) == 1, "what was said of the void sum counts no more"
 
 
 def test_losses_that_are_known_so_far_are_complete_with_fewer():
     ledger, out = StepLedger(STEP - 1), CoordinatorOutput()
-    ledger.contribute(Contribution(0, STEP, LOSS, {"0.0": 1.0, "0.1": 1.0, "2.0": 3.0, "1.0": 9.0}, 6), out)
+    logged = {"lm loss": (1.0, 2.0)}
+    losses = {"0.0": (1.0, logged), "0.1": (1.0, logged), "2.0": (3.0, logged), "1.0": (9.0, logged)}
+    ledger.contribute(Contribution(0, STEP, LOSS, losses, 6), out)
     ledger.without(FULL.changed(LEFT, STEP - 1, survivors(), 2), 2, out)
     assert not said(out, Collected)
-    ledger.contribute(Contribution(2, STEP, LOSS, {"2.1": 3.0}, 4), out)
-    each = {"0.0": 1.0, "0.1": 1.0, "2.0": 3.0, "2.1": 3.0}
+    ledger.contribute(Contribution(2, STEP, LOSS, {"2.1": (3.0, logged)}, 4), out)
+    each = {"0.0": (1.0, logged), "0.1": (1.0, logged), "2.0": (3.0, logged), "2.1": (3.0, logged)}
     assert said(out, Collected) == [Collected(STEP, EACH, each), Collected(STEP, LOSS, {MEAN: 2.0})]
 
 

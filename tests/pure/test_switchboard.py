@@ -215,14 +215,15 @@ def test_a_worker_that_was_not_answered_may_come_once_more():
     assert board.lines[other].worker != WorkerId(1) and again in board.lines
 
 
-def test_each_loss_reaches_the_last_stage_alone_and_the_mean_all():
+def test_what_is_logged_of_each_loss_reaches_the_last_stage_alone_and_the_mean_all():
     played = Played(0)
     played.begin()
-    for rank, losses in ((2, {"0.0": 1.0}), (3, {"1.0": 2.0})):
+    logged = {"lm loss": (1.0, 2.0)}
+    for rank, losses in ((2, {"0.0": (1.0, logged)}), (3, {"1.0": 2.0})):
         played.says("worker", rank, Contribution(rank, 1, LOSS, losses, 2))
     heard = {
         rank: [each for each in played.heard[played.lines["worker", rank]] if isinstance(each, Collected)]
         for rank in range(RANKS)
     }
-    all_hear, last_hears = Collected(1, LOSS, {MEAN: 1.5}), Collected(1, EACH, {"0.0": 1.0, "1.0": 2.0})
+    all_hear, last_hears = Collected(1, LOSS, {MEAN: 1.5}), Collected(1, EACH, {"0.0": (1.0, logged), "1.0": 2.0})
     assert heard == {0: [all_hear], 1: [all_hear], 2: [last_hears, all_hear], 3: [last_hears, all_hear]}

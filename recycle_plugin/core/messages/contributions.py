@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.losses import Loss, number
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 LOSS = "loss"  # by micro-batch; all are told the mean alone, since a number of each to each worker would be too much
-EACH = "losses"  # the losses by micro-batch, as the last stage is told them
+EACH = "losses"  # by micro-batch, as the last stage is told them if a framework logs more than the loss of each
 MEAN = "mean"  # the key of the mean
 NORM = "norm"  # squared, by stage; workers wait for it
 SHARE = "share"  # the same of a step that is validated after it was applied; nobody waits for it

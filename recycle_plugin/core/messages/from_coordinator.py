@@ -262,8 +262,8 @@ class Committed:
 @dataclass(frozen=True)
 class Collected:
     """Tells all workers a complete set of contributions, the only one of its ``step`` and ``name`` unless it is
-    discarded; a worker that joins is told it too. ``values``: as in Contribution; of losses the mean alone, while the
-    last stage is told that of each micro-batch before (core/messages/contributions.py).
+    discarded; a worker that joins is told it too. ``values``: as in Contribution; of losses the mean alone
+    (core/messages/contributions.py).
     """
 
     step: int

@@ -13,6 +13,16 @@ def number(loss: Loss) -> float:
     return loss if isinstance(loss, float | int) else loss[0]
 
 
+def numbers(losses: Mapping[str, Loss]) -> dict[str, float]:
+    """Return the losses themselves, by name."""
+    return {name: number(loss) for name, loss in losses.items()}
+
+
+def logs_more(losses: Mapping[str, Loss]) -> bool:
+    """Return whether a framework logs something else of some micro-batch."""
+    return any(loss is not number(loss) for loss in losses.values())
+
+
 def mean(losses: Mapping[str, Loss]) -> float:
     """Return the mean of the losses themselves."""
-    return sum(map(number, losses.values())) / len(losses)
+    return sum(numbers(losses).values()) / len(losses)

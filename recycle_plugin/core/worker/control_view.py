@@ -320,7 +320,9 @@ class ControlView:
         return None if told is None else told[MEAN]
 
     def losses(self, step: int) -> dict[str, Loss]:
-        """Return the loss of each micro-batch of ``step``, whose mean is known, on the last stage; {} on the others."""
+        """Return the loss of each micro-batch of ``step``, whose mean is known. {} except on the last stage, and if a
+        framework logs nothing else of them.
+        """
         return self.collected(step, EACH) or {}
 
     def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:

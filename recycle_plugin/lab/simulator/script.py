@@ -12,6 +12,7 @@ from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
+from recycle_plugin.core.vocabulary.losses import numbers
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving, save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
@@ -75,7 +76,7 @@ class SimulatedScript:
                     self._machine.set_for(step)  # data that has come from others meanwhile was of before
                 let_in, newcomer = newcomer is not None, None
                 self._machine.means[step] = yield from self._with_data(self._loop.train, step)
-                self._machine.losses[step] = self._machine.control_view.losses(step)
+                self._machine.losses[step] = numbers(self._machine.control_view.losses(step))
                 if let_in:
                     yield from self._count_on()
             for _, what in (each for each in self._scenario.between if each[0] == step):
@@ -167,7 +168,7 @@ class SimulatedScript:
             else []
         )
         losses = yield from self._evaluations.run(batches, count)
-        machine.cluster.watcher.evaluated(machine, self._evaluated, count, step, losses)
+        machine.cluster.watcher.evaluated(machine, self._evaluated, count, step, numbers(losses))
 
     def _save(self, step: int) -> Iterator[Any]:
         machine = self._machine

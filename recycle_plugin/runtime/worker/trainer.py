@@ -77,7 +77,7 @@ class Trainer:
         self._from_checkpoint = False  # a checkpoint was loaded before training
         self._asked = self._trains = False
         self._evaluated = 0
-        # by micro-batch, of the last step run here, on the last stage alone; or of the last evaluation
+        # by micro-batch, of the last step run here if a framework logs more of each, or of the last evaluation
         self.losses: Mapping[str, Loss] = {}
         self._scripted: SetByScript | None = None  # a replay may have to set it again
         if session.view.newcomer or parts.log is not None:

@@ -19,7 +19,7 @@ from recycle_plugin.core.messages.from_workers import Contribution, Fingerprint,
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.losses import Loss, mean, number
+from recycle_plugin.core.vocabulary.losses import Loss, logs_more, mean, number
 from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
@@ -226,8 +226,11 @@ class StepLedger:
 
 
 def _tell(step: int, name: str, values: dict[str, Loss], whom: Whom, last: Whom, out: CoordinatorOutput) -> None:
-    """Tell ``whom`` complete contributions; of losses only the mean, once ``last`` is told each micro-batch's."""
+    """Tell ``whom`` complete contributions; of losses only the mean. What a framework logs by micro-batch ``last`` is
+    told before.
+    """
     if name == LOSS:
-        out.tell(last, Collected(step, EACH, values))
+        if logs_more(values):
+            out.tell(last, Collected(step, EACH, values))
         values = {MEAN: mean(values)}
     out.tell(whom, Collected(step, name, values))
