@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.mirroring import StandsBy
 from recycle_plugin.runs import free_port
 from recycle_plugin.runtime.control.connections import SocketControl
 from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.processes import hosted, supervisor, worker_keeper
 from tests.support.secret import SECRET, written
 
@@ -376,6 +377,31 @@ async def test_it_reports_by_datagram_only_while_its_connection_is_held_up(monke
                 pass
             received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(datagrams, 1000), PATIENCE_S)
             assert received
+        far.send(Over(0))
+        worker.ended.set_result(0)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
+
+
+async def test_a_host_that_has_no_route_for_a_while_reports_on(monkeypatch):
+    """As one whose interface is down when its connection is first held up."""
+    to, tried = HeartbeatSender.to, []
+
+    async def without_a_route_at_first(address: tuple[str, int]) -> HeartbeatSender:
+        tried.append(address)
+        return await to(address if len(tried) > 1 else ("255.255.255.255", 9))  # which no datagram may be sent to
+
+    monkeypatch.setattr(HeartbeatSender, "to", without_a_route_at_first)
+    async with supervised(monkeypatch) as (coordinator, far, worker, running):
+        with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+            datagrams.setblocking(False)
+            datagrams.bind(coordinator.listener.getsockname())
+            it = running.get_coro().cr_frame.f_locals["self"]
+            far._leave()  # it reads no more
+            while it._control._control.send(Terminate(1, "x" * 500_000, "a host")):
+                pass
+            received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(datagrams, 1000), PATIENCE_S)
+            assert received and len(tried) == 2
         far.send(Over(0))
         worker.ended.set_result(0)
         assert await asyncio.wait_for(running, PATIENCE_S) == 0

@@ -418,9 +418,9 @@ class Supervisor:
             used_s = None if cpu_s is None else cpu_s + on_disk_s
             self._tell(message := SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation))
             if held_up and self._datagrams is not None and self._control.there is not None:
-                if self._heartbeats is None:
-                    self._heartbeats = await HeartbeatSender.to(self._control.there)
-                self._heartbeats.send(message, self._datagrams)
+                with suppress(OSError):  # there is no route yet: the network is down
+                    self._heartbeats = self._heartbeats or await HeartbeatSender.to(self._control.there)
+                    self._heartbeats.send(message, self._datagrams)
             await asyncio.sleep(self._every_s)
             self._control.give_up_unless_heard(SILENT * BEATS)
 
