@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Committed, End, Fence, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Stepped, SurvivorReport, Terminate
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
-from recycle_plugin.core.vocabulary.roster import WorkerId
-from tests.support.membership import agree, said, started
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from tests.support.membership import agree, member, said, started
 from tests.support.played import DEADLINE_S, Played, ends, generations
 
 
@@ -59,6 +60,30 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
     played.live_for(1.0)
     (end,) = ends(played)
     assert end.failed
+    assert end.reason.startswith("3 workers can't be reached and aren't known to be dead, and only 1 are left here")
+
+
+def test_whose_seat_another_process_has_taken_counts_no_more():
+    """Of four seats two are lost with their host, again and again, and each time taken by processes of another host."""
+    played = Played(started(replicas=4, stages=1)).first_step()
+    membership = played.membership
+    for incarnation in range(3):
+        for rank in (2, 3):
+            played.outs.append(membership.connection_lost(WorkerId(rank, incarnation), played.now))
+        agree(membership, membership.generation, {0: 1, 1: 1})
+        followed = [replace(member(rank, replicas=4), incarnation=incarnation + 1) for rank in (2, 3)]
+        for each in followed:
+            membership.state.vacancies.entered(each.worker)
+        membership.state.attendance.agreed(Roster((*membership.roster, *followed)))
+    assert [len(each) for each in generations(played)] == [3, 2] * 3
+    for worker in (WorkerId(1), WorkerId(2, 3), WorkerId(3, 3)):
+        played.outs.append(membership.connection_lost(worker, played.now))
+    assert [len(each) for each in generations(played)][6:] == [3, 2]
+    played.tick(TICK_S)
+    for _ in range(round(2 * DEADLINE_S / TICK_S)):
+        played.signs(0)
+        played.tick(TICK_S)
+    (end,) = ends(played)
     assert end.reason.startswith("3 workers can't be reached and aren't known to be dead, and only 1 are left here")
 
 

@@ -67,7 +67,7 @@ class Membership:
 
     @property
     def unreachable(self) -> set[WorkerId]:
-        """The lost workers that are not known to be dead."""
+        """See Attendance.unreachable."""
         return self.state.attendance.unreachable
 
     @property

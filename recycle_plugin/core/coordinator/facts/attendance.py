@@ -106,8 +106,10 @@ class Attendance:
 
     @property
     def unreachable(self) -> set[WorkerId]:
-        """The lost workers that are not known to be dead."""
-        return self._those(lambda record: record.gone is Gone.LOST and not record.dead)
+        """The lost workers that are not known to be dead, but for those whose seat another process has held since."""
+        gone = sorted(self._those(lambda record: record.gone is not None))
+        last = {worker.rank: worker for worker in gone if worker.rank not in self.roster.ranks}
+        return {worker for worker in last.values() if (its := self._of(worker)).gone is Gone.LOST and not its.dead}
 
     @property
     def leaving(self) -> set[WorkerId]:
