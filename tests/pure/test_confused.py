@@ -71,6 +71,8 @@ from recycle_plugin.core.messages.said import SUPERVISOR
 from recycle_plugin.core.messages.typed import names_of
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
+from recycle_plugin.core.vocabulary.evaluation_route import END as EVALUATED
+from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import ALL_ENDED
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -382,6 +384,9 @@ IMPOSSIBLE = (
     (Stepped(RANK, 0, 9), "its Stepped is of step 9, and only step 0 is committed"),
     (Stepped(RANK, 5, 1), "it speaks of generation 5, and the newest is 0"),
     (BarrierReached(RANK, 5, "saving", {}), "it speaks of generation 5"),
+    (BarrierReached(RANK, 0, end_of(1), {"0.0": "1.0"}), "this job has nothing of the kind: BarrierReached("),
+    (BarrierReached(RANK, 0, end_of(1), {"0": 1.0}), "this job has nothing of the kind: BarrierReached("),
+    (BarrierReached(RANK, 0, f"{EVALUATED} x", {}), "this job has nothing of the kind: BarrierReached("),
     (OutOfData(RANK, 0, 3), "its OutOfData is of step 3"),
     (Vanishing(RANK, 1), "its Vanishing is of step 1"),
     (Contribution(RANK, 3, "loss", {"0.0": 1.0}, 2), "its Contribution is of step 3"),

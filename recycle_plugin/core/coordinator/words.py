@@ -23,6 +23,7 @@ from recycle_plugin.core.coordinator.facts import boards
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_workers import (
+    BarrierReached,
     Contribution,
     Durable,
     Hello,
@@ -39,8 +40,12 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import WORKER, ToCoordinator
+from recycle_plugin.core.messages.typed import Unreadable, read
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.evaluation_route import ended_at
+from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.packed_data import PackedData
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
@@ -136,8 +141,21 @@ def _serves(message: Serving, speaker: Member, job: JobSpec, state: JobState) ->
     return newcomer is None or (newcomer.stage, newcomer.member.shard) == (speaker.seat.stage, speaker.shard)
 
 
+def _brings_losses(message: BarrierReached, *_: object) -> bool:
+    """Return whether what is brought to an evaluation's end are losses by micro-batch; other barriers take anything."""
+    try:
+        if ended_at(message.place) is None:
+            return True
+        names = {str(MicroBatch.parse(name)) for name in message.values}
+    except ValueError:
+        return False
+    losses = read(dict[str, Loss], message.values, "values")
+    return names == message.values.keys() and not isinstance(losses, Unreadable)
+
+
 FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
     Contribution: _is_of_step,
+    BarrierReached: _brings_losses,
     SurvivorReport: lambda message, speaker, job, state: (
         message.generation != state.regrouping.generation or _of_report(message, state) or True
     ),
