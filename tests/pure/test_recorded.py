@@ -8,6 +8,7 @@ from math import inf, isnan, nan
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, WORKERS
 from recycle_plugin.core.coordinator.facts.recorded import PIECE, Recorder
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.encoding import decode, encode
@@ -15,7 +16,7 @@ from recycle_plugin.core.messages.from_coordinator import Collected, Recorded
 from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Contribution, SurvivorReport
 from recycle_plugin.core.vocabulary.evaluation_route import end_of, ended_at
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.support.membership import holds, said, started, step
+from tests.support.membership import holds, started, step
 
 
 def heard(messages: list[Recorded]) -> tuple[dict[int, float], dict[int, float]]:
@@ -47,14 +48,16 @@ def test_it_is_what_all_were_told_up_to_the_last_committed_step():
     assert view.recorded == [told]
 
 
-def test_what_is_logged_beside_a_loss_goes_to_all_and_the_mean_of_the_losses_is_kept():
+def test_what_is_logged_beside_a_loss_goes_to_the_last_stage_and_the_mean_of_the_losses_is_kept():
     membership, logged = started(), {"lm loss": (3.0, 2.0), "other": (7.5,)}
     membership.receive(Contribution(2, 1, "loss", {"0.0": (1.5, logged)}, 2), 0.0)
     last = decode(encode(Contribution(3, 1, "loss", {"1.0": (2.5, logged)}, 2)))
-    told = said(membership.receive(last, 0.0), Collected)
-    assert [each.values for each in told] == [{"0.0": (1.5, logged), "1.0": (2.5, logged)}]
+    each, mean = {"0.0": (1.5, logged), "1.0": (2.5, logged)}, {"mean": 2.0}
+    told = [(whom, one.values) for whom, one in membership.receive(last, 0.0).messages if isinstance(one, Collected)]
+    assert told == [(LAST_STAGE, each), (WORKERS, mean)]
     for rank in range(4):
-        membership.receive(BarrierReached(rank, 0, end_of(1), {"0.0": [4.0, logged]} if rank == 3 else {}), 0.0)
+        brings = BarrierReached(rank, 0, end_of(1), {"0.0": [4.0, logged]} if rank == 3 else {})
+        membership.receive(decode(encode(brings)), 0.0)
     step(membership, 0, 1)
     assert list(membership.state.steps.recorded.told(1)) == [Recorded(1, (2.0,), 1, (4.0,), 1)]
 
