@@ -13,7 +13,16 @@ from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
-from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, HashAfter, Recorded, Resume
+from recycle_plugin.core.messages.from_coordinator import (
+    Collected,
+    Committed,
+    End,
+    Fence,
+    Generation,
+    HashAfter,
+    Recorded,
+    Resume,
+)
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
@@ -81,6 +90,15 @@ def load_checkpoint(membership: Membership, generation: int, members: Iterable[W
         for one in members:
             found += membership.receive(sent(one), 0.0).messages
     return found
+
+
+def test_who_follows_for_long_keeps_no_losses_of_steps_that_are_over():
+    view = ControlView(2, 1)
+    for number in range(1, 9):
+        for message in (Collected(number, "loss", {"mean": 1.0}), Committed(number)):
+            view.take(message)
+        view.take(Recorded(number, (1.0,), 1, (), number))
+    assert [view.loss(number) for number in (1, 7, 8)] == [None, None, 1.0]
 
 
 def test_who_follows_a_state_that_is_no_more_ends():

@@ -174,13 +174,13 @@ class ControlView:
                 self.committed = max(self.committed, message.step)
                 self.news.append((self.generation, message))
                 # others may commit later steps while a leaving worker is still at its last
-                first = min(message.step, self._leaves_at - 1) if self._leaves_at else message.step
-                self._collected = {key: values for key, values in self._collected.items() if key[0] >= first}
+                self._forget_before(min(message.step, self._leaves_at - 1) if self._leaves_at else message.step)
             case Collected():
                 self._collected[message.step, message.name] = message.values
             case Recorded():
                 self.recorded.append(message)
                 self.committed, self.present = max(self.committed, message.committed), True
+                self._forget_before(message.committed)
                 self.evaluated = max(self.evaluated, message.evaluation + len(message.evaluations) - 1)
                 self.place, self._unfilled = message.place, message.unfilled
             case BarrierPassed():
@@ -210,6 +210,9 @@ class ControlView:
                 self.end = message
             case MayGo():
                 self.may_go = True
+
+    def _forget_before(self, step: int) -> None:
+        self._collected = {key: values for key, values in self._collected.items() if key[0] >= step}
 
     def _is_old(self, message: object) -> bool:
         """Return whether ``message`` is a Generation or Resume no newer than the newest heard, or a known commit."""
