@@ -102,3 +102,31 @@ def test_an_error_of_the_thread_is_raised_where_the_training_is(monkeypatch):
     with pytest.raises(RuntimeError, match="the device is gone"):
         slow.train(2)
     assert slow.hash._over.is_set() and slow.told.empty()
+
+
+class Held(threading.Event):
+    """An event whose first setter is held up right behind that, until it is ``let``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setters, self.let = 0, threading.Event()
+
+    def set(self) -> None:
+        super().set()
+        self.setters += 1
+        if self.setters == 2:  # the first one is who makes it
+            assert self.let.wait(PATIENCE_S)
+
+
+def test_a_hash_is_told_as_that_of_its_own_step_if_the_next_one_has_begun(monkeypatch):
+    slow = Slow(monkeypatch)
+    slow.let.set()
+    held = slow.hash._over = Held()
+    held.set()
+    slow.hash.hash_state(1)
+    slow.train(2)
+    right = slow.worker.state.digest()
+    slow.hash.hash_state(2)
+    assert slow.told.get(timeout=PATIENCE_S) == (2, right)
+    held.let.set()
+    assert slow.told.get(timeout=PATIENCE_S) == (1, slow.right)

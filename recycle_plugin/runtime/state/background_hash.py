@@ -30,7 +30,7 @@ class BackgroundHash:
         compute = self._state.digesting()
         self._step = step
         self._over.clear()
-        threading.Thread(target=self._work, args=(compute,), name="recycle: hash", daemon=True).start()
+        threading.Thread(target=self._work, args=(step, compute), name="recycle: hash", daemon=True).start()
 
     def finish(self, timeout_s: float = HASH_S) -> None:
         """Return once no hash is being computed. Raises the error that it has failed with, or WaitTimeout."""
@@ -40,7 +40,7 @@ class BackgroundHash:
         if error is not None:
             raise error
 
-    def _work(self, compute: Callable[[], str]) -> None:
+    def _work(self, step: int, compute: Callable[[], str]) -> None:
         try:
             found = compute()
         except Exception as error:  # of the device; raised in the thread that trains
@@ -48,4 +48,4 @@ class BackgroundHash:
             self._over.set()
             return
         self._over.set()
-        self._tell(self._step, found)
+        self._tell(step, found)  # the next hash may have begun by now
