@@ -240,3 +240,17 @@ def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
         out = membership.receive(SurvivorReport(rank, 1, 1, "plan", holds(rank), {}, False, 154), 0.0)
     assert resumed(out) == [(1, 1)] and membership.state.attendance.view(membership.roster).topology.micro_batches == 5
     assert membership.state.throughput.share(154) == 0.5
+
+
+def test_who_has_come_to_one_beside_its_training_is_still_there_behind_another_one():
+    """As with a checkpoint that some still write while all evaluate: nobody says twice that it has written."""
+    membership = started()
+    step(membership, 0, 1)
+
+    def written(rank: int) -> list[BarrierPassed]:
+        reached = BarrierReached(rank, 0, "the end of a checkpoint", {}, beside=True)
+        return said(membership.receive(reached, 0.0), BarrierPassed)
+
+    assert not any(map(written, (0, 1, 3)))
+    assert len(arrive(membership, 0, [0, 1, 2, 3], "an evaluation")) == 1
+    assert len(written(2)) == 1

@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 
 def arrive(state: JobState, message: BarrierReached) -> None:
     """Record that a worker has arrived at a barrier, and tell all once all are there."""
-    values = _arrive(state, message, message.place, message.values)
+    values = _arrive(state, message, message.place, message.values, message.beside)
     if values is not None:
         _passed(state, message.place, values)
         state.tell(WORKERS, BarrierPassed(message.place, values, unstarted(state.committed)))
@@ -56,14 +56,19 @@ def _take_size(state: JobState, message: Resized) -> None:
 
 
 def _arrive(
-    state: JobState, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict[str, Any]
+    state: JobState,
+    message: BarrierReached | CheckpointLoaded | Resized,
+    place: str,
+    values: dict[str, Any],
+    beside: bool = False,
 ) -> dict[str, Any] | None:
     """Record an arrival at the barrier ``place``. Return what all have brought if all are there now, else None."""
     ends.end_if_stranded(state)
     if message.generation != state.regrouping.in_force or state.regrouping.at_once is not None:
         return None
+    enough = not state.attendance.outnumbered
     return state.barriers.arrive(
-        message.worker, message.generation, place, values, state.roster.workers, not state.attendance.outnumbered
+        message.worker, message.generation, place, values, state.roster.workers, enough, beside
     )
 
 

@@ -276,11 +276,14 @@ class Contribution(OfWorker, running=True, ahead=2):
 
 @dataclass(frozen=True)
 class BarrierReached(OfWorker, running=True, most=1 << 22):
-    """From a worker at the barrier ``place``, outside a step, with ``values`` for all."""
+    """From a worker at the barrier ``place``, outside a step, with ``values`` for all. ``beside``: it trains on, and
+    may come to other barriers meanwhile.
+    """
 
     generation: int
     place: str
     values: dict[str, Any]
+    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,8 @@ class Background:
         if begun.arrived != session.view.number:
             begun.arrived, begun.cost = session.view.number, begun.cost or self._meter.end()
             said = [*begun.cost, begun.write_s, begun.error, begun.brought]
-            session.send(BarrierReached(session.rank, session.view.number, begun.place, {str(session.rank): said}))
+            brought = {str(session.rank): said}
+            session.send(BarrierReached(session.rank, session.view.number, begun.place, brought, beside=True))
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None

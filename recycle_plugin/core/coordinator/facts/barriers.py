@@ -19,7 +19,7 @@ class Barriers:
 
     def __init__(self) -> None:
         self._generation = -1
-        self._arrived: dict[str, dict[WorkerId, dict[str, Any]]] = {}
+        self._arrived: dict[tuple[bool, str], dict[WorkerId, dict[str, Any]]] = {}
 
     def arrive(
         self,
@@ -29,26 +29,29 @@ class Barriers:
         values: dict[str, Any],
         members: AbstractSet[WorkerId],
         enough: bool = True,
+        beside: bool = False,
     ) -> dict[str, Any] | None:
         """Record that ``worker`` has arrived at the barrier ``place``. If all ``members`` are there now and ``enough``
         holds, return the merged values that all have brought; else None.
 
-        ``generation`` is in force: arrivals in an earlier one are dropped. A worker is at one barrier at a time:
-        arriving at another removes it from the first. Costs time in proportion to the members and to the barriers with
-        somebody waiting.
+        ``generation`` is in force: arrivals in an earlier one are dropped. A worker waits at one barrier at a time, and
+        is at one ``beside`` its training: arriving at another of that kind removes it from the first. Costs time in
+        proportion to the members and to the barriers with somebody waiting.
         """
         if generation != self._generation:
             self._generation = generation
             self._arrived.clear()
-        for other in [other for other, there in self._arrived.items() if other != place and worker in there]:
+        at = beside, place
+        before = [one for one, there in self._arrived.items() if one != at and one[0] == beside and worker in there]
+        for other in before:
             del self._arrived[other][worker]
             if not self._arrived[other]:
                 del self._arrived[other]
-        here = self._arrived.setdefault(place, {})
+        here = self._arrived.setdefault(at, {})
         here[worker] = values
         if not enough or members - here.keys():
             return None
-        del self._arrived[place]
+        del self._arrived[at]
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}
 
     def waiting(self, generation: int) -> bool:
