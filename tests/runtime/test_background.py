@@ -15,6 +15,7 @@ from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint
+from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from tests.support.coordinator import generation
 
 
@@ -181,6 +182,7 @@ def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):
     assert written == [Path("checkpoints") / f".incomplete-1-automatic_step{step - 1}"]
     (reached,) = coordinator.hear(BarrierReached)
     assert reached.place == f"the end of checkpoint automatic_step{step - 1}" and list(reached.values) == ["0"]
+    assert reached.beside, "what comes meanwhile, as an evaluation, does not count it out"
 
 
 def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_write_already(coordinator, tmp_path):
@@ -198,3 +200,43 @@ def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_
     assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", other.path(1).name, "latest"}
     other.remove(other.path(1))
     assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", "latest"}
+
+
+def of_worker(rank: int, saves_to: str = "", checkpoint_dir: str | None = None) -> JobCheckpoints:
+    """The checkpoints of a worker whose script has saved to a folder, if it has saved."""
+    parts = SimpleNamespace(
+        settings=SimpleNamespace(checkpoint_dir=checkpoint_dir, checkpoint=None),
+        session=SimpleNamespace(rank=rank),
+        framework=SimpleNamespace(checkpoints=SimpleNamespace(complete=None)),
+        state=None,
+        world=SimpleNamespace(reach=None),
+        run_dir="run",
+    )
+    loop = SimpleNamespace(save=lambda place, made: "")
+    made = JobCheckpoints(parts, loop, lambda: None, lambda write, path: None, lambda: 0, None)
+    if saves_to:
+        made.save(Path(saves_to), "global_step3", True, None, 3)
+    return made
+
+
+@pytest.mark.parametrize(
+    "saved, checkpoint_dir, folder",
+    (
+        (("", "own", "own"), None, "own"),  # rank 0 has come back, and its script has left out what was over
+        (("own", "", "own"), None, "own"),
+        (("", "", ""), None, "run/checkpoint"),
+        (("", "own", ""), "set", "set"),
+    ),
+)
+def test_the_last_checkpoint_goes_to_one_folder_whoever_has_come_back(saved, checkpoint_dir, folder):
+    """Each at a place of its own would wait for the others until the job is killed."""
+    workers = [of_worker(rank, saves_to, checkpoint_dir) for rank, saves_to in enumerate(saved)]
+    brought: dict[str, str] = {}
+
+    def bring(place: str, values: dict[str, str]) -> BarrierPassed:
+        brought.update(values)
+        return BarrierPassed(place, brought, 4)
+
+    for worker in workers:
+        worker.agree_on_folder(bring)  # all have brought theirs
+    assert {worker.agree_on_folder(bring) for worker in workers} == {Path(folder)}

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointFormat
@@ -40,7 +41,8 @@ class JobCheckpoints:
         self._state, self._write_place, self._reach = parts.state, write_place, parts.world.reach
         self._loop = loop
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
-        self._saved_to = Path(parts.run_dir) / "checkpoint"  # the last save's folder; nothing yet
+        self._runs = Path(parts.run_dir) / "checkpoint"
+        self._saved_to: Path | None = None  # the last save's folder, as far as this worker knows
         self._unsaved = ""  # why the script's last save failed, until it trains on
         self._background: Background | None = None
         if settings.checkpoint is not None:
@@ -79,7 +81,17 @@ class JobCheckpoints:
     @property
     def folder(self) -> Path:
         """The folder for checkpoints for which the script has named none."""
-        return self._folder or self._saved_to
+        return self._folder or self._saved_to or self._runs
+
+    def agree_on_folder(self, barrier: Callable[[str, dict[str, Any]], BarrierPassed]) -> Path:
+        """Return the folder of the job's last checkpoint, the same on all, who come to ``barrier``: a worker that has
+        come back does not know where its script has saved before.
+        """
+        if self._folder is not None:
+            return self._folder
+        known = {str(self._session.rank): str(self._saved_to)} if self._saved_to is not None else {}
+        values = barrier("the choice of the last checkpoint's folder", known).values
+        return Path(values[min(values, key=int)]) if values else self._runs
 
     def make_if_due(self, step: int) -> None:
         """Make an automatic checkpoint before ``step`` if due. Warn if the script trains on after a failed save."""

@@ -164,7 +164,7 @@ class Trainer:
                 self.losses = self._session.view.losses(step)
             except JobEnded as end:
                 if self._framework.saves_last and self._saves_at(end):
-                    self.save(self.folder)
+                    self.save(self._checkpoints.agree_on_folder(self.barrier))
                 raise
             except RuntimeError as error:
                 if not isinstance(error, RecycleError):  # autograd's, of a weight whose gradient was still to come
