@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,7 +108,7 @@ def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun,
 
 def all_have_written(coordinator, step: int) -> None:
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, "", None]}, step + 2))
+    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, 0.3, [], "", None]}, step + 2))
     coordinator.tell(Committed(step))
 
 
@@ -149,10 +150,12 @@ def choosing(session, interval):
 def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, interval, coordinator):
     background, _, choice, step = choosing
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, 0.3, "", [1]], "1": [0.2, 1.0, 0.3, "", [5]]}, step + 2))
+    coordinator.tell(
+        BarrierPassed(place, {"0": [0.1, 1.0, 0.3, [], "", [1]], "1": [0.2, 1.0, 0.3, [], "", [5]]}, step + 2)
+    )
     background.conclude()
     (reached,) = coordinator.hear(BarrierReached)
-    assert reached.values["0"][4] == [1], "what it had measured when the checkpoint began"
+    assert reached.values["0"][-1] == [1], "what it had measured when the checkpoint began"
     (durable,) = coordinator.hear(Durable)
     assert (durable.step, durable.valid_from, durable.boundaries) == (step - 1, 4, (2, 0))
     assert choice.calls == [("made",), ("choose", [[1], [5]], interval.every)]
@@ -161,7 +164,7 @@ def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosin
 def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordinator):
     background, _, choice, step = choosing
     coordinator.tell(
-        BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, "full", [1]]}, step)
+        BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, [], "full", [1]]}, step)
     )
     background.conclude()
     assert choice.calls == []
@@ -240,3 +243,53 @@ def test_the_last_checkpoint_goes_to_one_folder_whoever_has_come_back(saved, che
     for worker in workers:
         worker.agree_on_folder(bring)  # all have brought theirs
     assert {worker.agree_on_folder(bring) for worker in workers} == {Path(folder)}
+
+
+class InFiles(Folders):
+    """Makes checkpoints that are empty folders."""
+
+    def named(self, made: Path, said: str, **details: object) -> str:
+        (self.folder / self.tag).mkdir(exist_ok=True)
+        return super().named(made, said, **details)
+
+
+class Series:
+    """The automatic checkpoints of the only worker, of which two are kept, of any steps."""
+
+    def __init__(self, session, coordinator, folder: Path) -> None:
+        self.session, self.coordinator, self.folders = session, coordinator, InFiles()
+        self.folders.folder = folder
+        self.interval = CheckpointInterval(0.1, 0)
+        self.background = Background(session, LOOP, self.folders, self.interval, 2, lambda: pytest.fail("alone"))
+
+    def make(self, step: int, known: list[int]) -> set[str]:
+        """Make one of ``step``, where another worker says that it knows those before. Return the names of all."""
+        self.interval.due = step + 1
+        self.background.before(step + 1)
+        place = f"the end of checkpoint automatic_step{step}"
+        others = {"0": [0.1, 1.0, 0.3, [], "", None], "1": [0.1, 1.0, 0.3, known, "", None]}
+        self.coordinator.tell(BarrierPassed(place, others, step + 2))
+        self.background.conclude()
+        for thread in threading.enumerate():
+            if thread.name == "recycle: old checkpoint":
+                thread.join(30.0)
+        return {path.name for path in self.folders.folder.iterdir()}
+
+
+@pytest.fixture
+def series(session, coordinator, tmp_path) -> Series:
+    return Series(session, coordinator, tmp_path)
+
+
+def test_the_first_worker_comes_back_and_removes_what_was_made_before(series, tmp_path):
+    for step in (10, 20):
+        (tmp_path / f"automatic_step{step}").mkdir()
+    assert series.make(30, [10, 20]) == {"automatic_step20", "automatic_step30"}
+    assert series.make(40, [10, 20, 30]) == {"automatic_step30", "automatic_step40"}
+
+
+def test_one_that_is_made_again_behind_a_return_to_an_older_state_stays(series):
+    for step in (10, 20):
+        series.make(step, [])
+    assert "automatic_step10" in series.make(10, [])
+    assert series.make(20, []) == {"automatic_step10", "automatic_step20"}

@@ -57,6 +57,11 @@ class _Begun:
         return f"the end of checkpoint {self.checkpoint.tag}"
 
 
+def tag_of(step: int) -> str:
+    """Return the name of the automatic checkpoint of ``step``."""
+    return f"automatic_step{step}"
+
+
 class Background:
     """Makes automatic checkpoints with ``make(tag)``, and keeps the last ``keep``. ``recover()`` is called after a
     membership change between steps. ``valid_from()``: the generation from which this worker's data is valid, if logs
@@ -83,7 +88,7 @@ class Background:
         self._meter = Meter()
         self._begun: _Begun | None = None
         self._writing: threading.Thread | None = None
-        self._made: list[Path] = []
+        self._made: list[int] = []  # the steps of the last ones, as they were made
         self._members = self._live()
 
     def before(self, step: int) -> None:
@@ -143,7 +148,7 @@ class Background:
         self._interval.loaded(step)
 
     def _begin(self, step: int) -> None:
-        session, checkpoint = self._session, self._make(f"automatic_step{step - 1}")
+        session, checkpoint = self._session, self._make(tag_of(step - 1))
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
                 if self._writing is not None:  # the thread of a dropped checkpoint
@@ -187,7 +192,7 @@ class Background:
         session = self._session
         if begun.arrived != session.view.number:
             begun.arrived, begun.cost = session.view.number, begun.cost or self._meter.end()
-            said = [*begun.cost, begun.write_s, begun.error, begun.brought]
+            said = [*begun.cost, begun.write_s, self._made, begun.error, begun.brought]
             brought = {str(session.rank): said}
             session.send(BarrierReached(session.rank, session.view.number, begun.place, brought, beside=True))
 
@@ -204,14 +209,16 @@ class Background:
                 self._say_failed(begun, error)
             return
         self._interval.made(begun.step, costs, met.from_step)
-        place = begun.checkpoint.folder / begun.checkpoint.tag
-        self._made.append(place)
+        # who has come back hears of those that it removes some time, if it is the first one
+        known = self._made or max((made for *_, made, _, _ in met.values.values()), key=len)
+        # one may be made again, once all have gone back to an older state
+        self._made = [*(step for step in known if step != begun.step - 1), begun.step - 1]
         write_s = max(each for _, _, each, *_ in met.values.values())
         if self._choice is not None:
             self._choice.made()
         brought = [brought for *_, brought in met.values.values()]
         if first and (error := self._publish(begun, max(costs), write_s, brought)):
-            self._made.remove(place)
+            self._made.remove(begun.step - 1)
             self._say_failed(begun, error)
         del self._made[: -self._keep]
 
@@ -233,10 +240,11 @@ class Background:
         if error := begun.checkpoint.named(begun.made, said, **details):
             return error
         if self._valid_from is not None:
-            path = str(self._made[-1].absolute())
+            path = str((begun.checkpoint.folder / begun.checkpoint.tag).absolute())
             logged = None if self._choice is None else self._choice.choose(brought, self._interval.every)
             self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from(), write_s, logged))
-        for old in self._made[: -self._keep]:
+        for step in self._made[: -self._keep]:
+            old = begun.checkpoint.folder / tag_of(step)
             threading.Thread(target=folders.remove, args=(old,), name="recycle: old checkpoint", daemon=True).start()
         return ""
 
