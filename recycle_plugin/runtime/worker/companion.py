@@ -76,7 +76,7 @@ class TorchCompanion(ReplayMachine):
             apart = self._apart(kept)
             return (
                 f"its weights differ by {apart:.3g}, and the replayed steps have changed them by {self._changed:.3g}"
-                if apart > DRIFT * self._changed
+                if not apart <= DRIFT * self._changed  # neither if it is not a number
                 else ""
             )
         for name, tensor in self.state.tensors(following=False).items():
@@ -103,8 +103,13 @@ class TorchCompanion(ReplayMachine):
         present = self.state.tensors()
         names = [name for name in kept.tensors if name.startswith("masters/")]
         names = names or [name for name in kept.tensors if name.startswith("weights/")]
-        apart = (_host(present[name]).double() - kept.tensors[name].double() for name in names)
-        return math.sqrt(sum(float(each.square().sum()) for each in apart))
+        pairs = ((_host(present[name]).double(), kept.tensors[name].double()) for name in names)
+        return math.sqrt(sum(float((here - there)[~_same(here, there)].square().sum()) for here, there in pairs))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return where both have the same number, or none."""
+    return (one == other) | (one.isnan() & other.isnan())
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -203,7 +203,7 @@ class ReplayMachine(LoggedWork):
 
 def difference(made: Tensors, sent: Tensors, exact: bool) -> str:
     """Return by how much ``made`` differs from ``sent``, in words. "" if the finite numbers are the same; unless
-    ``exact`` they may differ as far as accumulated rounding explains.
+    ``exact`` they may differ as far as accumulated rounding explains, as to where large ones overflow.
     """
     for one, other in zip(made, sent, strict=True):
         if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -212,11 +212,14 @@ def difference(made: Tensors, sent: Tensors, exact: bool) -> str:
             continue
         if not (one.is_floating_point() or one.is_complex()):
             return "other whole numbers"
-        finite = one.isfinite() & other.isfinite()
-        ours, theirs = one[finite], other[finite]
+        here, there = one.isfinite(), other.isfinite()
+        ours, theirs = one[here & there], other[here & there]
         apart = (ours - theirs).abs().max().item() if len(ours) else 0.0
-        largest = theirs.abs().max().item() if len(ours) else 0.0
+        largest = other[there].abs().max().item() if there.any() else 0.0
         drift = 0.0 if exact else DRIFT_OF_HALF if one.dtype in HALVES else DRIFT
+        overflows = not exact and (not there.all() or largest > (1 - drift) * torch.finfo(one.dtype).max)
+        if not overflows and not torch.equal(here, there):
+            return "it has numbers that are not finite where it had others"
         if apart > drift * largest:
             return f"it differs by {apart:.3g}, and the largest number is {largest:.3g}"
     return ""
