@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
-from zipfile import BadZipFile, ZipFile, is_zipfile
+from zipfile import ZipFile, is_zipfile
 from zlib import crc32
 
 from recycle_plugin.errors import NotSaved, RecycleError
@@ -93,15 +93,23 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
 
 def verify(path: Path) -> None:
     """Raise RecycleError if a file of ``torch.save`` is damaged: ``torch.load`` ignores its CRCs. Reads all of it."""
-    if not is_zipfile(path):
-        return  # not torch.save's format: torch reports it
     try:
+        if not is_zipfile(path):
+            return  # not torch.save's format: torch reports it
         with ZipFile(path) as file:
             damaged = file.testzip()
-    except (BadZipFile, NotImplementedError) as error:
-        raise RecycleError(f"{path} is damaged: {error}") from error
+    except Exception as error:  # from changed bytes zipfile raises anything
+        raise RecycleError(f"{path} is damaged: {str(error) or type(error).__name__}") from error
     if damaged is not None:
         raise RecycleError(f"{path} is damaged: the CRC of {damaged} is another one")
+
+
+def named_by(latest: Path) -> Path:
+    """Return the folder beside the file ``latest`` that it names. Raises RecycleError if it can't be read."""
+    try:
+        return latest.parent / latest.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise RecycleError(f"{latest} {unread(error)}: name the checkpoint to load") from error
 
 
 def unread(error: Exception) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+import torch
 
 from recycle_plugin import folders
+from recycle_plugin.errors import RecycleError
 
 
 def folder(path: Path, **files: str) -> Path:
@@ -47,3 +50,35 @@ def test_what_is_not_there_is_removed_without_a_word(tmp_path):
     folders.remove(folder(tmp_path / "left", a="1"))
     folders.remove(tmp_path / "left")
     assert not (tmp_path / "left").exists()
+
+
+def test_a_damaged_file_is_refused_in_words_whatever_bytes_are_others(tmp_path):
+    """Python's zipfile raises what it likes."""
+    saved, file = io.BytesIO(), tmp_path / "stage_00.pt"
+    torch.save({"weights": torch.arange(5.0), "step": 3}, saved)
+    whole, refused = saved.getvalue(), 0
+    changed = [
+        whole[:place] + bytes([whole[place] ^ mask]) + whole[place + 1 :]
+        for place in range(0, len(whole), 3)
+        for mask in (0x01, 0x80)
+    ]
+    for content in [*changed, *(whole[:size] for size in range(0, len(whole), 97))]:
+        file.write_bytes(content)
+        try:
+            folders.verify(file)
+        except RecycleError as error:
+            refused += 1
+            assert str(error).startswith(f"{file} is damaged: ") and str(error)[-2:] != ": "
+    assert refused > len(changed) // 4
+    file.write_bytes(whole)
+    folders.verify(file)
+
+
+@pytest.mark.parametrize("content", (b"global_step3\n", b"\xff\xfe"))
+def test_a_damaged_name_of_the_latest_is_refused_in_words(tmp_path, content):
+    (tmp_path / "latest").write_bytes(content)
+    if content.isascii():
+        assert folders.named_by(tmp_path / "latest") == tmp_path / "global_step3"
+        return
+    with pytest.raises(RecycleError, match=f"^{tmp_path}/latest is damaged, not whole, or none of such a job's: name"):
+        folders.named_by(tmp_path / "latest")

@@ -294,7 +294,7 @@ class Verified:
 def chosen(folder: Path, tag: str | None) -> Path:
     """Return the folder named by ``tag``, else by the file ``latest``. It need not exist."""
     latest = folder / "latest"
-    return folder / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
+    return folders.named_by(latest) if tag is None and latest.is_file() else folder / str(tag)
 
 
 def check_loadable(path: Path, stages: int, precision: str, sharded: bool) -> None:
@@ -339,4 +339,5 @@ PRECISIONS = {
 
 def _is_half(file: Path) -> bool:
     """Whether a model file of stock's has fp16 optimizer state. Reads no tensor."""
-    return is_half(torch.load(file, map_location=HOST, mmap=True, weights_only=False)["optimizer"])
+    with in_words(file.parent):
+        return is_half(torch.load(file, map_location=HOST, mmap=True, weights_only=False)["optimizer"])

@@ -116,4 +116,4 @@ def chosen(folder: Path, tag: str | None) -> Path:
         raise RecycleError(
             f"load(): there is no checkpoint in {folder}: {latest} is missing; name the folder that was given to save()"
         )
-    return folder / (latest.read_text().strip() if tag is None else tag)
+    return folders.named_by(latest) if tag is None else folder / tag
