@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.runtime.log.reader import LogReader, NotKept, runs
-from recycle_plugin.runtime.log.segment import Damaged, called, load
+from recycle_plugin.runtime.log.segment import Damaged, Segment, called, load
 from recycle_plugin.runtime.log.writer import LogWriter
 from tests.support.logs import RUN, News, act, content, of_step, put, put_step, record, stream
 
@@ -268,3 +268,59 @@ def test_the_runs_of_a_folder(logs) -> None:
     other.close()
     assert logs.read().whole == (1,)
     assert runs(logs.folder) == ["a run", RUN]
+
+
+# --- read again, while it grows --------------------------------------------------------------------------------
+
+
+def shown(reader: LogReader) -> tuple:
+    steps = range(1, 20)
+    return (
+        reader.committed,
+        reader.whole,
+        reader.gaps,
+        reader.faults,
+        {step: reader.why_not(step) for step in steps},
+        {step: {datum: reader.get(datum).record for datum in reader.data(step)} for step in steps},
+        {step: reader.step_records(step) for step in steps},
+        [reader.counts_from(step) for step in steps],
+    )
+
+
+def test_what_is_read_again_while_it_grows_is_what_one_who_comes_later_reads(logs, tmp_path) -> None:
+    one, other = logs.writer(1, segment_bytes=2000), logs.writer(2, segment_bytes=2000)
+    acts = (
+        lambda: put_step(one, 1) and put_step(other, 1),
+        lambda: put_step(one, 2),
+        lambda: put(other, act(2, 0)),
+        lambda: [each.void(1, 4) for each in (one, other)],
+        lambda: [put(each, act(2, 0), 4) and each.keep(of_step(2, 4)) and each.commit(2, 4) for each in (one, other)],
+        lambda: one.interrupted(3, "the disk is slow"),
+        lambda: put_step(other, 3, 4),
+        lambda: [put_step(one, 4, 4), put_step(other, 4, 4)],
+        lambda: [each.checkpointed(2) for each in (one, other)],
+        lambda: [put_step(one, 5, 4), put_step(other, 5, 4)],
+        lambda: [put_step(one, 6, 4), put_step(other, 6, 4)],
+        lambda: [each.checkpointed(6) for each in (one, other)],
+        lambda: put_step(logs.writer(1, 1), 7, 4),
+    )
+    reader = LogReader(tmp_path, RUN)
+    for do in acts:
+        do()
+        for writer in logs.writers:
+            writer.flush()
+        reader = LogReader(tmp_path, RUN, before=reader)
+        assert shown(reader) == shown(LogReader(tmp_path, RUN))
+    assert reader.whole
+
+
+def test_reading_again_costs_what_has_come_since(logs, tmp_path, monkeypatch) -> None:
+    """Who replays looks once for each datum that another stage makes meanwhile."""
+    writer, read, each = logs.writer(), [], Segment.each
+    monkeypatch.setattr(Segment, "each", lambda self, places: each(self, [read.append(one) or one for one in places]))
+    reader = None
+    for step in range(1, 30):
+        assert put_step(writer, step)
+        writer.flush()
+        reader = LogReader(tmp_path, RUN, before=reader)
+    assert reader is not None and len(reader.whole) == 29 and len(read) == 29

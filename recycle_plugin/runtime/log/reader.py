@@ -54,9 +54,9 @@ class NotKept(RecycleError):
 class LogReader:
     """The logs of the run ``run_id`` in ``folder``, and those of other workers in the folders ``also``.
 
-    ``before``: a reader of the same logs, from which
-    unchanged parts are taken. Read-only: ``segments``, by stream and in order; ``gaps`` of each stream; ``faults``:
-    what is unreadable in these and in any other segment of the folder. Raises nothing for a damaged log.
+    ``before``: a reader of the same logs, which nobody uses any more; only what has come since is read. Read-only:
+    ``segments``, by stream and in order; ``gaps`` of each stream; ``faults``: what is unreadable in these and in any
+    other segment of the folder. Raises nothing for a damaged log.
     """
 
     def __init__(
@@ -70,22 +70,29 @@ class LogReader:
         known = before.segments.values() if before is not None else ()
         self._known = {segment.path: segment for segments in known for segment in segments}
         self.faults: list[LogFault] = []
+        self._unreadable: list[LogFault] = []  # those of Commits and Gaps
         self.segments: dict[WorkerId, list[Segment]] = {}
         self.gaps: dict[WorkerId, tuple[Gap, ...]] = {}
         self._data: dict[int, dict[Datum, list[_Place]]] = {}
         self._steps: dict[int, dict[WorkerId, list[_Place]]] = {}
         self._commits: dict[int, dict[WorkerId, Commit]] = {}
+        self._voids: list[Void] = []
         there: dict[WorkerId, dict[int, Path]] = {}
         for each in (*also, folder):
             there |= files(each)
         for worker, paths in there.items():
             self._open(worker, paths)
-        found: list[Void] = []
+        if before is not None and self._goes_on_from(before):
+            self._data, self._steps, self._commits = before._data, before._steps, before._commits
+            self._voids, self._unreadable, self.gaps = before._voids, before._unreadable, before.gaps
+        else:
+            self._known = {}
         for worker, segments in self.segments.items():
-            found += self._read(worker, segments)
-        commits = [each for of in self._commits.values() for each in of.values()]
+            self._read(worker, segments)
+        self.faults += self._unreadable
+        commits = (each for of in self._commits.values() for each in of.values())
         self._since = CountsFrom(
-            ((each.after, each.valid_from) for each in found), ((each.step, each.valid_from) for each in commits)
+            ((each.after, each.valid_from) for each in self._voids), ((each.step, each.valid_from) for each in commits)
         )
 
     # --- what there is -------------------------------------------------------------------------------
@@ -246,13 +253,23 @@ class LogReader:
             if not there or there[0] < place < there[-1]:  # else the folder was used before, or again later
                 self._fault(segment.path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
 
-    def _read(self, worker: WorkerId, segments: Sequence[Segment]) -> list[Void]:
-        """Index a stream's records. Returns its Voids."""
-        voids: list[Void] = []
-        gaps: list[Gap] = []
+    def _goes_on_from(self, before: LogReader) -> bool:
+        """Return whether all that ``before`` has indexed is there still, so that only what follows has to be."""
+        there = {segment.path: segment for segments in self.segments.values() for segment in segments}
+        return self.run_id == before.run_id and all(
+            path in there
+            and there[path].seed == known.seed
+            and there[path].entries[: len(known.entries)][-1:] == known.entries[-1:]
+            for path, known in self._known.items()
+        )
+
+    def _read(self, worker: WorkerId, segments: Sequence[Segment]) -> None:
+        """Index the records of a stream that are not indexed yet."""
+        gaps = [*self.gaps.get(worker, ())]
         for segment in segments:
             small = []
-            for place in segment.entries:
+            indexed = self._known.get(segment.path)
+            for place in segment.entries[len(indexed.entries) if indexed is not None else 0 :]:
                 if place.what == "StepRecord":
                     of_step = self._steps.setdefault(place.step, {})
                     of_step.setdefault(worker, []).append(_Place(segment, place))
@@ -260,20 +277,19 @@ class LogReader:
                     of = self._data.setdefault(place.step, {})
                     of.setdefault(place.datum, []).append(_Place(segment, place))
                 elif place.what == "Void":  # the index has all of it, so it is known even if the record is damaged
-                    voids.append(Void(place.step, place.valid_from))
+                    self._voids.append(Void(place.step, place.valid_from))
                 else:
                     small.append(place)
             for found in segment.each(small):
                 match found:
                     case LogFault():
-                        self.faults.append(found)
+                        self._unreadable.append(found)
                     case Found(Commit() as commit, _):
                         known = self._commits.setdefault(commit.step, {}).get(worker, commit)
                         self._commits[commit.step][worker] = max(known, commit, key=lambda each: each.valid_from)
                     case Found(Gap() as gap, _):
                         gaps = [each for each in gaps if each.last is not None or gap.last is None] + [gap]
         self.gaps[worker] = tuple(gaps)
-        return voids
 
     def _fault(self, path: Path, what: str, offset: int = 0) -> None:
         self.faults.append(LogFault(path, offset, what))
