@@ -30,13 +30,18 @@ def put_in_place(made: Path, final: Path) -> None:
     """Give the complete folder ``made`` the name ``final`` in one step; an old ``final`` gets the name of ``made``. If
     the file system can't exchange two names, there is a moment without ``final``.
     """
-    sync(made)
+    for each in (*(path for path in made.rglob("*") if path.is_dir()), made):
+        sync(each)
     if not final.exists():
         made.rename(final)
     elif not _exchange(made, final):
         aside = made.with_name(f"{made.name}-replaced")
         final.rename(aside)
-        made.rename(final)
+        try:
+            made.rename(final)
+        except OSError:
+            aside.rename(final)
+            raise
         aside.rename(made)
     sync(final.parent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -82,3 +83,29 @@ def test_a_damaged_name_of_the_latest_is_refused_in_words(tmp_path, content):
         return
     with pytest.raises(RecycleError, match=f"^{tmp_path}/latest is damaged, not whole, or none of such a job's: name"):
         folders.named_by(tmp_path / "latest")
+
+
+def test_what_stood_there_stays_where_the_other_does_not_get_its_name(tmp_path, monkeypatch):
+    """On a file system that can't exchange names: what is left beside it is removed later."""
+    made, final = folder(tmp_path / "made", a="new"), folder(tmp_path / "final", a="old")
+    rename = Path.rename
+
+    def refusing(path: Path, target: Path) -> Path:
+        if (path, target) == (made, final):
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", refusing)
+    with pytest.raises(OSError, match="broken"):
+        folders.put_in_place(made, final)
+    assert content(final) == {"a": "old"} and {path.name for path in tmp_path.iterdir()} == {"made", "final"}
+
+
+def test_the_folders_in_one_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    made = tmp_path / "made"
+    folder(made).joinpath("mp_rank_00").mkdir()
+    synced: list[Path] = []
+    monkeypatch.setattr(folders, "sync", synced.append)
+    folders.put_in_place(made, tmp_path / "final")
+    assert synced == [made / "mp_rank_00", made, tmp_path]
