@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from recycle_plugin.runtime.state import surroundings
 from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 
 
@@ -100,6 +101,31 @@ def test_what_was_set_for_steps_behind_a_checkpoint_that_is_loaded_is_forgotten(
         scripted.end()
     scripted.apply(2)
     assert layer.temperature == 5.0
+
+
+def test_buffers_set_for_steps_behind_a_checkpoint_that_is_loaded_are_forgotten(monkeypatch):
+    """They take no room either."""
+    monkeypatch.setattr(surroundings, "MOST_BYTES", 40)
+    layer = torch.nn.Linear(2, 2)
+    layer.register_buffer("mask", torch.zeros(2))
+    scripted = SetByScript(Surroundings(layer, "cpu"), layer)
+
+    def set_for(step: int, value: float | None) -> None:
+        if value is not None:
+            layer.mask.fill_(value)
+        scripted.begin(step)
+        scripted.end()
+
+    for value in (1.0, 2.0, 3.0, 4.0):
+        for step in (1, 2, 3):
+            set_for(step, value * step)
+    for step in (3, 2, 1):
+        scripted.apply(step)
+        assert layer.mask.tolist() == [4.0 * step] * 2
+    set_for(1, 9.0)
+    set_for(2, None)
+    scripted.apply(2)
+    assert layer.mask.tolist() == [9.0, 9.0]
 
 
 def test_what_is_left_of_a_step_trains_what_the_step_began_with():

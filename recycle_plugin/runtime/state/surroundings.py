@@ -225,6 +225,8 @@ class _Buffers:
         self._left = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
 
     def begin(self, step: int) -> None:
+        for later in [number for number in self._by_step if number >= step]:
+            self._drop(later)
         changed = {
             name: buffer.detach().clone()
             for name, buffer in self._module.named_buffers()
@@ -241,9 +243,12 @@ class _Buffers:
             self._fold(each)
 
     def _fold(self, step: int) -> None:
-        oldest = self._by_step.pop(step)
-        self._built |= oldest
-        self._nbytes -= sum(each.nbytes for each in oldest.values())
+        self._built |= self._drop(step)
+
+    def _drop(self, step: int) -> dict[str, torch.Tensor]:
+        dropped = self._by_step.pop(step)
+        self._nbytes -= sum(each.nbytes for each in dropped.values())
+        return dropped
 
     def now(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
