@@ -93,6 +93,45 @@ def test_survivors_leave_a_blocked_operation_and_go_on(between_steps):
         }
 
 
+def scattered_sums(script: Script) -> list:
+    """Of tensors with any number of dimensions; none has ended the process."""
+    found = []
+    for shape in ((), (2,), (2, 3)):
+        dist.reduce_scatter(
+            held := torch.zeros(shape), [torch.full(shape, script.rank + 1.0 + part) for part in (0, 1)]
+        )
+        found.append((tuple(held.shape), held.unique().tolist()))
+    return found
+
+
+def test_parts_of_sums_have_any_number_of_dimensions():
+    sums = [3.0], [5.0]
+    assert run(scattered_sums, 2) == [[((), own), ((2,), own), ((2, 3), own)] for own in sums]
+
+
+def unfit(script: Script) -> list:
+    """Each call is wrong on both, or on the root; the next sum is not."""
+    said, parts = [], [torch.zeros(2)] * 3
+    calls = [lambda: dist.all_gather(parts, torch.zeros(2)), lambda: dist.reduce_scatter(torch.zeros(2), parts)]
+    if script.rank == 0:
+        calls.append(lambda: dist.scatter(torch.zeros(2), parts, 0))
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    dist.all_reduce(total := script.value())
+    return [total.item(), *said]
+
+
+def test_tensors_that_do_not_fit_a_call_are_said_and_end_nobody():
+    """Gloo's own check of a root's parts is not there, since the others get them by a broadcast."""
+    (*found, scattered), other = run(unfit, 2)
+    for total, gathered, summed in (found, other):
+        assert total == 3.0 and "invalid output tensor list" in gathered and "Check failed" in summed
+    assert "scatter_list needs 2 tensors like the output, one for each member, lost ones too" in scattered
+
+
 def overtaken(script: Script, last: str) -> object:
     """Rank 0 is through with the first sum, and in the second, when rank 2 dies; rank 1 hears of the death before it
     hears that the first is over.

@@ -194,6 +194,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         own = root == self._rank
         rows = output.new_empty(len(self._ranks), *output.shape)
         if own:
+            self._check_parts(inputs[0], output)
             rows = torch.stack(inputs[0]).detach().to(output.device)
         make, check = lambda held, place: Broadcast(held, place[root]), lambda: self._place(root, "scatter from")
         return PartOfWork(
@@ -205,7 +206,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
             "reduce_scatter",
-            lambda held, _: ReduceScatter(_one(held), _beside(held, source), options.reduceOp),
+            lambda held, _: ReduceScatter(_flat(held), _beside(held, source), options.reduceOp),
             outputs,
             inputs,
             op=options.reduceOp,
@@ -223,7 +224,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor",
-            lambda held, _: ReduceScatter(_one(held), _beside(held, source), options.reduceOp),
+            lambda held, _: ReduceScatter(_flat(held), _beside(held, source.reshape(-1)), options.reduceOp),
             [output],
             source,
             op=options.reduceOp,
@@ -296,15 +297,17 @@ class MemberGroup(Several, dist.ProcessGroup):
             Asked("recv", lambda held, _: Receive(_one(held), None, tag), tensors, gives=Channel(None, self._rank, tag))
         )
 
-    def gather_rows(self, called: str, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    def gather_rows(
+        self, called: str, rows: torch.Tensor, own: torch.Tensor, check: Callable[[], object] = bool
+    ) -> dist.Work:
         """Fill the row of each live member with its ``own``, for ``called``; rows of the lost stay as they are.
-        ``rows`` has two dimensions, with one row per logical member.
+        ``rows`` has two dimensions, with one row per logical member. ``check``: as in Asked.
         """
 
         def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return AllGather([held[0][logical] for logical in place], own)
 
-        return self._run(Asked(called, make, [rows], alone=True, given=(own,)))
+        return self._run(Asked(called, make, [rows], check, alone=True, given=(own,)))
 
     # --- among the live members only, whatever the logical size (runtime/stage/block_sums.py) ------------------
 
@@ -403,6 +406,14 @@ class MemberGroup(Several, dist.ProcessGroup):
         scales = op == dist.ReduceOp.SUM and self._session.group_sums == SCALE and not self._callers.is_own
         return partial(scale_sum, size=len(self._ranks)) if scales else None
 
+    def _check_parts(self, parts: Tensors, output: torch.Tensor) -> None:
+        """Raise RecycleError if a root's ``parts`` are not what the others wait for: Gloo would end their processes."""
+        if [(part.shape, part.dtype) for part in parts] != [(output.shape, output.dtype)] * len(self._ranks):
+            raise RecycleError(
+                f"torch.distributed.scatter over {named(self._ranks)}, called at {calling_line()}: scatter_list needs "
+                f"{len(self._ranks)} tensors like the output, one for each member, lost ones too"
+            )
+
     def _place(self, logical: int, what: str) -> None:
         if logical not in self._flight.position:
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
@@ -419,6 +430,11 @@ def _beside(held: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
 def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     (tensor,) = tensors
     return tensor
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the buffer in one dimension: Gloo compares the first ones, and ends the process if there is none."""
+    return _one(tensors).view(-1)
 
 
 def _sum(held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
