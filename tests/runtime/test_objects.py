@@ -22,10 +22,10 @@ def lost_between(script: Script) -> Any:
     dist.barrier()
     rows = MemberGroup.gather_rows
 
-    def dies(group: MemberGroup, called: str, filled: torch.Tensor, own: torch.Tensor) -> Any:
+    def dies(group: MemberGroup, called: str, filled: torch.Tensor, own: torch.Tensor, *check: Any) -> Any:
         if filled.dtype == torch.uint8:
             script.die()
-        return rows(group, called, filled, own)
+        return rows(group, called, filled, own, *check)
 
     if script.rank == 2:
         MemberGroup.gather_rows = dies
@@ -39,6 +39,29 @@ def lost_between(script: Script) -> Any:
 def test_who_dies_in_the_middle_of_a_gather_has_given_nothing():
     expected = ["of 0", "of 1of 1", None], 3.0
     assert run(lost_between, 3, loses=True) == [expected, expected, DIED]
+
+
+def refused_before_or_in_it(script: Script) -> Any:
+    """Rank 0 hears of the root's death before its call, rank 1 in it."""
+    dist.barrier()
+    if script.rank == 2:
+        script.die()
+    if script.rank == 0:
+        script.recover()
+    try:
+        dist.gather_object(script.rank, dst=2)
+        said = ""
+    except RecycleError as error:
+        said = str(error).partition(": ")[2]
+    total = script.value()
+    dist.all_reduce(total)
+    return said, total.item()
+
+
+def test_who_is_refused_before_a_gather_to_the_lost_counts_it_as_who_is_in_it():
+    """Else the next sum of one would meet the gather of the other."""
+    expected = "it goes to rank 2, and that worker is lost", 3.0
+    assert run(refused_before_or_in_it, 3, loses=True) == [expected, expected, DIED]
 
 
 def wrong_places(script: Script) -> list[str]:

@@ -123,33 +123,31 @@ def gather_object(session: Session, stock: Stock, *arguments: Any, **given: Any)
         stock(*arguments, **given)
         return
     root = _member(group, bound.get("dst"), bound.get("group_dst"))
-    objects = bound.get("object_gather_list")
-    _check_root(stock, group, root)
+    objects, where = bound.get("object_gather_list"), _where(stock, group)
     if (root == session.rank) != bool(objects):
-        raise RecycleError(
-            f"{_where(stock, group)}: object_gather_list is for rank {root}, which gathers, and nobody else"
-        )
-    found = _gathered(stock, group, bound["obj"])
-    _check_root(stock, group, root)
+        raise RecycleError(f"{where}: object_gather_list is for rank {root}, which gathers, and nobody else")
+    found = _gathered(stock, group, bound["obj"], lambda: _check_root(where, group, root))
     if objects:
         objects[: len(found)] = found
 
 
-def _check_root(stock: Stock, group: MemberGroup, root: int) -> None:
+def _check_root(where: str, group: MemberGroup, root: int) -> None:
     if root in group.lost:
-        raise RecycleError(f"{_where(stock, group)}: it goes to rank {root}, and that worker is lost")
+        raise RecycleError(f"{where}: it goes to rank {root}, and that worker is lost")
 
 
-def _gathered(stock: Stock, group: MemberGroup, own: Any) -> list[Any]:
-    """Return each member's ``own`` in group order, None for lost ones; each gets as much memory as the largest."""
+def _gathered(stock: Stock, group: MemberGroup, own: Any, check: Callable[[], object] = bool) -> list[Any]:
+    """Return each member's ``own`` in group order, None for lost ones; each gets as much memory as the largest. The
+    group makes ``check`` before each try, and counts a refused gather, whenever each member has heard of the loss.
+    """
     text = text_of(own)
     sizes = torch.zeros(group.size(), 1, dtype=torch.int64)
-    group.gather_rows(stock.__name__, sizes, torch.tensor([text.numel()])).wait()
+    group.gather_rows(stock.__name__, sizes, torch.tensor([text.numel()]), check).wait()
     rows = torch.zeros(group.size(), 1 + int(sizes.max()), dtype=torch.uint8)  # column 0 is 1 if the row has arrived
     row = torch.ones(rows.size(1), dtype=torch.uint8)
     if text.numel() < row.numel():  # else this is a newcomer, whose predecessor gave its own
         row[1 : 1 + text.numel()] = text
-    group.gather_rows(stock.__name__, rows, row).wait()
+    group.gather_rows(stock.__name__, rows, row, check).wait()
     return [object_of(there[1 : 1 + int(size)]) if there[0] and size else None for there, size in zip(rows, sizes)]
 
 
