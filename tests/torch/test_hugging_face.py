@@ -97,14 +97,40 @@ def loader(rank: int, count: int, size: int) -> DataLoader:
     return DataLoader(range(count), batch_sampler=shard)
 
 
+@pytest.mark.parametrize("between", [True, False])
 @pytest.mark.parametrize("count", [1, 7, 24, 29])
-def test_an_evaluation_is_dealt_to_the_live_ranks(counted, count):
-    """Each sample once, in front of what fills the last batches."""
+def test_an_evaluation_is_dealt_to_the_live_ranks(counted, count, between):
+    """Each sample once, in front of what fills the last batches; in the middle of a step too."""
     loaders = {rank: loader(rank, count, 3) for rank in (0, 2, 3)}
     for rank, each in loaders.items():
-        team({1: 1}, rank=rank).deal(each)
+        team({1: 1}, between, rank).deal(each)
     rounds = zip(*(map(torch.Tensor.tolist, each) for each in loaders.values()), strict=True)
     assert [one for of_round in rounds for batch in of_round for one in batch][:count] == [*range(count)]
+
+
+def test_an_evaluation_of_a_trainers_in_the_middle_of_a_step_is_not_repeated_for_ever(counted):
+    """The count stays until the step's end, but a rank that is lost in the step is dealt nothing."""
+    from recycle_plugin.adapters.hugging_face.trainer import Seams
+
+    made, tries = team({1: 0}, between=False), []
+
+    def evaluate(of: Any, dataloader: Any) -> tuple[int, ...]:
+        tries.append(dataloader)
+        assert len(tries) == 1
+        return (*made.rows(torch.zeros(1)),)
+
+    assert Seams(made, None).evaluation_loop(evaluate, None, loader(2, 7, 3)) == (1, 2, 3)
+
+
+def test_a_broadcast_in_the_middle_of_a_step_comes_from_the_lost_ranks_successor(counted):
+    from recycle_plugin.adapters.hugging_face.operations import Operations
+
+    def send(rank: int) -> int:
+        if rank == 0:
+            raise RecycleError("it is lost")
+        return rank
+
+    assert Operations(team({1: 0}, between=False))._from(0, send) == 1
 
 
 def test_what_fills_the_last_batches_of_an_evaluation_is_left_out_whoever_is_lost_in_it(counted):

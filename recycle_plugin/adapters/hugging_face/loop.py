@@ -73,8 +73,8 @@ class Evaluations:
         finally:
             self._evaluates = False
 
-    def _note(self) -> None:
-        lost = {*self._team.dealt} - {*self._team.live}
+    def _note(self, left: tuple[int, ...]) -> None:
+        lost = {*self._team.dealt} - {*left}
         if lost != self._lacks:
             self._lacks = lost
             self._team.warn(

@@ -140,13 +140,14 @@ class Operations:
 
     def _from(self, process: int, send: Callable[[int], Any]) -> Any:
         """Return ``send(rank)`` for the rank of ``process``, or for its successor if that rank is lost meanwhile."""
+        live = self._team.live
         while True:
-            rank = self._team.live[process]
             try:
-                return send(rank)
+                return send(live[process])
             except RecycleError:
-                if rank in self._team.agree():
+                if live[process] in (left := self._team.agree()):
                     raise
+                live = left
 
     def _synchronized(self, stock: Callable[..., Any], rank: int, tensor: torch.Tensor, src: int) -> None:
         """Set ``tensor`` to a generator's state on ``rank``; a newcomer has it from the others, who are past this."""

@@ -39,7 +39,7 @@ class Team:
         self.live = tuple(range(self.size))
         self._hosts: dict[int, str] = {}  # by rank, as far as known
         self.dealt: tuple[int, ...] = self.live  # ranks of the last evaluation
-        self._tell: Callable[[], None] | None = None
+        self._tell: Callable[[tuple[int, ...]], None] | None = None
         self.synchronized: list[torch.Tensor] | None = None  # kept results of Accelerate's synchronisations, if any
         self.known: list[torch.Tensor] = []  # of these, a newcomer's from the others, in order
         self.record: Record | None = None  # of calls between steps, if loops rejoin
@@ -73,9 +73,8 @@ class Team:
             self.record = record
 
     def agree(self) -> tuple[int, ...]:
-        """Return the live ranks, the same on each of them. All of them call it."""
-        self.rows(torch.zeros(1))
-        return self.live
+        """Return the live ranks, the same on each of them, also of losses in the present step. All of them call it."""
+        return tuple(self.rows(torch.zeros(1)))
 
     def rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return each live rank's ``tensor`` by rank, in order; shape and dtype are the same on all. It goes in pieces.
@@ -129,19 +128,19 @@ class Team:
             if isinstance(part, SHARDS):
                 self._check_split(part)
                 # a rank that was away then takes as many batches as any
-                place = self.live.index(self._session.rank) if self._session.rank in self.live else 0
-                part.num_processes, part.process_index = len(self.live), place
+                place = self.dealt.index(self._session.rank) if self._session.rank in self.dealt else 0
+                part.num_processes, part.process_index = len(self.dealt), place
 
     def _check_split(self, shard: BatchSamplerShard | IterableDatasetShard) -> None:
-        if shard.split_batches and shard.batch_size % len(self.live):
+        if shard.split_batches and shard.batch_size % len(self.dealt):
             raise RecycleError(
-                f"split_batches with batches of {shard.batch_size}, which {len(self.live)} ranks that are left can't "
+                f"split_batches with batches of {shard.batch_size}, which {len(self.dealt)} ranks that are left can't "
                 "share: leave it out"
             )
 
     @contextmanager
-    def told_of_losses(self, tell: Callable[[], None]) -> Iterator[None]:
-        """A context of an evaluation: all ranks call ``tell()`` after a gather that lacks one of them."""
+    def told_of_losses(self, tell: Callable[[tuple[int, ...]], None]) -> Iterator[None]:
+        """A context of an evaluation: all ranks call ``tell(the ranks left)`` after a gather that lacks one of them."""
         before, self._tell = self._tell, tell
         try:
             yield
@@ -187,7 +186,7 @@ class Team:
         if there != self.live and self._between():
             self._count(there)
         if self._tell is not None and there != self.dealt:
-            self._tell()
+            self._tell(there)
 
     def _count(self, live: tuple[int, ...]) -> None:
         self.live = live

@@ -52,7 +52,7 @@ class MemberLost(Exception):
     """A rank with samples of an evaluation was lost."""
 
 
-def _give_up() -> None:
+def _give_up(left: tuple[int, ...]) -> None:
     raise MemberLost
 
 
@@ -92,8 +92,8 @@ class Seams:
     def save_checkpoint(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
         """Save; again if the rank that writes for all is lost meanwhile."""
         first = None
-        while first != self._team.agree()[0]:
-            first = self._team.live[0]
+        while first != (present := self._team.agree()[0]):
+            first = present
             stock(of, *arguments, **named)
 
     def save_model(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> None:
