@@ -133,6 +133,22 @@ def test_a_broadcast_in_the_middle_of_a_step_comes_from_the_lost_ranks_successor
     assert Operations(team({1: 0}, between=False))._from(0, send) == 1
 
 
+@pytest.mark.parametrize("loss", [1.5, 0.0, float("nan")])
+def test_each_step_has_a_loss_for_who_goes_through_it_again(counted, loss):
+    """A step whose loss is no number is a step: where it had none, the script of a newcomer would be one step off."""
+    from recycle_plugin.adapters.hugging_face.passing import Passing
+
+    module = torch.nn.Linear(1, 1)
+    engine = SimpleNamespace(device=torch.device("cpu"), module=module, between_steps=True, open_step=lambda: None)
+    made = Passing(team({}), SimpleNamespace(view=SimpleNamespace(newcomer=False), rank=2), engine)
+    for _ in range(3):
+        made._open()
+        made.backward(lambda *_: None, engine, torch.tensor(loss))
+        made.step(lambda *_: None, engine)
+    made._open()
+    assert made._record.steps == 3 and [str(each) for each in made._record.losses] == [str(loss)] * 3
+
+
 def test_what_fills_the_last_batches_of_an_evaluation_is_left_out_whoever_is_lost_in_it(counted):
     """5 of the last 12 samples are of the data: 3 of rank 0's and 2 of rank 1's."""
     real = Evaluations(team({}), lambda: False)._real

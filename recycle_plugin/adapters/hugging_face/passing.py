@@ -12,7 +12,6 @@ begin each step with a gather of who is new, and of the last step's loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.state.touch import FirstTouch
 
 KNOWN = (torch.Tensor, int, float, str, type(None))
+NEW, WITHOUT, WITH = range(3)  # ranks before a step: new; without, and with a loss of the last step
 PASSED_OVER = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # methods of the engine
 
 
@@ -179,12 +179,13 @@ class Passing:
         ranks call it before a step. Raises RecycleError if no rank is left that has kept it, or if it was too much.
         """
         team, is_new = self._team, self._session.view.newcomer and self._team.record is None
-        own = torch.tensor([[float(is_new), math.nan if self._loss is None else self._loss]], dtype=torch.float64)
+        state = NEW if is_new else WITHOUT if self._loss is None else WITH  # a loss may be NaN
+        own = torch.tensor([[state, self._loss or 0.0]], dtype=torch.float64)
         with team.unkept():
             while True:
                 rows = {rank: row[0].tolist() for rank, row in team.rows(own).items()}
-                old = [rank for rank, (new, _) in rows.items() if not new]
-                losses = [loss for new, loss in rows.values() if not new and not math.isnan(loss)]
+                old = [rank for rank, (state, _) in rows.items() if state != NEW]
+                losses = [loss for state, loss in rows.values() if state == WITH]
                 behind = [sum(losses) / len(losses)] if losses else []
                 if len(old) == len(rows):
                     self._record.losses += behind
