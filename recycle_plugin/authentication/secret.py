@@ -101,7 +101,7 @@ class SecretFile:
         """
         tls = Tls.of(environment)
         if named := environment.get(SETTING):
-            return cls(Path(named).expanduser(), True, tls)
+            return cls(Path(os.path.expanduser(named)), True, tls)
         ranks = int(environment.get("WORLD_SIZE", "1"))
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             raise NoSecret(f"this job is on several hosts, and its secret would not get to all of them: {WHERE}")

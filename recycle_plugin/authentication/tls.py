@@ -7,6 +7,7 @@ used, so that a key that leaks later can't decrypt recorded traffic.
 
 from __future__ import annotations
 
+import os
 import ssl
 import stat
 import threading
@@ -62,7 +63,7 @@ class Tls:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))  # Path's raises an error for an unknown user
         for name in FILES:
             _check_readable(self.folder / name)
         self._calls, self._answers = (

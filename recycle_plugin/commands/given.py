@@ -25,6 +25,7 @@ SHAPE = (
     ("--micro-batches", "M", "micro-batches of each replica in a step"),
 )
 FINEST = 1000  # a tick's smallest part in which costs may be given
+MOST = 10**9  # costs and multiples: the planner counts in 64 bits
 _NAMES = {
     "F": "forward",
     "I": "input",
@@ -199,6 +200,6 @@ def _decimal(text: str, name: str, write: str) -> Decimal:
         number = Decimal(text)
     except InvalidOperation:
         number = Decimal("nan")
-    if not number.is_finite() or number < 0:
-        raise ValueError(f"{name} {text}: write {write}")
+    if not number.is_finite() or not 0 <= number <= MOST:
+        raise ValueError(f"{name} {text}: write {write}, at most {MOST}")
     return number

@@ -143,6 +143,7 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--costs F=1,I=1", "W missing"),
         ("--costs F=1,I=1,W=1,X=2", "names F, I, W"),
         ("--costs F=1,I=1,W=-1", "none negative"),
+        ("--costs F=1e999999,I=1,W=1", "at most 1000000000"),
         ("--costs F=1/2/3,I=1,W=1", "3 values for 4 stages"),
         ("--costs F=0.00001,I=1,W=1", "three decimals"),
         ("--dp 0", "replicas is 0"),

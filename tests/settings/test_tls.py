@@ -24,6 +24,11 @@ def test_it_is_off_by_default_and_takes_a_folder_of_three_files_that_belong_toge
     assert Settings.from_section({"tls": str(files())}).tls == str(files())
 
 
+def test_a_folder_of_an_unknown_user_is_one_that_is_not_there():
+    with pytest.raises(SettingsError, match=r"recycle\.tls: ~nobody-of-that-name/tls"):
+        Settings.from_section({"tls": "~nobody-of-that-name/tls"})
+
+
 def itself() -> Path:
     made, key = authority("alone")
     return changed(made.parent, own=made, key=key, ca=made)
