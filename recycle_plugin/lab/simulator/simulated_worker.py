@@ -19,7 +19,6 @@ from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Batches
-from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
@@ -456,9 +455,9 @@ class SimulatedMachine(SimulatedReplays):
         """Return the norm over all stages from the share of each."""
         return self.numbers.norm(shares)
 
-    def number(self, loss: int) -> Loss:
-        """Return the loss, with the nothing that a framework logs of it: so the last stage is told each."""
-        return loss, {}
+    def number(self, loss: int) -> Any:
+        """Return the loss as a wire makes it if a framework logs more of it, so that the last stage is told each."""
+        return [loss, {}]
 
     def undo(self, step: int) -> None:
         """Take the last step back."""
