@@ -131,7 +131,7 @@ class Holdings:
         return found
 
 
-BLANK = str.maketrans(".-", "  ")
+BLANK = str.maketrans(".:", "  ")
 
 
 class Rows:

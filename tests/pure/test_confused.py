@@ -400,8 +400,8 @@ IMPOSSIBLE = (
     (Durable(RANK, 0, "a folder", boundaries=(7,)), "this job has nothing of the kind: Durable("),
     (Through(RANK), "this job has nothing of the kind: Through("),
     (SurvivorReport(RANK, 0, 0, "plan", {"wgrad": "?"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 0@1": "0.0-0,0.1-1"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0-0"}), "it holds what is nowhere yet: SurvivorReport("),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 0@1": "0.0:0,0.1:1"}), "nobody can read what it reports to hold"),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0:0"}), "it holds what is nowhere yet: SurvivorReport("),
     (SurvivorReport(RANK, 0, 3, "plan"), "it has applied 3 steps, and 0 are committed"),
     (SurvivorReport(RANK, 0, 0, "another plan"), "it reports twice for generation 0, and not the same"),
 )

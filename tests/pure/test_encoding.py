@@ -97,7 +97,7 @@ def check(frame: bytes) -> None:
 @given(messages)
 @example(Ready(member(1), 4, RICH))
 @example(Generation(3, (member(0), member(3)), 7, "loss of 1.0", 1.5, ((Seat(1, 0), 150),)))
-@example(Resume(1, 0, {"0.0": {"act 0@1": "0.0-1", "params 0@1": ""}}, inf, True))
+@example(Resume(1, 0, {"0.0": {"act 0@1": "0.0:1", "params 0@1": ""}}, inf, True))
 def test_what_is_read_is_what_was_written(message):
     found = decode(encode(message))
     # a repr tells tuples from lists, and one NaN is like another

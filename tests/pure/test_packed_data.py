@@ -36,7 +36,7 @@ def test_groups_are_the_same_packed_or_not(data):
 @pytest.mark.parametrize("key", ("wgrad", "wgrad 1", "wgrad x@3", "wgrad 1@", ""))
 def test_a_malformed_group_is_an_error(key):
     with pytest.raises(ValueError):
-        PackedData({key: "0.1-1"})
+        PackedData({key: "0.1:1"})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_malformed_group_is_an_error(key):
             "1e3.0-0",
             "٣.1-1",
         ),
-        *("0.2-1", f"0.0-{10**9}", f"0.0-{MOST}", f"0.0-{MOST // 2} 1.0-{MOST // 2}"),
+        *("0.2:1", "0.1-2", f"0.0:{10**9}", f"0.0:{MOST}", f"0.0:{MOST // 2} 1.0:{MOST // 2}"),
     ),
 )
 def test_what_is_no_list_of_ranges_of_micro_batches_is_named(ranges):

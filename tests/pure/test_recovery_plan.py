@@ -48,13 +48,15 @@ def test_what_a_worker_holds_travels_as_text(held) -> None:
     assert PackedData(pack(held)) == held
 
 
-@pytest.mark.parametrize(("stage", "names"), [(4, "0.0"), (-1, "0.0"), (0, "3.0"), (0, "0.6"), (0, "0.6 3.0 9.9")])
-def test_what_can_t_be_of_the_job_is_in_no_array(stage, names) -> None:
+@pytest.mark.parametrize(
+    ("stage", "ranges"), [(4, "0.0:0"), (-1, "0.0:0"), (0, "3.0:1"), (0, "0.6:6"), (0, "0.6:9 3.0:0 -1.9:9")]
+)
+def test_what_can_t_be_of_the_job_is_in_no_array(stage, ranges) -> None:
     """Of 3 replicas with 4 stages and 6 micro-batches each."""
     rows = Rows()
-    rows.add(Seat(2, 1), stage, names)
-    rows.add(Seat(1, 3), 3, f"2.5 0.1 {names}" if stage == 0 else "2.5 0.1")
-    assert [each.tolist() for each in rows.arrays(SHAPE)] == [[3, 3], [1, 1], [3, 3], [17, 1]]
+    rows.add(Seat(2, 1), stage, ranges)
+    rows.add(Seat(1, 3), 3, f"2.3:5 0.1:1 {ranges}" if stage == 0 else "2.3:5 0.1:1")
+    assert [each.tolist() for each in rows.arrays(SHAPE)] == [[3] * 4, [1] * 4, [3] * 4, [15, 16, 17, 1]]
 
 
 def start(planned) -> dict[Seat, set[Datum]]:

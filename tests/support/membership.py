@@ -60,7 +60,7 @@ def started(**more: object) -> Membership:
 
 def holds(rank: int) -> dict[str, str]:
     """What the worker of ``rank`` reports to hold, which nobody else does."""
-    return {"wgrad 0@1": f"0.{rank}-{rank}"}
+    return {"wgrad 0@1": f"0.{rank}:{rank}"}
 
 
 def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> CoordinatorOutput:

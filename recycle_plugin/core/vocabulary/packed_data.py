@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 
-_RANGE = r"\d{1,9}\.\d{1,9}-\d{1,9}"  # replica, first and last micro-batch
+_RANGE = r"\d{1,9}\.\d{1,9}:\d{1,9}"  # replica, first and last micro-batch
 RANGES = re.compile(rf"({_RANGE}( {_RANGE})*)?", re.ASCII)
 MOST = 1 << 20  # micro-batches in one text
 SHOWN = 40  # characters of a malformed text in an error
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 
 def pack(data: Iterable[Datum]) -> dict[str, str]:
-    """Pack ``data`` for a message by kind, stage and step: {"wgrad 1@17": "0.0-3 0.5-5", "reduced 1@16": ""}."""
+    """Pack ``data`` for a message by kind, stage and step: {"wgrad 1@17": "0.0:3 0.5:5", "reduced 1@16": ""}."""
     found: dict[str, list[MicroBatch]] = {}
     for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
         of = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
@@ -46,12 +46,12 @@ def _ranges(micro_batches: Sequence[MicroBatch]) -> Iterator[str]:
     for begin, end in pairwise((0, *breaks, len(micro_batches))):
         if begin < end:
             (replica, first), (_, last) = micro_batches[begin], micro_batches[end - 1]
-            yield f"{replica}.{first}-{last}"
+            yield f"{replica}.{first}:{last}"
 
 
 class PackedData(AbstractSet[Datum]):
     """The set of data that :func:`pack` has put into ``packed``. Raises ValueError if a stage or a step in it is
-    malformed; iterating raises it if a range is. ``ranges``: by group, the micro-batches as "replica.first-last",
+    malformed; iterating raises it if a range is. ``ranges``: by group, the micro-batches as "replica.first:last",
     separated by blanks; empty for data of a whole stage.
     """
 
@@ -119,5 +119,5 @@ def _parsed(ranges: str) -> Iterator[tuple[int, int, int]]:
     """Yield (replica, first micro-batch, count) of each of ``ranges``."""
     for each in ranges.split():
         replica, _, indexes = each.partition(".")
-        first, _, last = indexes.partition("-")
+        first, _, last = indexes.partition(":")
         yield int(replica), int(first), int(last) - int(first) + 1
