@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.planner.list_scheduling import Solution
+from recycle_plugin.planner.flat import Array
+from recycle_plugin.planner.list_scheduling import timed
 from recycle_plugin.planner.make import finish, prepare, solve
 from recycle_plugin.planner.plan_error import PlanError
 from recycle_plugin.planner.reroute import canonical_replicas
 from recycle_plugin.planner.shrunk import shrunk
 
+MEMORY = 64 << 20
+"""Bytes of a store: 48 patterns of 32 x 48 workers with 64 micro-batches take 57 MB."""
 Pattern = tuple[Topology, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]
 
 
@@ -58,12 +64,13 @@ def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[
 
 
 class PlanStore:
-    """A store of solutions by pattern, for one thread; beyond ``size`` the least recently used is dropped."""
+    """A store of solutions by pattern, for one thread; beyond ``memory`` bytes the least recently used are dropped."""
 
-    def __init__(self, costs: CostModel, policy: Policy, size: int = 256, whole: bool = False) -> None:
+    def __init__(self, costs: CostModel, policy: Policy, memory: int = MEMORY, whole: bool = False) -> None:
         """``whole``: replicas are lost whole."""
-        self.costs, self.policy, self.size, self._whole = costs, policy, size, whole
-        self._solutions: OrderedDict[Pattern, tuple[Solution, int]] = OrderedDict()
+        self.costs, self.policy, self._memory, self._whole = costs, policy, memory, whole
+        self._solutions: OrderedDict[Pattern, tuple[NDArray[np.int32], int]] = OrderedDict()  # order, lower bound
+        self._kept = 0  # bytes
 
     def __contains__(self, view: ClusterView) -> bool:
         return pattern(view, self.costs) in self._solutions
@@ -81,12 +88,20 @@ class PlanStore:
         problem = prepare(view, costs, policy)
         shape = pattern(view, costs)
         if shape not in self._solutions:
-            self._solutions[shape] = solve(problem)
-            while len(self._solutions) > self.size:
-                self._solutions.popitem(last=False)
-        self._solutions.move_to_end(shape)
-        solution, least = self._solutions[shape]
+            solution, least = solve(problem)
+            self._keep(shape, solution.order, least)
+        else:
+            self._solutions.move_to_end(shape)
+            order, least = self._solutions[shape]
+            solution = timed(problem, order.astype(np.int64), least)
         return finish(view, costs, policy, problem, solution, least)
+
+    def _keep(self, shape: Pattern, order: Array, least: int) -> None:
+        """Keep an order, of which :func:`timed` finds the starts again; forget the least recently used."""
+        self._solutions[shape] = order.astype(np.int32), least
+        self._kept += self._solutions[shape][0].nbytes
+        while self._kept > self._memory and len(self._solutions) > 1:
+            self._kept -= self._solutions.popitem(last=False)[1][0].nbytes
 
     def prepare(self, view: ClusterView, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
         """Plan for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller

@@ -81,10 +81,10 @@ def test_next_failures_are_one_per_pattern_and_hosts_come_last() -> None:
 
 
 def test_store_forgets_the_oldest() -> None:
-    store = PlanStore(UNIT, Policy(), size=2)
-    for _ in store.prepare(EXAMPLE.full()):
-        pass
-    assert len(store) == 2
+    store, small = PlanStore(UNIT, Policy()), PlanStore(UNIT, Policy(), memory=1)
+    after = list(store.prepare(EXAMPLE.full()))
+    assert len(store) == len(after) > 2 and list(small.prepare(EXAMPLE.full())) == after
+    assert len(small) == 1 and after[-1] in small
 
 
 def test_normalising_spreads_losses_where_it_pays() -> None:
