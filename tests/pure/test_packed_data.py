@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.core.vocabulary.packed_data import MOST, Group, PackedData, groups, pack, packed_data
+from recycle_plugin.core.vocabulary.packed_data import (
+    MOST,
+    Group,
+    PackedData,
+    among_all,
+    groups,
+    of_each,
+    pack,
+    packed_data,
+)
 
 OF_ONE, OF_ALL = ("act", "grad", "stash", "inner", "wgrad", "data"), ("reduced", "tied", "norm", "params")
 NUMBER = st.integers(0, 12)
@@ -61,3 +70,14 @@ def test_a_malformed_group_is_an_error(key):
 def test_what_is_no_list_of_ranges_of_micro_batches_is_named(ranges):
     with pytest.raises(ValueError, match="^wgrad of stage 1 is of "):
         PackedData({"wgrad 1@3": ranges}).check()
+
+
+def test_what_is_told_to_all_is_short_and_undone() -> None:
+    held = {f"{one}.0": pack({wgrad(one, 0), wgrad(one, 1), wgrad(11, 7)}) for one in (1, 11, 2)}
+    told = among_all(held)
+    assert of_each(told) == held and told["2.0"] == {"wgrad 0@1": ".0:1 11.7:7"} and told["1.0"] == told["2.0"]
+    assert told["11.0"] == {"wgrad 0@1": ".0:1 .7:7"}
+
+
+def wgrad(replica: int, index: int) -> Datum:
+    return Datum("wgrad", 0, MicroBatch(replica, index), 1)

@@ -29,7 +29,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction
-from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
+from recycle_plugin.core.vocabulary.packed_data import PackedData, of_each, pack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -291,7 +291,7 @@ def test_a_lost_shard_takes_its_seat_and_what_the_seats_hold_is_what_all_their_s
         for one in report(membership, 1, (0, 1, 2, 3, 6, 7), lambda rank: pack({mine}) if rank in (0, 1, 2) else {})
         if isinstance(one, Resume)
     ]
-    assert {seat: set(PackedData(held)) for seat, held in resume.held.items()} == {
+    assert {seat: set(PackedData(held)) for seat, held in of_each(resume.held).items()} == {
         "0.0": {mine},
         "1.0": set(),
         "1.1": set(),

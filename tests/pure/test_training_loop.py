@@ -10,7 +10,7 @@ from recycle_plugin.core.messages.from_workers import Contribution
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
-from recycle_plugin.core.vocabulary.packed_data import pack
+from recycle_plugin.core.vocabulary.packed_data import among_all, pack
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.loop_worker import MEMBERS, SHAPE, Worker
 
@@ -76,7 +76,7 @@ def test_what_is_void_has_no_say_in_where_data_comes_from() -> None:
     }
     generation = Generation(2, MEMBERS, 0, "rejection of step 2", 0.0)
     worker.control_view.take(generation)
-    resume = Resume(2, 1, {str(seat): pack(have) for seat, have in held.items()}, norm=50.0, rejected=True)
+    resume = Resume(2, 1, among_all({str(seat): pack(have) for seat, have in held.items()}), norm=50.0, rejected=True)
     worker.loop._take_up(worker.loop.plan, resume)
     known = {datum for have in worker.iterator_state.held.values() for datum in have if datum.kind != "params"}
     assert known == {Datum("wgrad", 0, MicroBatch(1, 1), 2)}

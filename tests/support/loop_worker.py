@@ -9,6 +9,7 @@ from recycle_plugin.core.messages.from_coordinator import Committed, Generation,
 from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.packed_data import among_all
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -37,7 +38,9 @@ class Worker:
 
     def send(self, message: object) -> None:
         if isinstance(message, SurvivorReport):
-            self.control_view.take(Resume(message.generation, message.stepped, {str(MEMBERS[0].seat): message.held}))
+            self.control_view.take(
+                Resume(message.generation, message.stepped, among_all({str(MEMBERS[0].seat): message.held}))
+            )
 
     def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
         yield from ()

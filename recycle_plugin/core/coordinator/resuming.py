@@ -22,6 +22,7 @@ from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Resume
 from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.packed_data import among_all
 
 
 def report(state: JobState, message: SurvivorReport) -> None:
@@ -108,7 +109,7 @@ def _go_on(state: JobState, reports: Reports) -> None:
     )
     decided = state.batches if state.shrinks else None
     generations.plan_again(state, committed)
-    state.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data, decided))
+    state.tell(WORKERS, Resume(generation.number, committed, among_all(held), norm, rejected, *data, decided))
     if state.batches.void:
         assert state.job is not None, "a job that trains has begun"
         state.steps.without(state.batches, state.job.micro_batches, state.out)

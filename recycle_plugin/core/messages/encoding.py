@@ -52,7 +52,7 @@ class Language:
         if len(body) > (most := getattr(message, "MOST", LIMIT)):
             raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {most}")
         if len(body) > LONG and getattr(message, "PACKS", False):
-            body = min(body, compress(body, 1), key=len)
+            body = min(body, compress(body), key=len)
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:

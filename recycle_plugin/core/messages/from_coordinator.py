@@ -128,7 +128,8 @@ class Generation:
 class Resume:
     """Tells all members of ``generation``, once all have reported, to go on after step ``committed``.
 
-    ``held``, ``held_draws``: what each seat holds of later steps, by the seat's text form, as reported. ``norm``: the
+    ``held``, ``held_draws``: what each seat holds of later steps, by the seat's text form: as reported, ``held``
+    shortened by core.vocabulary.packed_data.among_all. ``norm``: the
     norm for which the next step was rejected (core/coordinator/facts/step_validation.py), else None; ``rejected``: not
     every worker knew that, so what was computed after the step does not count. ``placed``: seats whose plain iterators
     stand at their replicas' places; ``places``: those places by replica, as far as known; ``ended``: by replica, the

@@ -40,6 +40,22 @@ def pack(data: Iterable[Datum]) -> dict[str, str]:
     return {key: " ".join(_ranges(of)) for key, of in found.items()}
 
 
+def among_all(held: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Shorten what each seat holds for a message to all: its own replica is left out ("wgrad 1@17": ".0:3"), so that
+    seats of a stage mostly say the same, which packs well. ``held``: by a seat's text form, as :func:`pack` makes it.
+    """
+    return {seat: _replaced(packed, f" {seat.partition('.')[0]}.", " .") for seat, packed in held.items()}
+
+
+def of_each(held: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Undo :func:`among_all`."""
+    return {seat: _replaced(packed, " .", f" {seat.partition('.')[0]}.") for seat, packed in held.items()}
+
+
+def _replaced(packed: Mapping[str, str], old: str, new: str) -> dict[str, str]:
+    return {key: f" {ranges}".replace(old, new)[1:] for key, ranges in packed.items()}
+
+
 def _ranges(micro_batches: Sequence[MicroBatch]) -> Iterator[str]:
     """Yield the text of each longest run of ``micro_batches``, which are in order."""
     breaks = [place for place, (one, other) in enumerate(pairwise(micro_batches), 1) if other != (one[0], one[1] + 1)]
