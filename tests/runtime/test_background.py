@@ -205,6 +205,19 @@ def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_
     assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", "latest"}
 
 
+def test_the_newest_checkpoint_is_named_by_who_puts_it_in_place_as_its_framework_has_it(coordinator, tmp_path):
+    """Any worker that named it later, one that has come back for instance, might name an older one."""
+    session = coordinator.session(0)
+    session.waiting.for_lease = lambda what, interruptible=True: None
+    session.view.adopt(generation(1, [0]))
+    tracker = ("latest_checkpointed_iteration.txt", "3")
+    made = Checkpoint(session, lambda point: None, None, lambda folder: None, tmp_path, "iter_0000003", tracker)
+    made.path(1).mkdir()
+    assert made.named(made.path(1), "a checkpoint") == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", tracker[0]}
+    assert (tmp_path / tracker[0]).read_text() == "3"
+
+
 def of_worker(rank: int, saves_to: str = "", checkpoint_dir: str | None = None) -> JobCheckpoints:
     """The checkpoints of a worker whose script has saved to a folder, if it has saved."""
     parts = SimpleNamespace(

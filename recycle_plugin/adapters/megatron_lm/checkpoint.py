@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.ports import CheckpointShare
@@ -80,9 +79,3 @@ class MegatronFiles:
         ]
         made = generate_state_dict(self.args, self.model, self.optimizer, self.scheduler, rng, iteration=step, **more)
         return made | {"num_floating_point_operations_so_far": self.operations}
-
-
-def mark_latest(folder: Path, iteration: int, rank: int) -> None:
-    """Have Megatron-LM load the checkpoint of ``iteration`` from now on. Every worker calls it, with its ``rank``."""
-    own = folders.prepared(folder / f"{TRACKER}-{rank}", str(iteration))
-    folders.replace(own, folder / TRACKER)

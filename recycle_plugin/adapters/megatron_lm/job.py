@@ -20,7 +20,7 @@ from megatron.training import global_vars, wandb_utils
 
 import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
 from recycle_plugin.adapters.megatron_lm import log_line
-from recycle_plugin.adapters.megatron_lm.checkpoint import TRACKER, MegatronFiles, mark_latest
+from recycle_plugin.adapters.megatron_lm.checkpoint import TRACKER, MegatronFiles
 from recycle_plugin.adapters.megatron_lm.data import IndexedData
 from recycle_plugin.adapters.megatron_lm.early_exit import EarlyExit
 from recycle_plugin.adapters.megatron_lm.model import Batches, StageModule, detach_from_ddp
@@ -145,8 +145,7 @@ class Job:
         """Save a checkpoint of all steps so far to Megatron's place, complete even if workers are missing."""
         folder, tag = Path(self._args.save), f"iter_{iteration:07d}"
         files = self._files.at(iteration, operations)
-        self._trainer.save(folder, tag, False, files)
-        mark_latest(folder, iteration, self._session.rank)
+        self._trainer.save(folder, tag, (TRACKER, str(iteration)), files)
         if self.writer(global_vars.get_wandb_writer, "wandb", "wandb_project"):
             wandb_utils.on_save_checkpoint_success(str(folder / tag), str(folder / TRACKER), str(folder), iteration)
         self._saved = iteration

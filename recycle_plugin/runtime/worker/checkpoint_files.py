@@ -26,6 +26,9 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.stage.ports import CheckpointFormat, Reach
 
+Latest = tuple[str, str]
+"""The name and the text of a file that names the newest checkpoint of its folder."""
+
 
 class WrittenShare:
     """A worker's files of one checkpoint (ports.CheckpointShare), written at once or, if it ``copies``, by
@@ -98,8 +101,8 @@ class Checkpoint:
     """One checkpoint of this job that is to become ``folder``/``tag`` (core.worker.checkpoint_saving.CheckpointFiles).
 
     ``gather(path, copies)``: returns this worker's share. ``complete(path)``: writes what is derived from all shares.
-    ``reach(point)``: injected faults strike there. ``latest``: a file of that name gets the tag. ``said``: what the
-    event calls it.
+    ``reach(point)``: injected faults strike there. ``latest``: whether the file ``latest`` gets the tag, or the
+    name and text of another file for that. ``said``: what the event calls it.
     """
 
     session: Session
@@ -108,7 +111,7 @@ class Checkpoint:
     complete: Callable[[Path], None]
     folder: Path
     tag: str
-    latest: bool = True
+    latest: bool | Latest = True
     said: str = ""
 
     def path(self, number: int) -> Path:
@@ -150,11 +153,12 @@ class Checkpoint:
             self.reach("checkpoint.publish")
             try:
                 self.complete(made)
-                ready = folders.prepared(self.folder / "latest", self.tag) if self.latest else None
+                name, text = self.latest if isinstance(self.latest, tuple) else ("latest", self.tag)
+                ready = folders.prepared(self.folder / name, text) if self.latest else None
                 folders.put_in_place(made, place)
                 self.reach("checkpoint.named")
                 if ready is not None:
-                    folders.replace(ready, self.folder / "latest")
+                    folders.replace(ready, self.folder / name)
             except OSError as error:
                 self.remove(made)
                 return self.why(error if isinstance(error, NotSaved) else NotSaved(folders.refusal(place, error)))

@@ -13,7 +13,7 @@ from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointFormat
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, WrittenShare, saving_place
+from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, Latest, WrittenShare, saving_place
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
 
@@ -56,7 +56,7 @@ class JobCheckpoints:
             since = valid_from if logs else None
             self._background = Background(parts.session, loop, made, interval, keep, recover, since, choice)
 
-    def save(self, folder: Path, tag: str, latest: bool, files: CheckpointFormat | None, step: int) -> None:
+    def save(self, folder: Path, tag: str, latest: bool | Latest, files: CheckpointFormat | None, step: int) -> None:
         """Save the checkpoint of ``step``; see Trainer.save. Raises NotSaved."""
         self._saved_to, place = folder, saving_place(folder, tag)
         made = self._checkpoint(files or self._format, folder, tag, latest, f"checkpoint of step {step}")

@@ -32,7 +32,7 @@ from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.assembly import Assembled, assembled
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.checkpoint_files import saving_place
+from recycle_plugin.runtime.worker.checkpoint_files import Latest, saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.entry import Entry
 from recycle_plugin.runtime.worker.job_record import ready
@@ -405,14 +405,18 @@ class Trainer:
             made.loop.plan_for(self.topology)
 
     def save(
-        self, folder: Path, tag: str | None = None, latest: bool = True, files: CheckpointFormat | None = None
+        self,
+        folder: Path,
+        tag: str | None = None,
+        latest: bool | Latest = True,
+        files: CheckpointFormat | None = None,
     ) -> None:
         """Save the last step's checkpoint in ``folder``/``tag``, complete even if workers are missing. It is in place
         when this returns.
 
-        ``tag`` None: named by the step. ``latest``: a file of that name gets the tag. ``files``: replaces the
-        framework's format, if the script adds to it. A newcomer's script skips checkpoints that the others have saved.
-        Raises NotSaved, on all workers, if one can't write its part.
+        ``tag`` None: named by the step. ``latest``: as for a Checkpoint (checkpoint_files.py). ``files``: replaces
+        the framework's format, if the script adds to it. A newcomer's script skips checkpoints that the others have
+        saved. Raises NotSaved, on all workers, if one can't write its part.
         """
         tag = str(tag if tag is not None else f"global_step{self.step}")
         if self._entry is not None and not self._entry.meets(end_of_saving(saving_place(folder, tag))):
