@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.checkpoint import (
+    EngineFiles,
     Inventory,
     beside,
     file_beside,
@@ -155,3 +157,28 @@ def test_the_file_of_a_stage_is_of_the_checkpoints_step_and_missing_only_where_a
     ):
         beside(tmp_path, 0, 9, torch.load)
     assert beside(tmp_path, 1, None, torch.load)["tensors"] == {} and beside(tmp_path, 0, None, torch.load)["step"] == 6
+
+
+class Foreign:
+    """Of a class that who reads it does not have."""
+
+    def __reduce__(self) -> tuple:
+        return getattr, (SimpleNamespace, "of_another_version")
+
+
+@pytest.mark.parametrize("damage", ("cut", "foreign", "other", "empty"))
+def test_a_damaged_file_of_the_optimizers_state_is_refused_in_one_line(damage, tmp_path):
+    """Stock reads none of it, so stock's own checks do not see it."""
+    path = tmp_path / "global_step6" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    path.parent.mkdir()
+    torch.save({"foreign": Foreign(), "other": [1]}.get(damage, {"exp_avg": torch.ones(100)}), path)
+    if damage in ("cut", "empty"):
+        path.write_bytes(path.read_bytes()[: 900 * (damage == "cut")])
+    parts = SimpleNamespace(read=lambda folder, read: read(str(path))["optimizer_state_dict"])
+    stock = SimpleNamespace(load=lambda file, map_location: torch.load(file, map_location, weights_only=False))
+    engine = SimpleNamespace(checkpoint_engine=stock, device="cpu")
+    session = SimpleNamespace(heartbeats=SimpleNamespace(at=lambda *at: nullcontext()))
+    ties = SimpleNamespace(load=lambda folder, read: None)
+    files = EngineFiles(engine, stock, session, ties, parts, None)
+    with pytest.raises(RecycleError, match="global_step6 is damaged, not whole, or none of such a job's; load another"):
+        files.load_rest(None, path.parent, True)

@@ -141,7 +141,7 @@ class EngineFiles:
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock code leaves to the plugin, from the checkpoint ``path``. Raises RecycleError for a misfit."""
         read = self.engine.checkpoint_engine.load
-        with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
+        with in_words(path), self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
             if self.parts is not None and with_optimizer:
                 self.parts.read(path, partial(read, map_location=HOST))
@@ -165,12 +165,28 @@ class EngineFiles:
             )
 
 
+UNREADABLE = (
+    AssertionError,
+    AttributeError,  # a file names a class, or a function, that is not in its module
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    PickleError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 @contextmanager
 def in_words(folder: Path) -> Iterator[None]:
-    """A context in which stock code reads the checkpoint ``folder``; its and torch's errors become RecycleErrors."""
+    """A context in which the checkpoint ``folder`` is read; errors of stock code, of torch, and of what is not in the
+    files become RecycleErrors.
+    """
     try:
         yield
-    except (AssertionError, EOFError, LookupError, OSError, PickleError, RuntimeError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         if isinstance(error, RecycleError):
             raise
         fits = folders.unfit(error)
