@@ -20,6 +20,7 @@ from recycle_plugin.adapters.deepspeed.checkpoint import (
     file_beside,
     take_beside,
 )
+from recycle_plugin.adapters.deepspeed.ports import loss_scaler
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.checkpoint_files import WrittenShare
@@ -157,6 +158,22 @@ def test_the_file_of_a_stage_is_of_the_checkpoints_step_and_missing_only_where_a
     ):
         beside(tmp_path, 0, 9, torch.load)
     assert beside(tmp_path, 1, None, torch.load)["tensors"] == {} and beside(tmp_path, 0, None, torch.load)["step"] == 6
+
+
+@pytest.mark.parametrize("ours, theirs", ((0.0, 64.0), (64.0, 0.0)))
+def test_a_loss_scale_of_another_kind_is_refused(ours, theirs, tmp_path):
+    """A static one would be taken for the dynamic one's state, and never change again."""
+    section = SimpleNamespace(
+        initial_scale_power=8, loss_scale_window=4, hysteresis=1, consecutive_hysteresis=False, min_loss_scale=1
+    )
+    mine, saved = (loss_scaler(SimpleNamespace(loss_scale=each, **vars(section))) for each in (ours, theirs))
+    torch.save({"step": 6, "small": {"loss_scale": vars(saved)}, "tensors": {}}, file_beside(tmp_path, 0))
+    stock = SimpleNamespace(load=lambda file, map_location: torch.load(file, map_location, weights_only=False))
+    engine = SimpleNamespace(checkpoint_engine=stock, stage_id=0, global_steps=6)
+    files, before = EngineFiles(engine, stock, None, None, None, mine), dict(vars(mine))
+    with pytest.raises(RecycleError, match="the loss scale there is (static|dynamic), and fp16.loss_scale makes this"):
+        files.load_beside(None, tmp_path, True)
+    assert vars(mine) == before
 
 
 class Foreign:

@@ -1,4 +1,4 @@
-"""What an engine of sharded replicas counts: the same in all, however a step has come about."""
+"""What an engine of sharded replicas counts, and scales by: the same in all, however a step has come about."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaOptimizer
+from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaOptimizer, check_scale
+from recycle_plugin.errors import RecycleError
 
 
 @pytest.mark.parametrize("drawn", [6, 7, 11])
@@ -26,3 +27,13 @@ def test_a_step_without_gradients_is_counted_as_any(drawn):
     )
     ReplicaOptimizer(engine, lambda: None).pass_over()
     assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (4, 16, 8)
+
+
+def test_the_loss_scale_of_an_fp16_job_is_refused():
+    """Stock replaces its scaler by the one of the checkpoint, whatever the precision."""
+    ours, half = SimpleNamespace(dynamic=False, loss_scale=1.0), SimpleNamespace(dynamic=True, loss_scale=65536.0)
+    check_scale(None, None, "saved")
+    check_scale(ours, SimpleNamespace(dynamic=False, loss_scale=1.0), "saved")
+    for other in (half, SimpleNamespace(dynamic=False, loss_scale=64.0)):
+        with pytest.raises(RecycleError, match="^load_checkpoint: saved is of a job with a loss scale, 6.* by then"):
+            check_scale(ours, other, "saved")

@@ -25,7 +25,7 @@ from deepspeed.checkpoint import constants as names
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import folders
-from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
+from recycle_plugin.adapters.deepspeed.bf16 import StateFiles, check_kind
 from recycle_plugin.adapters.deepspeed.fp16 import is_half
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock, replaced
 from recycle_plugin.adapters.deepspeed.ties import Ties
@@ -155,6 +155,8 @@ class EngineFiles:
         """Load what stock's files have no place for, from the stage's own file beside them."""
         engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location=HOST)
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
+        if self.scaler is not None and with_optimizer and "loss_scale" in saved["small"]:
+            check_kind(saved["small"]["loss_scale"]["dynamic"], self.scaler)
         take_beside(state, saved, with_optimizer)
         unknown = self.scaler is not None and not engine.fp16_enabled() and "loss_scale" not in saved["small"]
         if self.scaler is not None and unknown and with_optimizer and self.session.view.is_first:

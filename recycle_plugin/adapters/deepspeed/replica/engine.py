@@ -260,8 +260,10 @@ class ReplicaEngine(DeepSpeedEngine):
                     'would not have seen: call it before that, or set recycle.rejoin to "never"'
                 )
             self._trainer.begin_loading(f"load_checkpoint({load_dir!r})")
+        scaler = self.shards.scaler
         with self._trainer.lifted(), self.shards.as_stock(), in_words(Path(load_dir)):
             found = super().load_checkpoint(load_dir, *arguments, **named)
+        check_scale(scaler, self.shards.scaler, load_dir)
         if found[0] is not None:
             self._trainer.loaded(whole=True)
             self._steps.loaded()
@@ -410,6 +412,17 @@ class ReplicaOptimizer(StockOptimizer):
         engine._judged = None
         engine.optimizer._update_scale(True)
         count_micro_steps(engine)
+
+
+def check_scale(ours: Any, loaded: Any, folder: str) -> None:
+    """Raise RecycleError if the scaler that stock code has ``loaded`` from ``folder``, in place of ``ours``, has
+    another scale, as one of an fp16 job has: losses would be multiplied by it.
+    """
+    if ours is not None and (loaded.dynamic, loaded.loss_scale) != (ours.dynamic, ours.loss_scale):
+        raise RecycleError(
+            f"load_checkpoint: {folder} is of a job with a loss scale, {loaded.loss_scale:g} by then, as fp16 has one, "
+            "and this job's losses are not scaled; load the weights alone with load_module_only=True"
+        )
 
 
 def count_micro_steps(engine: Any) -> None:
