@@ -5,6 +5,7 @@ Pieces are of 100 numbers here.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -94,3 +95,11 @@ def torn(script: Script) -> list[float]:
 
 def test_a_sum_whose_pieces_are_under_way_at_a_loss_is_made_again():
     assert run(torn, 3, loses=True) == [[3.0], [3.0], DIED]
+
+
+@pytest.mark.parametrize("through_host", (True, False))
+def test_a_sum_of_no_numbers_has_no_piece(through_host):
+    """Also on an accelerator, whose pieces go through host memory; a stage may have a parameter without numbers."""
+    flat = torch.zeros(0)
+    assert list(staging._cut(flat, (), "a sum", through_host)) == []
+    assert list(staging._cut(flat, (torch.zeros(0, 3),), "a sum", through_host)) == []

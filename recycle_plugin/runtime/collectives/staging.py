@@ -71,7 +71,8 @@ def _cut(
             yield piece, piece
         return
     deque(filled, maxlen=0)
-    for piece, (here,) in zip(flat.split(SUM_PIECE), on_the_host((flat,), SUM_PIECE, called, UNDER_WAY), strict=True):
+    pieces = flat.split(SUM_PIECE) if flat.numel() else ()  # torch splits no numbers into one piece
+    for piece, (here,) in zip(pieces, on_the_host((flat,), SUM_PIECE, called, UNDER_WAY), strict=True):
         yield piece, here
 
 
