@@ -142,6 +142,23 @@ def test_state_that_belongs_to_no_element_is_refused():
         subject.files.part(0, 2)
 
 
+@pytest.mark.parametrize("without", (0, 1, 2, 3))
+def test_state_of_some_parameters_only_is_refused(without):
+    """Whichever had no gradient yet. Its state would be taken for one that is there, or the others' be left out."""
+    subject = Subject("adam")
+    for number, parameter in enumerate(subject.masters.parameters):
+        if number != without:
+            parameter.grad = torch.ones_like(parameter)
+    subject.optimizer.step()
+    before = subject.state()
+    with pytest.raises(RecycleError, match="^save_checkpoint: the optimizer has state for some parameters of a group"):
+        subject.files.part(0, 2)
+    assert same(subject.state(), before)
+    subject.step(1)
+    with pytest.raises(RecycleError, match="the optimizer's state 'step' is not the same for all parameters"):
+        subject.files.part(0, 2)
+
+
 MODELS = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
 STATES = {
     "fp32": (),

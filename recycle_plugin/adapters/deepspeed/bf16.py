@@ -29,6 +29,10 @@ ALIGNMENT = 2  # the length of each part is a multiple of it, as in stock
 Parameters = list[torch.nn.Parameter]
 Span = tuple[int, int]
 DYNAMIC = "dynamic_loss_scale"
+UNFIT = (
+    "DeepSpeed's files of bf16 and fp16 jobs have no place for that; use an optimizer such as Adam or SGD, whose "
+    "parameters all have gradients, or fp32"
+)
 
 
 class MasterOptimizer:
@@ -135,14 +139,20 @@ class FlatState:
         """Return the state dict of a torch optimizer of :meth:`masters`. Raises RecycleError if state can't be cut."""
         state = {}
         for index, (group, span) in enumerate(zip(self.groups, spans, strict=True)):
-            if group and group[-1] in self._optimizer.state:
-                state[index] = {name: self._of(group, name, span) for name in self._optimizer.state[group[-1]]}
+            kinds = [self._optimizer.state.get(parameter, {}).keys() for parameter in group]
+            if any(each != kinds[0] for each in kinds):
+                raise RecycleError(
+                    "save_checkpoint: the optimizer has state for some parameters of a group only (others had no "
+                    f"gradient yet), and {UNFIT}"
+                )
+            if group and kinds[0]:
+                state[index] = {name: self._of(group, name, span) for name in kinds[0]}
         hyper = [{**group, "params": [index]} for index, group in enumerate(self._optimizer.param_groups)]
         return {"state": state, "param_groups": hyper}
 
     def _of(self, group: Parameters, name: str, span: Span) -> Any:
         """Return one kind of a group's state. State per element is cut as the masters are. Other state counts steps,
-        and the last parameter's is right for all.
+        and is the same for all parameters.
         """
         values = [self._optimizer.state[parameter][name] for parameter in group]
         if name != "step" and all(
@@ -151,9 +161,12 @@ class FlatState:
             return _flat(values, span)
         if any(torch.is_tensor(value) and value.numel() > 1 for value in values):
             raise RecycleError(
-                f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, "
-                "and DeepSpeed's files of bf16 and fp16 jobs have no place for such; use an optimizer such as Adam or "
-                "SGD, or fp32"
+                f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, and {UNFIT}"
+            )
+        if any(value != values[0] for value in values):
+            raise RecycleError(
+                f"save_checkpoint: the optimizer's state {name!r} is not the same for all parameters of a group, and "
+                f"{UNFIT}"
             )
         return values[-1]
 
