@@ -14,10 +14,14 @@ import time
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.observability.run_history import place
 from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, LineFile, console
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 STYLES = {
     "lost": "bold red",
@@ -125,7 +129,7 @@ class Announcer:
         elif event.kind not in QUIET and (not self._quiet or event.kind in LOUD):
             self._line(event.kind, event.text, now)
             if event.kind == "error" and (trace := event.details.get("traceback")):
-                self._console.print(self._text(_printable(trace.rstrip())))
+                self._show(self._text(_printable(trace.rstrip())))
         if event.kind in ("lost", "left"):
             self._unwritten = {
                 path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]
@@ -203,13 +207,17 @@ class Announcer:
 
     def _line(self, kind: str, text: str, now: float) -> None:
         stamp, line = f"[recycle {now - self._began:8.3f}] ", _printable(f"{kind}: {text}")
-        if self._console.is_terminal:
-            self._console.print(self._text.assemble((stamp, "dim"), (line, STYLES.get(kind, ""))))
-        else:
-            self._printing.attempt(lambda: self._print(stamp + line))
+        self._show(self._text.assemble((stamp, "dim"), (line, STYLES.get(kind, ""))))
 
-    def _print(self, line: str) -> None:
+    def _show(self, text: Text) -> None:
+        """Print lines, or drop them if they can't be printed."""
+        self._printing.attempt(lambda: self._print(text))
+
+    def _print(self, text: Text) -> None:
+        if self._console.is_terminal:
+            self._console.print(text)
+            return
         try:
-            print(line, flush=True)
+            print(text.plain, flush=True)
         except BrokenPipeError:
             self._go_on_unread()

@@ -18,6 +18,7 @@ from recycle_plugin.folders import refusal
 
 RETRY_S = 1.0  # between two attempts: a full disk may be slow to report
 KEPT = 10_000  # most lines that wait for room
+BLOCK = 1 << 16  # bytes of a file that are looked through at a time
 UNWRITTEN, WRITTEN = "unwritten", "written"  # kinds of events
 
 Say = Callable[..., None]
@@ -94,7 +95,7 @@ class LineFile:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab", buffering=0)
+                self._file = appending(self.path)
             _write(self._file, "".join(f"{line}\n" for line in (*self._kept, *lines)).encode())
             self._kept.clear()
         except OSError:
@@ -108,6 +109,27 @@ class LineFile:
                 file.close()
             except OSError:  # for instance a quota that is reported late
                 pass
+
+
+def appending(path: Path) -> BinaryIO:
+    """Open a file to append lines to, and cut off what is behind its last line: who wrote it died there, or could not
+    take it back, and the next line would become a part of it. Raises OSError.
+    """
+    file = path.open("a+b", buffering=0)
+    try:
+        end = size = os.fstat(file.fileno()).st_size
+        while end:
+            begin = max(0, end - BLOCK)
+            if there := os.pread(file.fileno(), end - begin, begin).rfind(b"\n") + 1:
+                end = begin + there
+                break
+            end = begin
+        if end < size:
+            os.ftruncate(file.fileno(), end)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _write(file: BinaryIO, data: bytes) -> None:

@@ -88,6 +88,20 @@ def test_a_console_and_a_log_on_a_full_disk(tmp_path, monkeypatch):
     assert len(said) == 2
 
 
+def test_a_traceback_on_a_full_disk_is_dropped(tmp_path, monkeypatch):
+    """As any line is: the coordinator goes on to tell all that the job ends."""
+    error = Event("error", "ValueError: x", {"traceback": "Traceback:\n" + "  in a line\n" * 10_000})
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        Announcer(os.getpid()).say(error, 10.0)
+        with open(tmp_path / "console", "w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            announcer = Announcer(os.getpid())
+            announcer.say(error, 10.0)
+            announcer.close()
+    assert (tmp_path / "console").read_text().count("  in a line\n") == 10_000
+
+
 def test_an_event_is_shown_whatever_its_text_and_its_details_are(capsys):
     Announcer(0).say(Event("warning", "no file \udcff", {"traceback": 1, "killed": 1}), 0.0)
     assert "no file \\udcff" in capsys.readouterr().out

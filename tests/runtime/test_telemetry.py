@@ -72,6 +72,23 @@ def test_no_part_of_a_line_stays_where_the_room_ends_in_it(tmp_path, said, say):
     assert path.read_text().splitlines() == ["number 0", "number 1", "the last"] and said == [UNWRITTEN, WRITTEN]
 
 
+@pytest.mark.parametrize("block", (4, 1 << 16))
+@pytest.mark.parametrize(
+    "left, kept", ((b"one\ntw", "one\n"), (b"one\ntwo\n", "one\ntwo\n"), (b"on", ""), (b"\n", "\n"), (b"", ""))
+)
+def test_what_a_killed_process_has_left_of_a_line_is_no_part_of_the_next(
+    tmp_path, said, say, monkeypatch, block, left, kept
+):
+    monkeypatch.setattr(telemetry, "BLOCK", block)
+    path = tmp_path / "lines.txt"
+    path.write_bytes(left)
+    lines = LineFile(path, say)
+    lines.add("a line")
+    lines.add("another")
+    lines.close()
+    assert path.read_text() == f"{kept}a line\nanother\n" and said == []
+
+
 def test_what_is_not_due_yet_is_not_tried(said, say, monkeypatch):
     monkeypatch.setattr(telemetry, "RETRY_S", 3600.0)
     tried = []

@@ -61,6 +61,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
@@ -364,10 +365,12 @@ class Guard:
         """Log the job's end in the run folder, to which only the host writes otherwise."""
         say(f"the job ends: {text}")
         if self._folder is not None:
+            from recycle_plugin.observability.telemetry import appending  # as little as possible before a job's end
+
             event = {"time": round(time.time(), 6), "event": "end", "text": f"the job ends: {text}"}
             try:
-                with open(os.path.join(self._folder, "events.jsonl"), "a") as log:
-                    log.write(json.dumps(event) + "\n")
+                with appending(Path(self._folder, "events.jsonl")) as log:
+                    log.write(json.dumps(event).encode() + b"\n")
             except OSError as error:
                 say(f"warning: the run folder does not tell: {error}")
 
