@@ -354,8 +354,12 @@ class RunHistory:
     @property
     def coordinator(self) -> dict[str, Any]:
         """The coordinator's ``host``, ``pid``, process to ``stop``, and these pids' ``place``; {} in older logs."""
-        last = next((event for event in reversed(self.of("coordinator"))), self.of("start")[0])
-        return last.get("coordinator", {})
+        return self._leading.get("coordinator", {})
+
+    @property
+    def _leading(self) -> dict:
+        """The event by which the present coordinator began."""
+        return [self.of("start")[0], *self.of("coordinator")][-1]
 
     @property
     def was_killed(self) -> bool:
@@ -365,8 +369,8 @@ class RunHistory:
         if self.end is not None or self.coordinator.get("place") != place():
             return False
         try:
-            # the pid has been reused
-            return psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S
+            # else the pid has been reused; who has taken over may have been started long after the job
+            return psutil.Process(self.coordinator["pid"]).create_time() > self._leading["time"] + CLOCKS_S
         except psutil.NoSuchProcess:
             return True
 

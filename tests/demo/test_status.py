@@ -190,6 +190,12 @@ def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
     ].startswith("running")
 
 
+def test_who_has_taken_over_may_have_been_started_long_after_the_job(folder):
+    here = {"host": "h", "pid": os.getpid(), "stop": 7, "place": place()}
+    taken_over = {"event": "coordinator", "coordinator": here, "time": time.time()}
+    assert without_end(folder, taken_over, coordinator=here)["state"].startswith("running"), "the log begins in 1970"
+
+
 def test_a_coordinator_that_was_deposed_has_ended_the_job_unless_another_host_goes_on(folder):
     here = {"host": "h", "pid": 7, "stop": 7, "place": "elsewhere"}
     deposed = {"event": "deposed", "text": "not half can be reached", "host": "h", "term": 2}
