@@ -70,6 +70,25 @@ def test_metrics_go_on_with_what_was_told_before(telling, tmp_path):
     assert values == [1.0, 1.0]
 
 
+def test_an_earlier_job_of_the_same_folder_is_not_counted_nor_taken_for_this_one(telling, tmp_path):
+    start, worker = start_of(tmp_path, metrics="127.0.0.1:0"), Event("worker", "worker 2", {"rank": 2, "pid": 7})
+    lost = Event("lost", "one is lost", {"seat": "0.1", "rank": 2, "cause": "died", "how": "", "seen_at": 1.0})
+    first, second, third = telling(), telling(), telling()
+    for event in (start, lost, committed(1)):
+        first.say(event, 1.0)
+    first.close()
+    for event in (worker, start, committed(1)):
+        second.say(event, 2.0)
+    third.go_on(start, 3.0)
+    registry = third._exporter._metrics.registry
+    assert registry.get_sample_value("recycle_workers", {"state": "lost"}) == 0.0
+    assert registry.get_sample_value("recycle_samples_total") == start.details["job"]["batch"]
+    assert logged(tmp_path).count("one is lost") == 1
+    third.say_unless_said(lost, 3.0)
+    third.say_unless_said(worker, 3.0)
+    assert logged(tmp_path).count("one is lost") == 2 and logged(tmp_path).count("worker 2") == 1
+
+
 async def test_a_long_log_is_counted_while_the_job_goes_on(telling, tmp_path):
     """And what comes meanwhile behind all that."""
     start = start_of(tmp_path, metrics="127.0.0.1:0")

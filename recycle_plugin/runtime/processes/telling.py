@@ -19,6 +19,8 @@ from recycle_plugin.runtime.system import clock
 
 LOG, LAST = "events.jsonl", 1 << 16
 SLICE = 100  # earlier events that are counted at a time
+START, WORKER = b'"event": "start"', b'"event": "worker"'  # in the lines of these events
+Past = Iterator[tuple[Event, float] | None]
 
 
 class Telling:
@@ -41,7 +43,7 @@ class Telling:
         self._access = OperatorAccess(address, secret)
         self.claims = Claims(lambda text: self.say(Event("warning", text), clock.now()))
         self.run_dir: Callable[[], str] = lambda: ""
-        self._past: Iterator[tuple[Event, float]] | None = None  # earlier events that are still to be counted
+        self._past: Past | None = None  # earlier events that are still to be counted
         self._since: list[tuple[Event, float]] = []  # events that have come meanwhile
 
     @property
@@ -75,7 +77,7 @@ class Telling:
         if self._past is None:
             return
         some = list(islice(self._past, SLICE))
-        for event, at in some:
+        for event, at in filter(None, some):
             self._exporter.take(event, at)
         if len(some) == SLICE:
             asyncio.get_running_loop().call_soon(self._count_on)
@@ -106,11 +108,13 @@ class Telling:
 
 
 def _last(folder: Path) -> list[Event]:
-    return [event for event, _ in _past(folder / LOG, LAST)]
+    return [event for event, _ in filter(None, _past(folder / LOG, LAST))]
 
 
-def _past(path: Path, last: int | None = None) -> Iterator[tuple[Event, float]]:
-    """Yield (event, time) of all that a log has now, or of its ``last`` bytes; nothing if it can't be read."""
+def _past(path: Path, last: int | None = None) -> Past:
+    """Yield (event, time) of all of the last job that a log has now, or that its ``last`` bytes have; nothing if it
+    can't be read. Yield None now and then, while that job's beginning is looked for.
+    """
     try:
         log = path.open("rb")
     except OSError:
@@ -120,12 +124,26 @@ def _past(path: Path, last: int | None = None) -> Iterator[tuple[Event, float]]:
     return _read(log, size - log.tell())
 
 
-def _read(log: BinaryIO, left: int) -> Iterator[tuple[Event, float]]:
+def _read(log: BinaryIO, left: int) -> Past:
     with log:
-        while left > 0 and (line := log.readline(left)):
-            left -= len(line)
+        end = log.tell() + left
+        begin = workers = log.tell()  # of the last job; of the lines just read of workers, who report before the start
+        for number, line in enumerate(_lines(log, end)):
+            if START in line:
+                begin = workers
+            if WORKER not in line:
+                workers = log.tell()
+            if number % SLICE == 0:
+                yield None
+        log.seek(begin)
+        for line in _lines(log, end):
             try:
                 said = json.loads(line.decode(errors="replace"))
                 yield Event(said.pop("event"), said.pop("text"), said), said.pop("time")
             except (ValueError, KeyError, AttributeError):  # the first and the last line may be cut off
                 continue
+
+
+def _lines(log: BinaryIO, end: int) -> Iterator[bytes]:
+    while (left := end - log.tell()) > 0 and (line := log.readline(left)):
+        yield line
