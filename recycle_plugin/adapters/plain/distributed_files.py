@@ -118,7 +118,8 @@ class DistributedFiles:
             )
         with _in_words(folder):
             metadata = dcp.FileSystemReader(folder).read_metadata()
-        ours: dict[str, Any] = {OURS: b"", "optim": {"param_groups": [{"params": b""}] * _groups(metadata)}}
+        groups = _groups(metadata, folder)
+        ours: dict[str, Any] = {OURS: b"", "optim": {"param_groups": [{"params": b""}] * groups}}
         _load(ours, folder, metadata)
         found = torch.load(io.BytesIO(ours[OURS]), weights_only=True) if ours[OURS] else {"kinds": {}, "rest": {}}
         check_kinds(found["kinds"], self.kinds, folder)
@@ -305,11 +306,16 @@ def _check_model(model: Mapping[str, Any], metadata: Metadata, folder: Path) -> 
             )
 
 
-def _groups(metadata: Metadata) -> int:
-    keys = (
-        key.removeprefix(GROUPS).partition(".")[0] for key in metadata.state_dict_metadata if key.startswith(GROUPS)
-    )
-    return max((int(number) + 1 for number in keys), default=0)
+def _groups(metadata: Metadata, folder: Path) -> int:
+    """Return the number of the optimizer's parameter groups. Raises RecycleError if their settings are by parameter."""
+    keys = metadata.state_dict_metadata
+    numbers = {key.removeprefix(GROUPS).partition(".")[0] for key in keys if key.startswith(GROUPS)}
+    if any(f"{GROUPS}{number}.params" not in keys for number in numbers):
+        raise RecycleError(
+            f"load(): {folder} has the optimizer's settings by parameter instead of by group, as with "
+            "flatten_optimizer_state_dict=True, which is not read; save it without that option"
+        )
+    return len(numbers)
 
 
 def _held(contents: Mapping[str, Any]) -> dict[str, torch.Tensor | bytes]:

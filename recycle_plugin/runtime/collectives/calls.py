@@ -25,6 +25,8 @@ from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.control.session import Session
 
 Stock = Callable[..., Any]
+SHARDED = {"zero_stage", "single_partition_of_fp32_groups"}
+"""Keys of the state of DeepSpeed's optimizers of which each rank has a part: ZeRO's, and BF16_Optimizer."""
 
 # --- groups --------------------------------------------------------------------------------------------
 
@@ -233,8 +235,9 @@ def _check_whole_values(stock: Stock, state: Any) -> None:
     if not isinstance(state, Mapping):
         return
     empty = next((name for name, value in state.items() if torch.is_tensor(value) and not value.numel()), None)
-    if "deepspeed" in sys.modules and ("zero_stage" in state or empty is not None):
-        what = "the state of ZeRO's optimizer" if empty is None else f"{empty}, which ZeRO 3 has sharded"
+    if "deepspeed" in sys.modules and (SHARDED & state.keys() or empty is not None):
+        of = "ZeRO's" if "zero_stage" in state else "DeepSpeed's bf16"
+        what = f"the state of {of} optimizer" if empty is None else f"{empty}, which ZeRO 3 has sharded"
         raise RecycleError(
             f"torch.distributed.checkpoint.{stock.__name__}, called at {calling_line()}, would write one rank's part "
             f"of {what}: call engine.save_checkpoint(folder), or give it whole values, as of deepspeed.zero."
