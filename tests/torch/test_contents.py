@@ -104,11 +104,18 @@ class Sends(torch.distributed.ProcessGroup):
         super().__init__(0, 1)
 
 
+FIELDS = np.zeros(2, [("step", "i8"), ("loss", "f8")])
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an iterator": (lambda: itertools.count(), r"held.where is a itertools.count, whose content can't be read"),
     "a generator": (lambda: (each for each in "ab"), r"held.where is a builtins.generator"),
     "a process group": (Sends, r"held.where is a process group: the optimizer sends to other workers by itself"),
     "an object of nothing": (object, r"held.where is a builtins.object"),
+    "an array with fields": (lambda: FIELDS, r"held.where is a numpy value with fields or a mask"),
+    "one value with fields": (lambda: FIELDS[0], r"held.where is a numpy value with fields or a mask"),
+    "an array with a mask": (
+        lambda: np.ma.masked_equal([1, 2], 2),
+        r"held.where is a numpy value with fields or a mask",
+    ),
     "sparse": (lambda: torch.eye(2).to_sparse(), r"held.where is a tensor that is sparse or nested"),
 }
 

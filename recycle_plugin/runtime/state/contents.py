@@ -113,6 +113,8 @@ class Telling:
             return STAYS
         if isinstance(value, tuple):
             return self._tuple(value, where)
+        if isinstance(value, (np.generic, np.ndarray)) and (value.dtype.names or isinstance(value, np.ma.MaskedArray)):
+            return _refused(where, "a numpy value with fields or a mask: keep each of these in an array of its own")
         simple = _simple(value, kind)
         if simple is not None:
             return simple
