@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from recycle_plugin.adapters.deepspeed.checkpoint import (
 from recycle_plugin.adapters.deepspeed.ports import loss_scaler
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StatePart
-from recycle_plugin.runtime.worker.checkpoint_files import WrittenShare
+from recycle_plugin.runtime.worker.checkpoint_files import WrittenShare, copied
 from tests.jobs.odd_optimizers import Lookahead, adamw
 from tests.support.optimizers import same, stage_state
 from tests.support.whole_stage import Worker, without
@@ -54,6 +55,20 @@ def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_me
     assert found["module"]["weight"].tolist() == [0, 1, 2] and not found["module"]["weight"].requires_grad
     assert found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]] and found["state"][0]["moments"][1:] == (3,)
     assert found["state"][1] is None
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: int
+
+
+def test_a_copy_has_what_the_original_has_besides_its_values():
+    found, weights = defaultdict(list, a=[torch.ones(2)]), torch.nn.BatchNorm1d(2).state_dict()
+    state, module, pair = copied([found, weights, Pair(torch.ones(2), 3)], Path("x"))
+    found["a"][0].fill_(7)
+    assert type(state) is defaultdict and state["b"] == [] and state["a"][0].tolist() == [1, 1] and "b" not in found
+    assert type(module) is OrderedDict and module._metadata == weights._metadata and list(module) == list(weights)
+    assert type(pair) is Pair and pair.second == 3
 
 
 def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | None) -> dict:

@@ -6,6 +6,7 @@ and another job's if nobody has written to it for an hour. The protocol is in co
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -85,9 +86,13 @@ def copied(value: Any, path: Path) -> Any:
     if torch.is_tensor(value):
         return fetch(value, f"a copy for {path}", shared=False)
     if isinstance(value, dict):
-        return type(value)({key: copied(each, path) for key, each in value.items()})
+        made = copy.copy(value)  # with what else it has, such as a default_factory, or a state dict's versions
+        for key, each in value.items():
+            made[key] = copied(each, path)
+        return made
     if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(copied(each, path) for each in value)
+        make = list if isinstance(value, list) else getattr(type(value), "_make", tuple)
+        return make(copied(each, path) for each in value)
     return value
 
 
