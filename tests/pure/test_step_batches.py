@@ -83,6 +83,39 @@ def test_a_second_loss_is_decided_from_what_was_decided_before():
     assert kept.changed((2,), STEP - 1, without, 2).of(STEP) == (2,)
 
 
+def interrupted(*more: tuple[Seat, Datum]) -> dict[Seat, frozenset[Datum]]:
+    """Of those left once more, of whom the worker at 0.0 never took up that the step is void."""
+    held = survivors(*more)
+    return held | {Seat(0, 0): held[Seat(0, 0)] | {datum("wgrad", 0, "1.0")}}
+
+
+@pytest.mark.parametrize("more", ((), (SUM[0], SUM[1])), ids=("no sums", "of each stage one sum"))
+@pytest.mark.parametrize("left", (LEFT, (2,), (0, 1, 2)), ids=str)
+def test_a_void_step_stays_void_until_somebody_has_applied_it(more, left):
+    void = FULL.changed(LEFT, STEP - 1, survivors(), 2)
+    again = void.changed(left, STEP - 1, interrupted(*more), 2)
+    assert (again.void, again.of(STEP)) == (STEP, left)
+    here = interrupted(*more)[Seat(0, 0)]
+    assert (datum("wgrad", 0, "1.0") in again.gone(here)) == (1 not in left)
+    assert not any(each.kind == "reduced" for each in here - again.gone(here))
+
+
+def test_a_void_step_that_somebody_has_applied_is_void_no_longer():
+    void = FULL.changed(LEFT, STEP - 1, survivors(), 2)
+    applied = survivors(SUM[0], SUM[1], (Seat(0, 1), datum("params", 1, step=STEP + 1)))
+    assert void.changed(LEFT, STEP - 1, applied, 2).void == 0
+    assert (after := void.changed((2,), STEP - 1, applied, 2)).of(STEP) == LEFT and after.void == 0
+
+
+def test_the_commit_of_the_step_before_leaves_a_step_void():
+    applied = {seat: have | {datum("params", seat.stage, step=STEP + 1)} for seat, have in survivors().items()}
+    begun = {seat: have | {datum("wgrad", seat.stage, "0.1", STEP + 1)} for seat, have in applied.items()}
+    void = FULL.changed(LEFT, STEP - 1, begun, 2)
+    assert (void.of(STEP), void.void) == ((0, 1, 2), STEP + 1)
+    assert void.committed(STEP).void == void.changed(LEFT, STEP, begun, 2).void == STEP + 1
+    assert void.committed(STEP + 1) == StepBatches(3, LEFT)
+
+
 def test_with_a_void_sum_goes_what_is_in_it_and_other_sums_stay():
     found = FULL.changed(LEFT, STEP - 1, survivors(SUM[1]), 2)
     norm, act = datum("norm", 1), datum("act", 1, "2.1")

@@ -15,7 +15,9 @@ from then on, and for each step begun, what becomes of the lost workers' contrib
 * They are in all sums, with the full divisor, if each stage has a survivor with its whole sum, from which the others
   take it. The same holds if a survivor has applied the step, which nobody does before all stages have their sums
   (core.vocabulary.plan.Policy.together); then other workers compute again what was lost of a sum.
-* Else they are in none: the step is *void*, all sums of it are dropped, and the rest is added up again.
+* Else they are in none: the step is *void*, all sums of it are dropped, and the rest is added up again. It stays void
+  in later generations until a worker has applied it. A member that a newer generation has interrupted before it went on
+  still has the sums of before, and nothing but a sum with all members, made since, shows that each has dropped them.
 
 The decision travels with :class:`core.messages.from_coordinator.Resume`, by which all members go on. A worker's
 programs carry it to whatever computes (core.worker.loop_ports.StepProgram), so nobody else counts live replicas. A
@@ -96,21 +98,24 @@ class StepBatches:
         """Return the batches of a generation with whole ``replicas`` whose members hold ``held`` of later steps."""
         of_steps, void = {}, 0
         for step in (committed + 1, committed + 2):
-            had = self.of(step)
-            if had == replicas or not _begun(step, held):
+            had, still_void = self.of(step), self._still_void(step, held)
+            if not _begun(step, held) or (had == replicas and not still_void):
                 continue
-            if not void and _stays(step, held, stages):
+            if not void and not still_void and _stays(step, held, stages):
                 of_steps[str(step)] = had
             else:
                 void = void or step
         return StepBatches(self.total, replicas, of_steps, void)
+
+    def _still_void(self, step: int, held: Held) -> bool:
+        return 0 < self.void <= step and not _applied(step, held)
 
     def committed(self, step: int) -> StepBatches:
         """Return the batches once ``step`` is committed."""
         if not self.of_steps and not self.void:
             return self
         later = {number: those for number, those in self.of_steps.items() if int(number) > step}
-        return replace(self, of_steps=later, void=0)
+        return replace(self, of_steps=later, void=self.void if self.void > step else 0)
 
     def gone(self, have: AbstractSet[Datum]) -> set[Datum]:
         """Return what no longer counts of a worker's data ``have``: of void steps all sums, and data of micro-batches
@@ -134,7 +139,10 @@ def _begun(step: int, held: Held) -> bool:
 
 def _stays(step: int, held: Held, stages: int) -> bool:
     """Return whether the lost workers' contributions to ``step`` are in all sums, or will be."""
-    have = [group for each in held.values() for group in groups(each)]
+    have = (group for each in held.values() for group in groups(each))
     summed = {group.stage for group in have if group.kind == "reduced" and group.step == step}
-    applied = any(group.kind == "params" and group.step > step for group in have)
-    return applied or len(summed) == stages
+    return len(summed) == stages or _applied(step, held)
+
+
+def _applied(step: int, held: Held) -> bool:
+    return any(group.kind == "params" and group.step > step for have in held.values() for group in groups(have))
