@@ -201,6 +201,30 @@ def test_losses_that_are_known_so_far_are_complete_with_fewer():
     assert said(out, Collected) == [Collected(STEP, EACH, each), Collected(STEP, LOSS, {MEAN: 2.0})]
 
 
+def test_losses_of_the_lost_leave_a_step_that_no_survivor_has_begun():
+    ledger, out = StepLedger(STEP - 1), CoordinatorOutput()
+    ledger.contribute(Contribution(1, STEP, LOSS, {f"1.{index}": 9.0 for index in range(2)}, 6), out)
+    decided = FULL.changed(LEFT, STEP - 1, {seat: frozenset() for seat in survivors()}, 2)
+    assert decided == StepBatches(3, LEFT)
+    ledger.without(decided, 2, out)
+    for replica in LEFT:
+        losses = {f"{replica}.{index}": float(replica) for index in range(2)}
+        ledger.contribute(Contribution(replica, STEP, LOSS, losses, 4), out)
+    assert said(out, Collected) == [Collected(STEP, LOSS, {MEAN: 1.0})]
+
+
+def test_losses_that_were_told_are_incomplete_once_a_replica_is_back():
+    ledger, out = StepLedger(STEP - 1), CoordinatorOutput()
+    left = FULL.changed(LEFT, STEP - 1, survivors(), 2)
+    told = {f"{replica}.{index}": 1.0 for replica in LEFT for index in range(2)}
+    ledger.contribute(Contribution(0, STEP, LOSS, told, 4), out)
+    assert len(said(out, Collected)) == 1
+    ledger.without(left.changed((0, 1, 2), STEP - 1, survivors(), 2), 2, out)
+    assert len(said(out, Collected)) == 1
+    ledger.contribute(Contribution(1, STEP, LOSS, {"1.0": 4.0, "1.1": 4.0}, 6), out)
+    assert said(out, Collected)[1:] == [Collected(STEP, LOSS, {MEAN: 2.0})]
+
+
 def test_the_decision_travels():
     decided = FULL.changed(LEFT, STEP - 1, survivors(SUM[0], SUM[1]), 2)
     assert decode(encode(Resume(3, STEP - 1, batches=decided))) == Resume(3, STEP - 1, batches=decided)

@@ -110,7 +110,7 @@ def _go_on(state: JobState, reports: Reports) -> None:
     decided = state.batches if state.shrinks else None
     generations.plan_again(state, committed)
     state.tell(WORKERS, Resume(generation.number, committed, among_all(held), norm, rejected, *data, decided))
-    if state.batches.void:
+    if state.shrinks:
         assert state.job is not None, "a job that trains has begun"
         state.steps.without(state.batches, state.job.micro_batches, state.out)
     share = state.batches.share(committed + 1)

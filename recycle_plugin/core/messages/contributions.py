@@ -63,18 +63,22 @@ class Contributions:
         self._told = {key: values for key, values in self._told.items() if key[0] <= after}
 
     def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict[str, Loss]]]:
-        """Drop contributions to void steps (core/vocabulary/step_batches.py), except the losses of micro-batches that
-        still count. Yield (step, losses) for each step that this completes. ``micro_batches``: of a replica.
+        """Drop contributions to void steps (core/vocabulary/step_batches.py), and of all steps the losses of
+        micro-batches that no longer count. Yield (step, losses) for each step whose losses are complete by that, or
+        were told for a void step. ``micro_batches``: of a replica.
         """
-        void = [key for key in {*self._values, *self._told} if key[0] >= batches.void]
-        for key in sorted(void):
-            values, told = self._values.pop(key, {}), self._told.pop(key, None)
-            if key[1] != LOSS:
+        for key in sorted({*self._values, *self._told}):
+            (step, name), void = key, 0 < batches.void <= key[0]
+            if not void and (name != LOSS or key in self._told):
                 continue
-            kept = {shard: _of(each, batches.of(key[0])) for shard, each in ({0: told} if told else values).items()}
-            if told is not None or self._complete(kept, micro_batches * len(batches.of(key[0]))):
+            values, told = self._values.pop(key, {}), self._told.pop(key, None)
+            if name != LOSS:
+                continue
+            given = values if told is None else dict.fromkeys(range(self._shards), told)
+            kept = {shard: _of(each, batches.of(step)) for shard, each in given.items()}
+            if self._complete(kept, micro_batches * len(batches.of(step))):
                 self._told[key] = _over_shards(LOSS, kept)
-                yield key[0], self._told[key]
+                yield step, self._told[key]
             else:
                 self._values[key] = kept
 

@@ -194,7 +194,9 @@ class StepLedger:
         return committed, norm, rejected
 
     def without(self, batches: StepBatches, micro_batches: int, out: CoordinatorOutput) -> None:
-        """Drop contributions to void steps, and tell the losses that still count. ``micro_batches``: of a replica."""
+        """Drop contributions that no longer count, and tell losses that are complete by that, or were told for a void
+        step. ``micro_batches``: of a replica.
+        """
         for step, values in self._contributions.without(batches, micro_batches):
             self._tell_collected(step, LOSS, values, out)
 
