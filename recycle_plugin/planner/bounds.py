@@ -111,6 +111,8 @@ def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
         busy = load * (forward + backward) + max(0, trip - places * forward)
         before = max(before, busy - late * weight)
         window = max(window, busy)
+        if not max(activation, pending):
+            continue  # nothing is held, so memory bounds nothing
         if activation == pending or not problem.split:
             held = load * (trip + backward) * activation
             places = cap // activation

@@ -227,6 +227,17 @@ def test_memory_in_bytes_counts_a_pending_weight_gradient_that_is_larger() -> No
         plan(view, CostModel.uniform(3), Policy(memory_bytes=60))
 
 
+@pytest.mark.parametrize("split, pending", ((True, 0), (False, 0), (False, 5)))
+def test_memory_bounds_nothing_where_nothing_is_held(split, pending):
+    costs = replace(CostModel.uniform(2), activation_bytes=(0, 0), pending_bytes=(pending, pending))
+    found, free = (
+        plan(Topology(2, 2, 3).full(), costs, Policy(split_backward=split, **cap))
+        for cap in ({"memory_bytes": 9}, {"activation_cap": 99})
+    )
+    verify(found, costs)
+    assert (found.period_us, found.bound_us) == (free.period_us, free.bound_us)
+
+
 def test_memory_from_a_profile() -> None:
     assert memory.auto(1000, (300, 400), (100, 50)) == (550, 500)
     with pytest.raises(PlanError, match="stage 1"):
