@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 from hypothesis import given
@@ -323,10 +324,10 @@ def test_the_profile_of_another_job(measured):
         assert str(caught.value) == f"recycle.costs: {expected}"
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"layers": 3}', "\0"])
+@pytest.mark.parametrize("text", [b"", b"{", b'{"layers": 3}', b"\0", b"\xff\xfe", b"[" * 100_000, b"3"], ids=len)
 def test_a_file_that_is_no_profile(tmp_path, text):
     path = tmp_path / "x.json"
-    path.write_text(text)
+    path.write_bytes(text)
     said = message({"costs": str(path)})
     assert said.startswith(f"recycle.costs: {path} has no costs: ") and said.endswith(f"; {OF_A_PROFILE}")
     assert "\n" not in said
@@ -382,7 +383,19 @@ def test_costs_that_lack_something_name_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"forward": [1, -1]}, {"forward": "a"}, {"forward": 3}, {"forward": [1.5, 1]}, {"input": [1]}, {"x": 1}]
+    "change",
+    [
+        *(
+            {"forward": value}
+            for value in ([1, -1], "ab", 3, [], [1.5, 1], [True, 1], [inf, 1], [nan, 1], [10**400, 1])
+        ),
+        *({name: value} for name in ("communication", "dispatch", "tie") for value in (-1, "1", None, nan, inf, [1])),
+        {"communication_across": 1e300},
+        {"slowness": [["0.1", 150]]},
+        {"input": [1]},
+        {"x": 1},
+    ],
+    ids=str,
 )
 def test_costs_that_can_not_be(tmp_path, change):
     with pytest.raises(SettingsError, match=r"^recycle\.costs: .*/costs\.json has no costs: .*; write the path of a"):

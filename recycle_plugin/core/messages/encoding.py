@@ -19,7 +19,8 @@ from zlib import error as Unpackable
 import msgpack
 
 from recycle_plugin.core.messages.protocol import MESSAGES
-from recycle_plugin.core.messages.typed import Unreadable, form_of, read, shown, values
+from recycle_plugin.core.messages.typed import Unreadable, form_of, read, values
+from recycle_plugin.core.vocabulary.cut_text import shown
 
 MAGIC = b"RP"
 HEAD = Struct(">2sII")

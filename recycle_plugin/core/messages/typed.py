@@ -15,11 +15,12 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from recycle_plugin.core.vocabulary.cut_text import shown
+
 T = TypeVar("T")
 SCALARS = (NoneType, bool, int, float, str)
 TEXT = frozenset({str})
 DEEPEST = 32  # lists and dicts within each other, in a field of any plain value
-SHOWN = 80  # characters of a value that does not fit
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,6 @@ def _refusal(text: str) -> Callable[[Any], Any]:
         raise _Wrong(f"is {shown(plain)}, and it has to be {text}")
 
     return make
-
-
-def shown(plain: Any) -> str:
-    """Return the text of ``plain`` in one line, cut off if it is long."""
-    try:
-        text = repr(plain)
-    except RecursionError:  # msgpack reads deeper nesting than Python prints
-        return f"a deep {type(plain).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _union(forms: list[TypeForm]) -> TypeForm:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from recycle_plugin.core.vocabulary.cut_text import shown
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
+
+MOST_US, MOST_BYTES = 10**12, 10**15
+"""The largest costs: the planner adds them up in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,17 @@ class CostModel:
             values, optional = getattr(self, name), name in ("backward", "activation_bytes", "pending_bytes")
             if len(values) != stages and (values or not optional):
                 raise ValueError(f"costs.{name} has {len(values)} entries for {stages} stages")
-            if any(value < 0 or value != int(value) for value in values):
-                unit = "bytes" if name.endswith("bytes") else "microseconds"
-                raise ValueError(f"costs.{name} = {values}: whole numbers of {unit}, none negative")
+            unit, most = ("bytes", MOST_BYTES) if name.endswith("bytes") else ("microseconds", MOST_US)
+            if not all(_is_whole(value, most) for value in values):
+                raise ValueError(
+                    f"costs.{name} = {shown(values)}: whole numbers of {unit}, none negative or over {most}"
+                )
+        for name in ("communication", "communication_across", "dispatch", "tie"):
+            value, optional = getattr(self, name), name == "communication_across"
+            if not (_is_whole(value, MOST_US) or (optional and value is None)):
+                raise ValueError(
+                    f"costs.{name} = {shown(value)}: a whole number of microseconds, not negative or over {MOST_US}"
+                )
         if any(percent < 1 for _, percent in self.slowness):
             raise ValueError(f"costs.slowness = {self.slowness}: percent of the stage's time, at least 1")
 
@@ -112,3 +124,8 @@ class CostModel:
     @cached_property
     def _percent(self) -> dict[Seat, int]:
         return dict(self.slowness)
+
+
+def _is_whole(value: object, most: int) -> bool:
+    """Return whether ``value`` is a whole number between 0 and ``most``; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most and value == int(value)

@@ -7,16 +7,19 @@ fields of :class:`Profile`, parts and links as objects.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.cost import MOST_BYTES, CostModel
+from recycle_plugin.core.vocabulary.cut_text import shown
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes, stages_bytes
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, STATE_BYTES, WorkerBytes
 
 ORIGINS = ("measured", "analytic")
+LINKS = ("inside", "across")
+SEVERAL = 5  # missing and unknown keys that an error names
+UNREADABLE = (ValueError, RecursionError)  # json's for text that it can't read, and for what is nested too deep
 MEMORY = "memory"  # the key of a run's costs.json for the bytes of each stage
 
 
@@ -30,10 +33,10 @@ class Wire:
     bytes_per_us: float
 
     def __post_init__(self) -> None:
-        if self.latency_us < 0 or self.bytes_per_us <= 0:
+        if not (_is_number(self.latency_us) and _is_number(self.bytes_per_us) and self.bytes_per_us > 0):
             raise ValueError(
-                f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth "
-                "above 0"
+                f"a link of {shown(self.latency_us)} us and {shown(self.bytes_per_us)} bytes/us: latency not negative, "
+                "bandwidth above 0"
             )
 
     def transfer_us(self, size: int) -> int:
@@ -59,8 +62,8 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value!r}: a number that is not negative")
+            if not _is_number(value):
+                raise ValueError(f"{name} is {shown(value)}: a number that is not negative, at most {MOST_BYTES}")
 
     @property
     def compute_us(self) -> float:
@@ -101,6 +104,11 @@ class Profile:
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("name", "origin", "device", "date", "command", "dtype"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} is {shown(value)}: a text")
+        if not isinstance(self.checkpointing, bool):
+            raise ValueError(f"checkpointing is {shown(self.checkpointing)}: true or false")
         if self.origin not in ORIGINS:
             raise ValueError(f"origin is {self.origin!r}: one of {', '.join(ORIGINS)}")
         if self.dtype not in STATE_BYTES:
@@ -115,8 +123,10 @@ class Profile:
             "device_bytes",
         ):
             value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (name == "device_bytes" and value is None):
-                raise ValueError(f"{name} is {value!r}: a whole number, at least 1")
+            if (type(value) is not int or not 1 <= value <= MOST_BYTES) and (
+                name != "device_bytes" or value is not None
+            ):
+                raise ValueError(f"{name} is {shown(value)}: a whole number, from 1 to {MOST_BYTES}")
 
     @property
     def title(self) -> str:
@@ -226,10 +236,9 @@ def write(profile: Profile, path: str | Path) -> None:
 
 def read(path: str | Path) -> Profile:
     """Return the profile in the JSON file ``path``. Raises OSError, or ValueError that names the file and mistake."""
-    text = Path(path).read_text()
     try:
-        return _profile(json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
+        return _profile(json.loads(Path(path).read_text()))
+    except UNREADABLE as error:
         raise ValueError(f"{path} is no profile: {error}") from None
 
 
@@ -240,34 +249,65 @@ def read_costs(path: str | Path) -> Profile | CostModel:
 
 def read_measured(path: str | Path) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
     """Return what :func:`read_costs` does, and the measured bytes of each stage, if the file has them."""
-    text = Path(path).read_text()
     try:
-        found = json.loads(text)
+        found = json.loads(Path(path).read_text())
         if not isinstance(found, dict) or "forward" not in found:
             return _profile(found), ()
         memory = found.pop(MEMORY, None)
-        known = [field.name for field in fields(CostModel)]
-        wrong = [f"no {name}" for name in known[:3] if name not in found]
-        if wrong := wrong + [f"unknown key {name}" for name in found if name not in known]:
-            raise ValueError(", ".join(wrong))
-        given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
-        costs = CostModel(**given)
+        costs = _costs(found)
         if memory is None:
             return costs, ()
         if not (costs.activation_bytes and costs.pending_bytes):
             raise ValueError(f"{MEMORY} without activation_bytes and pending_bytes")
         return costs, stages_bytes(memory, costs.stages)
-    except (ValueError, TypeError, KeyError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path} has no costs: {error}") from None
+
+
+def _costs(found: dict[str, Any]) -> CostModel:
+    given: dict[str, Any] = {}
+    for field in _expected(CostModel, found):
+        value = found[field.name]
+        if field.type.startswith("tuple"):
+            if not isinstance(value, list):
+                raise ValueError(f"{field.name} is {shown(value)}: a list with a number for each stage")
+            value = tuple(value)
+        given[field.name] = value
+    if not given["forward"]:
+        raise ValueError("forward is empty: a list with a number for each stage")
+    return CostModel(**given)
 
 
 def _profile(found: Any) -> Profile:
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
-    wanted = [field.name for field in fields(Profile)]
-    strange: Sequence[str] = sorted(set(found) - set(wanted))
-    if strange:
-        raise ValueError(f"unknown keys {', '.join(strange)}")
-    parts = {name: LayerProfile(**found[name]) for name in ("first", "layer", "last")}
-    links = {name: Wire(**found[name]) for name in ("inside", "across")}
-    return Profile(**{**found, **parts, **links, "assumptions": tuple(found.get("assumptions", ()))})
+    _expected(Profile, found)
+    kinds: dict[str, type] = dict.fromkeys(("first", "layer", "last"), LayerProfile) | dict.fromkeys(LINKS, Wire)
+    parts = {}
+    for name, kind in kinds.items():
+        if not isinstance(found[name], dict):
+            raise ValueError(f"{name} is {shown(found[name])}: an object")
+        try:
+            _expected(kind, found[name])
+            parts[name] = kind(**found[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    assumptions = found.get("assumptions", [])
+    if not isinstance(assumptions, list) or not all(isinstance(each, str) for each in assumptions):
+        raise ValueError(f"assumptions is {shown(assumptions)}: a list of texts")
+    return Profile(**{**found, **parts, "assumptions": tuple(assumptions)})
+
+
+def _expected(kind: type, found: dict[str, Any]) -> list[Field[Any]]:
+    """Return the fields of ``kind`` that ``found`` has. Raises ValueError if it lacks one, or has another key."""
+    known = [field for field in fields(kind) if field.name != "slowness"]  # measured anew in each run
+    names = {field.name for field in known}
+    wrong = [f"no {each.name}" for each in known if each.default is MISSING and each.name not in found]
+    if wrong := wrong + [f"unknown key {shown(name)[1:-1]}" for name in found if name not in names]:
+        raise ValueError(", ".join(wrong[:SEVERAL]))
+    return [field for field in known if field.name in found]
+
+
+def _is_number(value: object) -> bool:
+    """Return whether ``value`` is a number from 0 to MOST_BYTES; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_BYTES
