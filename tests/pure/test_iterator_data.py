@@ -10,9 +10,10 @@ from recycle_plugin.core.messages.from_coordinator import Committed
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, Place, unpack
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, Place, share, unpack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker import iterator_data
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
@@ -156,3 +157,17 @@ def test_what_another_iterator_gives_is_no_data_of_a_step_before_it(end):
         iterator_data.provide(1, ControlView(0))
     iterator_data.provide(2, ControlView(0))
     assert len(store.of("drawn", 2)) == 3
+
+
+@pytest.mark.parametrize("begun", (False, True))
+def test_a_steps_draws_are_shared_out_once(end, monkeypatch, begun):
+    supply, shared = end[0], []
+    held = {Seat(1, 0): {1: {MicroBatch(1, 0): Draw(1, 0)}}} if begun else {}
+    state = IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, held, {})
+    monkeypatch.setattr(iterator_data, "share", lambda *given: shared.append(given) or share(*given))
+    for times in (1, 2):
+        supply.take_state(state)
+        supply.provide(1, ControlView(0))
+        for index in range(3):
+            supply.giver(Datum("drawn", 0, MicroBatch(1, index), 1))
+        assert len(shared) == times

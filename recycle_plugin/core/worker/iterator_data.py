@@ -26,6 +26,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 
 KIND = "drawn"
 UNCOMMITTED = 2  # steps at most that may have to be done again
+KEPT = UNCOMMITTED + 1  # steps' draws: of those, and of any other
 
 
 class DataIterator(Protocol):
@@ -64,7 +65,7 @@ class IteratorData:
         self.stands = Place()
         self._behind = [(-1, self.stands)]  # recent steps, and where it stood when all was drawn for them
         self._taken: IteratorState | None = None
-        self._usual: tuple[int, StepDraws] | None = None  # of a step that nobody has data of yet, by the iterator
+        self._shared: dict[tuple[int, int], StepDraws] = {}  # by step and iterator; 0: that nobody has data of yet
         self._said: set[int] = set()
         self._ended = 0  # the number of the last iterator that has
         self.lacks = 0  # the step for which there is nothing to draw, as far as is known here
@@ -86,7 +87,7 @@ class IteratorData:
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Go by ``iterator_state`` until the next one comes."""
-        self._taken, self._usual, self.lacks = iterator_state, None, 0
+        self._taken, self._shared, self.lacks = iterator_state, {}, 0
         if not self.in_place and self._store.reads_iterator:
             self._find_place(iterator_state)
 
@@ -195,15 +196,14 @@ class IteratorData:
             self._behind[-1] = (step, self.stands)
 
     def _share(self, step: int) -> StepDraws:
-        iterator = self.stands.iterator - (step < self._begun_in)
-        if (
-            any(step in batches for batches in self._iterator_state.held_draws.values())
-            or step in self._iterator_state.recovery_plans
-        ):
-            return share(self._iterator_state, step, iterator)
-        if self._usual is None or self._usual[0] != iterator:
-            self._usual = iterator, share(self._iterator_state, step, iterator)
-        return self._usual[1]
+        """Return the draws of ``step``, shared out once for each state and iterator."""
+        state, iterator = self._iterator_state, self.stands.iterator - (step < self._begun_in)
+        begun = step in state.recovery_plans or any(step in batches for batches in state.held_draws.values())
+        case = step if begun else 0, iterator
+        if case not in self._shared:
+            shared = share(state, step, iterator)
+            self._shared = dict([*self._shared.items(), (case, shared)][-KEPT:])
+        return self._shared[case]
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
         if step < self._begun_in:  # the other end might read from the iterator before: inputs and labels of two
