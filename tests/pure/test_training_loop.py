@@ -12,6 +12,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.packed_data import among_all, pack
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
+from recycle_plugin.core.worker.training_loop import PLANS
 from tests.support.loop_worker import MEMBERS, SHAPE, Worker
 
 
@@ -62,6 +63,17 @@ def test_who_stays_does_the_others_work_from_that_step_on() -> None:
     )
     assert worker.train(4) == [1, 2, 3, 4]
     assert [sum(one.op is Op.F for one in program.instructions) for program in worker.ran] == [2, 2, 4, 4]
+
+
+def test_a_worker_keeps_the_last_plans_alone(monkeypatch) -> None:
+    """The pace of a worker may change for as long as the job runs."""
+    loop, made = Worker().loop, []
+    plan = loop._planner.plan
+    monkeypatch.setattr(loop._planner, "plan", lambda view, generation: made.append(view) or plan(view, generation))
+    paces = [Generation(2, MEMBERS, 0, "pace", 0.0, slowness=((Seat(0, 0), percent),)) for percent in range(200, 210)]
+    for pace in (*paces, *paces[-PLANS:], paces[-2]):
+        loop._plan_for(pace)
+    assert len(loop._plans) == PLANS and len(made) == len(paces)
 
 
 def test_what_is_void_has_no_say_in_where_data_comes_from() -> None:

@@ -48,6 +48,8 @@ from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.loop_ports import LEAVE, DataEnded, LoopPort, Planner, Slowness, StepProgram, StepRunner
 
+PLANS = 4  # that a worker keeps: each is as large as the job
+
 
 class TrainingLoop:
     """The training loop of the worker at ``seat``. ``lockstep``: with the seat's other shards, if there are any."""
@@ -66,7 +68,7 @@ class TrainingLoop:
         self._runner = runner
         self._planner = planner
         self._topology = topology
-        self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
+        self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}  # the last used last
         self._recovery_plans: dict[int, StepProgram] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
@@ -447,9 +449,13 @@ class TrainingLoop:
 
     def _plan_for(self, generation: Generation) -> Plan:
         case = generation.roster.working, generation.slowness
-        if case not in self._plans:
-            self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation)
-        return self._plans[case]
+        plan = self._plans.pop(case, None)
+        if plan is None:
+            plan = self._planner.plan(ClusterView(self._topology, case[0]), generation)
+        self._plans[case] = plan
+        for old in [*self._plans][:-PLANS]:
+            del self._plans[old]
+        return plan
 
 
 def _draws(packed: Mapping[str, str], unfilled: int, batches: StepBatches) -> dict[int, Batches]:
