@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import asdict, replace
-from math import inf
+from math import inf, nan
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -30,10 +30,18 @@ from recycle_plugin.core.messages.encoding import (
     encode,
 )
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Lease, Over, Resume
-from recycle_plugin.core.messages.from_workers import Heartbeat, Note, Ready, Stepped, SurvivorReport
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Heartbeat,
+    Note,
+    Ready,
+    Stepped,
+    SupervisorHeartbeat,
+    SurvivorReport,
+)
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import MESSAGES
-from recycle_plugin.core.messages.typed import DEEPEST, Unreadable, form_of, names_of, read, values
+from recycle_plugin.core.messages.typed import DEEPEST, Finite, Unreadable, form_of, names_of, read, values
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
@@ -51,6 +59,7 @@ plain = st.recursive(
 SIMPLE = {
     int: st.integers(),
     float: numbers,
+    Finite: st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers()),
     str: texts,
     bytes: st.binary(max_size=8),
     bool: st.booleans(),
@@ -71,7 +80,12 @@ def of(hint: Any) -> st.SearchStrategy:
         return st.lists(of(first), max_size=3).map(tuple) if others == [...] else st.tuples(*map(of, (first, *others)))
     if get_args(hint):
         return st.one_of(*map(of, get_args(hint)))
-    return st.builds(hint, **{name: of(each) for name, each in get_type_hints(hint).items() if name in names_of(hint)})
+    return st.builds(
+        hint,
+        **{
+            name: of(each) for name, each in get_type_hints(hint, include_extras=True).items() if name in names_of(hint)
+        },
+    )
 
 
 messages = st.sampled_from(MESSAGES).flatmap(of)
@@ -208,7 +222,18 @@ def test_a_field_of_another_type_is_named(message, data):
             SurvivorReport(0, 0, 0, "plan", {b"params": "x"}),
             "SurvivorReport.held is {b'params': 'x'}, and it has to be a dict with texts for keys",
         ),
-        (Lease(1, True), "Lease.for_s is True, and it has to be float"),
+        (Lease(1, True), "Lease.for_s is True, and it has to be a finite float"),
+        (Lease(1, inf), "Lease.for_s is inf, and it has to be a finite float"),
+        (Exited(0, -9, nan), "Exited.at is nan, and it has to be a finite float"),
+        (SupervisorHeartbeat(0, False, nan), "SupervisorHeartbeat.cpu_s is nan, and it has to be a finite float"),
+        (
+            SurvivorReport(0, 0, 0, "plan", {}, {"plan_s": -inf}),
+            "SurvivorReport.timings['plan_s'] is -inf, and it has to be a finite float",
+        ),
+        (
+            Ready(member(1), 0, replace(job(), clipping=nan)),
+            "Ready.job.clipping is nan, and it has to be a finite float",
+        ),
         (Committed(1, {"workers": "4"}), "Committed.figures['workers'] is '4', and it has to be float"),
         (
             Generation(1, (member(0), replace(member(1), seat=(1,))), 0, "x", 0.0),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from recycle_plugin.core.messages.from_workers import LogFolder
 from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.typed import Finite
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -76,7 +77,7 @@ class Refused:
 class Restart(OfWorker):
     """Tells the supervisor of ``rank``, whose last process has ended, to start the next after ``after_s`` seconds."""
 
-    after_s: float
+    after_s: Finite
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class Pace:
     coordinator's host if it has no standby elsewhere.
     """
 
-    every_s: float
-    silent_s: float
+    every_s: Finite
+    silent_s: Finite
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Generation:
     members: tuple[Member, ...]
     from_step: int
     cause: str
-    at: float
+    at: Finite
     slowness: tuple[tuple[Seat, int], ...] = ()
 
     @cached_property
@@ -161,7 +162,7 @@ class Lease:
     """
 
     number: int
-    for_s: float
+    for_s: Finite
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class Expected:
     """Tells workers that wait for an empty stage ``what`` comes next, in words, and to wait at least ``limit_s`` s."""
 
     what: str
-    limit_s: float
+    limit_s: Finite
 
 
 @dataclass(frozen=True)

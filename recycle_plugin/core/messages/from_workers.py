@@ -8,6 +8,7 @@ from typing import Any
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import SUPERVISOR, ToCoordinator
+from recycle_plugin.core.messages.typed import Finite
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -133,7 +134,7 @@ class Durable(OfWorker, running=True):
     step: int
     path: str
     valid_from: int = 0
-    write_s: float = 0.0
+    write_s: Finite = 0.0
     boundaries: tuple[int, ...] | None = None
 
 
@@ -198,7 +199,7 @@ class SurvivorReport(OfWorker, running=True, most=1 << 22):
     stepped: int
     digest: str
     held: dict[str, str] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, Finite] = field(default_factory=dict)
     loaded: bool = False
     period_us: int = 0
     bound_us: int = 0
@@ -364,7 +365,7 @@ class Exited(OfWorker, by=SUPERVISOR):
     """From a supervisor whose worker's process ended. ``code``: negative for a signal; ``at``: seconds since 1970."""
 
     code: int
-    at: float
+    at: Finite
 
 
 @dataclass(frozen=True)
@@ -405,7 +406,7 @@ class SupervisorHeartbeat(OfWorker, by=SUPERVISOR):
     """
 
     stopped: bool
-    cpu_s: float | None = None
+    cpu_s: Finite | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recycle_plugin.core.messages.typed import Finite
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -35,7 +36,7 @@ class JobSpec:
     report: bool = False
     rebalance: bool = False
     stagger_optimizer: bool = True
-    clipping: float = 0.0
+    clipping: Finite = 0.0
     clip: str = "sync"
     nonfinite: str = "end"
     norm: str = "True"

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.typed import Finite
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class StandsBy:
     term: int
     host: str
     port: int
-    silent_s: float
+    silent_s: Finite
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Taken:
     """
 
     kind: str
-    now: float
+    now: Finite
     line: int = -1
     hello: Hello | None = None
     message: bytes = b""

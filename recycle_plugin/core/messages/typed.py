@@ -11,15 +11,18 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from math import isfinite
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from recycle_plugin.core.vocabulary.cut_text import shown
 
 T = TypeVar("T")
 SCALARS = (NoneType, bool, int, float, str)
 TEXT = frozenset({str})
+Finite = Annotated[float, "neither infinite nor NaN"]
+"""The annotation of a number that a loss or a norm can be no part of: a time, a limit."""
 DEEPEST = 32  # lists and dicts within each other, in a field of any plain value
 
 
@@ -91,6 +94,8 @@ def form_of(hint: Any) -> TypeForm:
     if hint in SCALARS:  # a whole number is a float too, and a flag is no number
         text = "None" if hint is NoneType else hint.__name__
         return TypeForm(text, frozenset({float, int} if hint is float else {hint}), _refusal(text))
+    if hint == Finite:
+        return TypeForm("finite float", frozenset(), _finite)
     if hint is bytes:  # only if the annotation says so: files have none
         return TypeForm("bytes", frozenset({bytes}), _refusal("bytes"))
     if get_origin(hint) in (Union, UnionType):
@@ -111,6 +116,12 @@ def _refusal(text: str) -> Callable[[Any], Any]:
         raise _Wrong(f"is {shown(plain)}, and it has to be {text}")
 
     return make
+
+
+def _finite(plain: Any) -> float:
+    if type(plain) is int or (type(plain) is float and isfinite(plain)):
+        return plain
+    raise _Wrong(f"is {shown(plain)}, and it has to be a finite float")
 
 
 def _union(forms: list[TypeForm]) -> TypeForm:
@@ -187,7 +198,7 @@ def _fixed(
 
 
 def _record(kind: Any) -> TypeForm:
-    hints, names = get_type_hints(kind), names_of(kind)
+    hints, names = get_type_hints(kind, include_extras=True), names_of(kind)
     forms = tuple(form_of(hints[name]) for name in names)
     text = f"{kind.__name__}({', '.join(f'{name}: {form.text}' for name, form in zip(names, forms))})"
     fixed = _fixed(text, tuple(f".{name}" for name in names), forms, _builder(kind, names))
