@@ -81,3 +81,12 @@ def test_what_is_told_to_all_is_short_and_undone() -> None:
 
 def wgrad(replica: int, index: int) -> Datum:
     return Datum("wgrad", 0, MicroBatch(replica, index), 1)
+
+
+def test_all_texts_together_are_of_so_many_micro_batches():
+    half = f"0.0:{MOST // 2 - 1}"
+    PackedData({"wgrad 1@3": half, "act 1@3": half, "params 1@3": ""}).check()
+    with pytest.raises(
+        ValueError, match="^act of stage 1 is of '7.0:0': write replica.first:last, separated by blanks"
+    ):
+        PackedData({"wgrad 1@3": half, "wgrad 0@3": half, "act 1@3": "7.0:0"}).check()

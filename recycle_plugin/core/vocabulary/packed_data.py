@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 
 _RANGE = r"\d{1,9}\.\d{1,9}:\d{1,9}"  # replica, first and last micro-batch
 RANGES = re.compile(rf"({_RANGE}( {_RANGE})*)?", re.ASCII)
-MOST = 1 << 20  # micro-batches in one text
+MOST = 1 << 20  # micro-batches in all texts of a set
 SHOWN = 40  # characters of a malformed text in an error
 
 
@@ -80,11 +80,16 @@ class PackedData(AbstractSet[Datum]):
         return frozenset(data)
 
     def check(self) -> None:
-        """Raise ValueError if a text is no list of ranges of micro-batches, or of too many."""
+        """Raise ValueError if a text is no list of ranges of micro-batches, or if all of them are of too many."""
+        total = 0
         for group, ranges in self.ranges.items():
             counts = [count for _, _, count in _parsed(ranges)] if RANGES.fullmatch(ranges) else [0]
-            if min(counts, default=1) < 1 or sum(counts) > MOST:
-                raise ValueError(f"{group.kind} of stage {group.stage} is of {ranges[:SHOWN]!r}")
+            total += sum(counts)
+            if min(counts, default=1) < 1 or total > MOST:
+                raise ValueError(
+                    f"{group.kind} of stage {group.stage} is of {ranges[:SHOWN]!r}: write replica.first:last, separated "
+                    f"by blanks, for at most {MOST} micro-batches in all"
+                )
 
     def __contains__(self, datum: object) -> bool:
         if not isinstance(datum, Datum):
