@@ -87,8 +87,8 @@ class PackedData(AbstractSet[Datum]):
             total += sum(counts)
             if min(counts, default=1) < 1 or total > MOST:
                 raise ValueError(
-                    f"{group.kind} of stage {group.stage} is of {ranges[:SHOWN]!r}: write replica.first:last, separated "
-                    f"by blanks, for at most {MOST} micro-batches in all"
+                    f"{group.kind} of stage {group.stage} is of {ranges[:SHOWN]!r}: write replica.first:last, "
+                    f"separated by blanks, for at most {MOST} micro-batches in all"
                 )
 
     def __contains__(self, datum: object) -> bool:
