@@ -42,7 +42,7 @@ def of_any_step(monkeypatch) -> None:
     monkeypatch.setattr(words, "_of_report", lenient)
 
 
-around("a report of any generation is one of the newest", Regrouping, "add", seen=22)(
+around("a report of any generation is one of the newest", Regrouping, "add", seen=26)(
     lambda self, before, report: before(self, replace(report, generation=self.generation))
 )
 
@@ -73,7 +73,7 @@ def there_and_turned_away(state, before, ready):
         before(state, ready)
 
 
-instead("a worker takes up a membership that is over", ControlView, "_is_old", seen=6)(lambda self, message: False)
+instead("a worker takes up a membership that is over", ControlView, "_is_old", seen=9)(lambda self, message: False)
 
 
 @mistake("who has replayed a stage enters by any report", seen=712)

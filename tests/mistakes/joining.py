@@ -80,7 +80,7 @@ around("what may be taken back is served", Servings, "between", seen=91, also=al
 around(
     "a newcomer applies steps without regard to their norm", FilledStage, "follow", seen=9, also=all_hashes_are_equal
 )(followed_with(norm=None))
-around("the sum of a unit that is read after it goes nowhere", Service, "between", seen=31, also=not_asked_again)(
+around("the sum of a unit that is read after it goes nowhere", Service, "between", seen=148, also=not_asked_again)(
     lambda self, before, stepped, valid_from, summed, *more: before(self, stepped, valid_from, False, *more)
 )
 

@@ -213,7 +213,7 @@ def not_put_back(self, before, kept):
     before(self, (state._replace(moments=dict(moments)), rate))
 
 
-@around("what a companion had begun of a step counts beside what is made again", Companion, "run", seen=63)
+@around("what a companion had begun of a step counts beside what is made again", Companion, "run", seen=302)
 def begun(self, before, replay):
     """It drops what it has, and its sums stay."""
 

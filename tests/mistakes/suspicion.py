@@ -17,7 +17,7 @@ instead("what has cost a worker is a proof against the next", FailureDetector, "
 instead("who computes is taken for one that hangs", Deadlines, "busy_s", seen=17)(Deadlines.instruction_s)
 instead("a stage's last worker is given up on suspicion", Roster, "is_last", seen=82)(lambda self, member: False)
 instead("a suspicion is acted on at once", Suspicion, "overdue", seen=17)(Suspicion.raised)
-around("who was not suspect once is not looked at again", FailureDetector, "_suspicions", seen=10)(
+around("who was not suspect once is not looked at again", FailureDetector, "_suspicions", seen=14)(
     lambda self, before: (before(self), setattr(self, "_quiet_until", inf))[0]
 )
 instead("nobody sees that everybody waits", stalls, "see_standstill", seen=585)(lambda state: None)
