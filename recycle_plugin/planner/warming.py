@@ -1,7 +1,8 @@
 """Warming up: compile the planner's loops, or load them, at the start, so that no failure waits for that.
 
 Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so only the first process on a machine
-compiles. Workers start together: one compiles, the others wait for it and load.
+compiles. Workers start together: one compiles, the others wait for it and load. If that process is stopped, the others
+wait for LOCK_S seconds, and compile themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -20,6 +23,9 @@ from recycle_plugin.planner.bounds import bound
 from recycle_plugin.planner.make import plan, prepare, solve
 from recycle_plugin.planner.recovery import recover
 from recycle_plugin.planner.search import climbed
+
+LOCK_S = 120  # several times what one process needs to compile
+AGAIN_S = 0.05
 
 
 def warm() -> None:
@@ -31,11 +37,25 @@ def warm() -> None:
     except OSError:
         return _run()
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            fcntl.flock(lock, fcntl.LOCK_SH)  # another process compiles; afterwards all load at once
+        _take(lock, time.monotonic() + LOCK_S)
         _run()
+
+
+def _take(lock: IO[str], until: float) -> None:
+    """Take ``lock`` alone, or beside others once the process that has it alone has compiled; without it from
+    time.monotonic() ``until`` on, or if its file system has no locks.
+    """
+    way = fcntl.LOCK_EX
+    while True:
+        try:
+            return fcntl.flock(lock, way | fcntl.LOCK_NB)
+        except BlockingIOError:
+            way = fcntl.LOCK_SH  # another process compiles; afterwards all load at once
+        except OSError:
+            return
+        if time.monotonic() >= until:
+            return
+        time.sleep(AGAIN_S)
 
 
 def _run() -> None:
