@@ -29,7 +29,7 @@ from recycle_plugin.core.messages.encoding import (
     decode,
     encode,
 )
-from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Lease, Over, Resume
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Lease, Over, Pace, Resume
 from recycle_plugin.core.messages.from_workers import (
     Exited,
     Heartbeat,
@@ -222,8 +222,8 @@ def test_a_field_of_another_type_is_named(message, data):
             SurvivorReport(0, 0, 0, "plan", {b"params": "x"}),
             "SurvivorReport.held is {b'params': 'x'}, and it has to be a dict with texts for keys",
         ),
-        (Lease(1, True), "Lease.for_s is True, and it has to be a finite float"),
-        (Lease(1, inf), "Lease.for_s is inf, and it has to be a finite float"),
+        (Lease(1, True), "Lease.for_s is True, and it has to be float"),
+        (Pace(inf, inf), "Pace.every_s is inf, and it has to be a finite float"),
         (Exited(0, -9, nan), "Exited.at is nan, and it has to be a finite float"),
         (SupervisorHeartbeat(0, False, nan), "SupervisorHeartbeat.cpu_s is nan, and it has to be a finite float"),
         (

@@ -101,7 +101,7 @@ class Pace:
     """
 
     every_s: Finite
-    silent_s: Finite
+    silent_s: float
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Lease:
     """
 
     number: int
-    for_s: Finite
+    for_s: float
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Expected:
     """Tells workers that wait for an empty stage ``what`` comes next, in words, and to wait at least ``limit_s`` s."""
 
     what: str
-    limit_s: Finite
+    limit_s: float
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 SCALARS = (NoneType, bool, int, float, str)
 TEXT = frozenset({str})
 Finite = Annotated[float, "neither infinite nor NaN"]
-"""The annotation of a number that a loss or a norm can be no part of: a time, a limit."""
+"""The annotation of a number that is no loss, no norm and no deadline, which may be never: a time, a duration."""
 DEEPEST = 32  # lists and dicts within each other, in a field of any plain value
 
 
