@@ -93,7 +93,7 @@ def interrupted(*more: tuple[Seat, Datum]) -> dict[Seat, frozenset[Datum]]:
 @pytest.mark.parametrize("left", (LEFT, (2,), (0, 1, 2)), ids=str)
 def test_a_void_step_stays_void_until_somebody_has_applied_it(more, left):
     void = FULL.changed(LEFT, STEP - 1, survivors(), 2)
-    again = void.changed(left, STEP - 1, interrupted(*more), 2)
+    again = void.changed(left, STEP - 1, interrupted(*more), 2, heard=False)
     assert (again.void, again.of(STEP)) == (STEP, left)
     here = interrupted(*more)[Seat(0, 0)]
     assert (datum("wgrad", 0, "1.0") in again.gone(here)) == (1 not in left)
@@ -103,8 +103,8 @@ def test_a_void_step_stays_void_until_somebody_has_applied_it(more, left):
 def test_a_void_step_that_somebody_has_applied_is_void_no_longer():
     void = FULL.changed(LEFT, STEP - 1, survivors(), 2)
     applied = survivors(SUM[0], SUM[1], (Seat(0, 1), datum("params", 1, step=STEP + 1)))
-    assert void.changed(LEFT, STEP - 1, applied, 2).void == 0
-    assert (after := void.changed((2,), STEP - 1, applied, 2)).of(STEP) == LEFT and after.void == 0
+    assert void.changed(LEFT, STEP - 1, applied, 2, heard=False).void == 0
+    assert (after := void.changed((2,), STEP - 1, applied, 2, heard=False)).of(STEP) == LEFT and after.void == 0
 
 
 def test_the_commit_of_the_step_before_leaves_a_step_void():
@@ -112,7 +112,7 @@ def test_the_commit_of_the_step_before_leaves_a_step_void():
     begun = {seat: have | {datum("wgrad", seat.stage, "0.1", STEP + 1)} for seat, have in applied.items()}
     void = FULL.changed(LEFT, STEP - 1, begun, 2)
     assert (void.of(STEP), void.void) == ((0, 1, 2), STEP + 1)
-    assert void.committed(STEP).void == void.changed(LEFT, STEP, begun, 2).void == STEP + 1
+    assert void.committed(STEP).void == void.changed(LEFT, STEP, begun, 2, heard=False).void == STEP + 1
     assert void.committed(STEP + 1) == StepBatches(3, LEFT)
 
 

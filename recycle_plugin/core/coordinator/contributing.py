@@ -22,7 +22,12 @@ def batches_behind(state: JobState, committed: int, reports: Reports) -> StepBat
     assert state.job is not None, "a job that trains has begun"
     held = {Seat.parse(seat): PackedData(packed) for seat, packed in reports.holdings.items()}
     whole = state.job.policy.replicas(state.attendance.view(reports.generation.roster))
-    return state.batches.changed(whole, committed, held, state.job.stages)
+    heard = all(
+        report.adopted >= state.regrouping.in_force
+        for worker, report in reports.by_worker.items()
+        if worker in state.roster.workers
+    )
+    return state.batches.changed(whole, committed, held, state.job.stages, heard)
 
 
 def say_batches(state: JobState) -> None:

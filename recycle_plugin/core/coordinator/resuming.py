@@ -79,8 +79,8 @@ def _go_on(state: JobState, reports: Reports) -> None:
         state.attendance.failure_detector.rewind(reports.counts[0])
         state.places.rewind()
     committed, norm, rejected = state.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
-    state.regrouping.agreed(generation)
     before, batches = state.batches, contributing.batches_behind(state, committed, reports)
+    state.regrouping.agreed(generation)
     of_each = {step: (before if step <= committed else batches).of(step) for step in state.steps.unfinished}
     micro_batches = state.attendance.micro_batches
     state.places.agree(reports, state.committed, {} if state.pushed else of_each, micro_batches)

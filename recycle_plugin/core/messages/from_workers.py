@@ -193,6 +193,7 @@ class SurvivorReport(OfWorker, running=True, most=1 << 22):
     (core/worker/step_store.py). ``places``: by step, where its plain iterator stood after the last applied step, and
     after the next if that was begun; empty if it has none, or not at its replica's place. ``ended``: the number of its
     iterator if that has ended, else 0. ``lacks``: the step for which it found nothing to draw, 0 for none.
+    ``adopted``: the newest generation with which it has gone on, 0 for none.
     """
 
     generation: int
@@ -208,6 +209,7 @@ class SurvivorReport(OfWorker, running=True, most=1 << 22):
     places: dict[str, Place] = field(default_factory=dict)
     ended: int = 0
     lacks: int = 0
+    adopted: int = 0
 
 
 @dataclass(frozen=True)

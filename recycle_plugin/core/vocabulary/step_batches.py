@@ -16,8 +16,8 @@ from then on, and for each step begun, what becomes of the lost workers' contrib
   take it. The same holds if a survivor has applied the step, which nobody does before all stages have their sums
   (core.vocabulary.plan.Policy.together); then other workers compute again what was lost of a sum.
 * Else they are in none: the step is *void*, all sums of it are dropped, and the rest is added up again. It stays void
-  in later generations until a worker has applied it. A member that a newer generation has interrupted before it went on
-  still has the sums of before, and nothing but a sum with all members, made since, shows that each has dropped them.
+  in the next generation if a member has not heard so (a newer generation was announced before it went on) and still has
+  the sums of before, unless a worker has applied the step: that takes a sum with all members, made since.
 
 The decision travels with :class:`core.messages.from_coordinator.Resume`, by which all members go on. A worker's
 programs carry it to whatever computes (core.worker.loop_ports.StepProgram), so nobody else counts live replicas. A
@@ -94,11 +94,15 @@ class StepBatches:
         """Return the part of the replicas that contribute to ``step``."""
         return LiveShare(len(self.of(step)), self.total)
 
-    def changed(self, replicas: tuple[int, ...], committed: int, held: Held, stages: int) -> StepBatches:
-        """Return the batches of a generation with whole ``replicas`` whose members hold ``held`` of later steps."""
+    def changed(
+        self, replicas: tuple[int, ...], committed: int, held: Held, stages: int, heard: bool = True
+    ) -> StepBatches:
+        """Return the batches of a generation with whole ``replicas`` whose members hold ``held`` of later steps.
+        ``heard``: each of them that was a member before has dropped what these batches say is void.
+        """
         of_steps, void = {}, 0
         for step in (committed + 1, committed + 2):
-            had, still_void = self.of(step), self._still_void(step, held)
+            had, still_void = self.of(step), not heard and 0 < self.void <= step and not _applied(step, held)
             if not _begun(step, held) or (had == replicas and not still_void):
                 continue
             if not void and not still_void and _stays(step, held, stages):
@@ -106,9 +110,6 @@ class StepBatches:
             else:
                 void = void or step
         return StepBatches(self.total, replicas, of_steps, void)
-
-    def _still_void(self, step: int, held: Held) -> bool:
-        return 0 < self.void <= step and not _applied(step, held)
 
     def committed(self, step: int) -> StepBatches:
         """Return the batches once ``step`` is committed."""

@@ -269,6 +269,7 @@ class TrainingLoop:
             self._runner.places,
             self._runner.ended,
             self._runner.lacks,
+            self._control_view.number,
         )
         # once all have reported newcomers send, and this worker may be slower to go on
         self._runner.listen_to(generation.roster.addresses)
