@@ -239,7 +239,8 @@ def unsafe() -> str:
     threads = sorted(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         return (
-            f"there are {len(threads)} threads ({', '.join((each / 'comm').read_text().strip() for each in threads)})"
+            f"there are {len(threads)} threads "
+            f"({', '.join((each / 'comm').read_text(errors='replace').strip() for each in threads)})"
         )
     if "torch" in sys.modules:
         from recycle_plugin.runtime.devices.kinds import in_use

@@ -13,7 +13,7 @@ def life_of(pid: int) -> tuple[str, float | None]:
     """
     process = Path(f"/proc/{pid}")
     try:
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        fields = (process / "stat").read_bytes().rpartition(b")")[2].decode().split()  # names are any bytes
     except OSError:  # it has just ended
         return "", None
     try:
