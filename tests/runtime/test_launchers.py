@@ -71,6 +71,29 @@ def test_what_is_no_list_is_named(name, text):
         described(TASK | {name: text})
 
 
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        (
+            "MASTER_ADDR",
+            None,
+            "^RANK is 5, and these are not set: MASTER_ADDR; unset RANK to start a job by itself",
+        ),
+        ("WORLD_SIZE", "", "^RANK is 5, and these are not set: WORLD_SIZE"),
+        ("WORLD_SIZE", "seven", "^WORLD_SIZE is 'seven': a launcher sets it to a number from 1 to 16777216$"),
+        ("WORLD_SIZE", "5", "^RANK is '5': a launcher sets it to a number from 0 to 4$"),
+        ("RANK", "-1", "^RANK is '-1': a launcher sets it to a number from 0 to 6$"),
+        ("LOCAL_SIZE", "1e1", "^LOCAL_SIZE is '1e1'"),
+        ("MASTER_PORT", "70000", "^MASTER_PORT is '70000': a launcher sets it to a number from 1 to 65535$"),
+    ],
+)
+def test_what_no_launcher_sets_is_refused_in_one_line(name, text, said):
+    """A script of the user's may be the launcher."""
+    given = {other: value for other, value in PLACE.items() if other != name} | ({} if text is None else {name: text})
+    with pytest.raises(NoPlace, match=said):
+        described(given)
+
+
 TORCHRUNS = {
     "RANK": "5",
     "WORLD_SIZE": "8",

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that systems hand out
 PRIME = 7919  # spreads adjacent ports
+LAST_PORT = 65535
+MOST = 1 << 24  # workers, more than any job has
 MPI = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -25,19 +27,39 @@ class NoPlace(RuntimeError):
 def described(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT. Under srun the
     master defaults to the step's first node, and its port follows from the job's number. Raises NoPlace if no known
-    launcher has started this process, or if mpirun's environment does not name the master.
+    launcher has started this process, or if a variable is missing or has an impossible value.
     """
     if "RANK" in environment:
-        return _of_torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else dict(environment)
+        return _checked(_of_torchrun(environment) if "TORCHELASTIC_RUN_ID" in environment else dict(environment))
     if "SLURM_PROCID" in environment and "SLURM_STEP_NODELIST" in environment:
-        return _of_srun(environment)
+        return _checked(_of_srun(environment))
     if all(any(name in environment for name in names) for names in MPI.values()):
-        return _of_mpirun(environment)
+        return _checked(_of_mpirun(environment))
     raise NoPlace(
         "no launcher that the plugin knows has started this process (DeepSpeed's, torchrun, srun, mpirun): launch with "
         "deepspeed … --module recycle_plugin.launch your_script.py …, "
         "or on one host with python -m recycle_plugin.launch --workers 4 your_script.py …"
     )
+
+
+def _checked(place: dict[str, str]) -> dict[str, str]:
+    """Return ``place`` if its variables can be a launcher's, which each process needs. Raises NoPlace."""
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not place.get(name)]:
+        raise NoPlace(
+            f"RANK is {place['RANK']}, and these are not set: {', '.join(missing)}; unset RANK to start a job by "
+            "itself, or set what a launcher sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    for name in ("WORLD_SIZE", "LOCAL_SIZE"):
+        _check_number(place, name, 1, MOST)
+    _check_number(place, "RANK", 0, int(place["WORLD_SIZE"]) - 1)
+    _check_number(place, "MASTER_PORT", 1, LAST_PORT)
+    return place
+
+
+def _check_number(place: Mapping[str, str], name: str, least: int, most: int) -> None:
+    """Raise NoPlace if the variable ``name`` is set to anything but a number from ``least`` to ``most``."""
+    if name in place and not (re.fullmatch(r"\d{1,10}", place[name], re.ASCII) and least <= int(place[name]) <= most):
+        raise NoPlace(f"{name} is {place[name]!r}: a launcher sets it to a number from {least} to {most}")
 
 
 def local_rank(environment: Mapping[str, str]) -> str:
