@@ -110,7 +110,7 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
     several = joins or ranks > int(environment.get("LOCAL_SIZE", ranks))
     section = _section(command, "secret_file", "tls", *["run_dir"] * several)
     named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls")
-    shared = Path(str(folder), "secret")
+    shared = Path(os.path.expanduser(str(folder)), "secret")
     if not named and folder and several and (shared.exists() or not joins):
         named = shared
         with suppress(OSError):  # an error is reported when the secret is written

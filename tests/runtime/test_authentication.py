@@ -161,6 +161,19 @@ def test_the_config_says_where_it_is_before_the_script_runs(tmp_path, section, p
     assert found.get(SETTING) == wanted and found | {SETTING: ""} == place | {SETTING: ""}
 
 
+@pytest.mark.parametrize("joins", (False, True))
+def test_a_run_folder_in_the_users_home_has_the_secret_there(tmp_path, monkeypatch, joins):
+    """... and no folder ~ is made in the present one."""
+    home, config = tmp_path / "home", tmp_path / "ds.json"
+    (home / "run").mkdir(parents=True)
+    (home / "run" / "secret").touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    config.write_text(json.dumps({"recycle": {"run_dir": "~/run"}}))
+    found = with_credentials(SEVERAL, ["train.py", "--deepspeed_config", str(config)], joins)
+    assert found[SETTING] == str(home / "run" / "secret") and not Path("~").exists()
+
+
 @pytest.mark.parametrize(
     "section, place, wanted",
     [
