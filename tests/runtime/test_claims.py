@@ -124,3 +124,29 @@ def test_who_takes_a_jobs_place_leaves_no_lock_of_the_one_before(tmp_path):
         os.close(descriptor)
     after.release()
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """The moment is played: the other job ends after this one has opened and locked its file, and seen it there."""
+    there, removed = Path.exists, []
+
+    def look(path: Path, **more: bool) -> bool:
+        found = there(path, **more)
+        if path.name == LOCK and not removed:
+            removed.append(path.unlink())
+        return found
+
+    monkeypatch.setattr(Path, "exists", look)
+    assert taken(tmp_path) == ""
+
+
+def test_the_lock_of_a_job_that_has_come_since_stays(tmp_path):
+    """Somebody has removed the first one's, and the second job has made its own."""
+    first, second = Claims(print), Claims(print)
+    assert first.claim("run_dir", tmp_path) == ""
+    (tmp_path / LOCK).unlink()
+    assert second.claim("run_dir", tmp_path) == ""
+    first.release()
+    assert (tmp_path / LOCK).exists()
+    second.release()
+    assert not (tmp_path / LOCK).exists()

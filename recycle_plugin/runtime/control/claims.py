@@ -45,7 +45,8 @@ class Claims:
                 self._lock(path)
         for path, descriptor in self._held.items():
             with suppress(OSError):
-                path.unlink()
+                if _is_at(path, descriptor):  # else it was removed, and another job may have one there
+                    path.unlink()
             os.close(descriptor)
         self._held.clear()
 
@@ -76,13 +77,21 @@ class Claims:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            if _is_at(path, descriptor):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, self._owner.encode())
                 self._held[path], descriptor = descriptor, -1
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether ``path`` names the open file. Raises OSError."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _holder(path: Path) -> str:
