@@ -28,6 +28,8 @@ Exit code: 0; 1 where something was kept since its job may run, or could not be 
 """
 LOGS = re.compile(r"\d+\.\d+-\d+\.log|\d+\.mirror")  # names of files in a folder of logs, as runtime/log/ makes them
 
+LATE_S = 60.0  # how long after its last event a job's own processes may still write
+
 
 class Leftover(NamedTuple):
     """Files and folders that may be removed, with a name for them."""
@@ -103,8 +105,9 @@ def leftovers(folder: Path, history: RunHistory) -> Iterator[Leftover]:
     found = {path.resolve() for place in {*told.values(), *saved} for path in place.glob(f"*{folders.UNFINISHED}*")}
     found |= {path.resolve() for path in folder.rglob(f"*{folders.UNFINISHED}*")}
     for path in sorted(found):
-        own = path.is_relative_to(folder.resolve())
-        if own or time.time() - folders.written_last(path) > folders.STALE_S:  # elsewhere another job may be writing
+        # another job may be writing there, also in this run folder
+        last, own = folders.written_last(path), path.is_relative_to(folder.resolve())
+        if time.time() - last > folders.STALE_S or (own and last < history.events[-1]["time"] + LATE_S):
             yield Leftover(f"an unfinished checkpoint, {path}", (path,))
 
 

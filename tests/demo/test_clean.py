@@ -48,7 +48,7 @@ def job(folder, tmp_path_factory) -> Path:
         write(elsewhere / place / "global_step5" / "weights", 500)
         write(elsewhere / place / "global_step6.incomplete-other-1" / "weights", 3000)
         write(elsewhere / place / "global_step7.incomplete-other-2" / "weights", 3000, old=False)
-    write(folder / "checkpoints" / "step3.incomplete-own-1" / "weights", 3000, old=False)
+    write(folder / "checkpoints" / "step3.incomplete-own-1" / "weights", 3000)
     return folder
 
 
@@ -72,6 +72,20 @@ def test_what_may_go_is_shown_and_then_goes(job, capsys):
         "whole checkpoints, the user's files, and what may be written to stay"
     )
     assert main(["clean", str(job)]) == 0 and capsys.readouterr().out == "nothing may go\n"
+
+
+def test_what_another_job_writes_in_this_ones_run_folder_stays(job):
+    """It has its own run folder in there, or its script saves there; of this job the same goes at once."""
+    ended = time.time() - 300
+    end = {"time": ended, "event": "finished", "text": "", "steps": 10}
+    with (job / "events.jsonl").open("a") as log:
+        log.write(f"{json.dumps(end)}\n")
+    own, other = (job / "second" / f"step{step}.incomplete-x" for step in (4, 5))
+    for path, last in ((own, ended - 1), (other, time.time())):
+        for each in (write(path / "weights", 3000), path):
+            os.utime(each, (last, last))
+    assert main(["clean", str(job), "--yes"]) == 0
+    assert other.exists() and not own.exists()
 
 
 def unended(job: Path, last: float) -> None:
