@@ -27,7 +27,6 @@ recycle clean runs/train --yes
 Exit code: 0; 1 where something was kept since its job may run, or could not be removed; 2 for bad input.
 """
 LOGS = re.compile(r"\d+\.\d+-\d+\.log|\d+\.mirror")  # names of files in a folder of logs, as runtime/log/ makes them
-
 LATE_S = 60.0  # how long after its last event a job's own processes may still write
 
 

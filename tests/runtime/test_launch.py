@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from recycle_plugin.authentication.secret import SETTING, NoSecret
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.launch import Join, OneHost, placement, run, script_command
 from recycle_plugin.runs import free_port
-from recycle_plugin.runtime.processes import fork_server, hosted, supervisor
+from recycle_plugin.runtime.processes import fork_server, hosted, one_host, supervisor
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
 from recycle_plugin.runtime.processes.worker_keeper import Here
 from tests.support.descriptors import none_left
@@ -508,3 +509,16 @@ async def test_no_folder_is_made_for_a_secret_that_the_user_places(tmp_path):
     with pytest.raises(NoSecret, match=f"^there is no folder {path.parent}, where the job's secret is to be"):
         await hosted.Hosted.start(("127.0.0.1", free_port()), 1, {SETTING: str(path)})
     assert not path.parent.exists()
+
+
+async def no_room(*_: object) -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_where_there_is_no_room_for_a_process_it_is_said_in_one_line(capsys, monkeypatch):
+    """As the store's, of a coordinator or of who takes its place, or a worker of a launcher for one host."""
+    assert hosted.in_one_line(no_room) == 1
+    monkeypatch.setattr(one_host.Launcher, "run", no_room)
+    assert one_host.main(one_host.Launcher(["train.py"], 1, 1, "deepspeed", {}, None)) == 1
+    line = "recycle: error: [Errno 11] Resource temporarily unavailable\n"
+    assert capsys.readouterr().err == 2 * line

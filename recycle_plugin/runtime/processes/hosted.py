@@ -403,6 +403,6 @@ def in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
         return asyncio.run(run())
     except asyncio.CancelledError:  # told to end before anything was started
         return 1
-    except (BadMaster, NoCredentials, ConnectionError) as error:
+    except (BadMaster, NoCredentials, OSError) as error:  # also where there is no room for a process or a connection
         say(f"error: {error}")
         return 1

@@ -141,7 +141,7 @@ def main(launcher: Launcher) -> int:
     witness = Witness()
     try:
         return asyncio.run(launcher.run(witness))
-    except (BadMaster, ConnectionError, NoCredentials, TooFewDescriptors) as error:
+    except (BadMaster, OSError, NoCredentials, TooFewDescriptors) as error:
         say(f"error: {error}")
         return 1
     except asyncio.CancelledError:
