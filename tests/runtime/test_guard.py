@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -110,6 +111,45 @@ def test_where_those_that_stand_by_end_in_turn_the_next_one_comes_only_after_a_w
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+class Full:
+    """The module os of a host that has no room for the processes of these numbers."""
+
+    def __init__(self, *refused: int) -> None:
+        self._refused, self._forks = refused, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def fork(self) -> int:
+        self._forks += 1
+        if self._forks in self._refused:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return os.fork()
+
+
+def test_where_there_is_no_room_for_another_supervisor_it_comes_later(monkeypatch):
+    """A killed one's worker trains on meanwhile; a guard that ended would end the job."""
+    monkeypatch.setattr(guard, "os", Full(2, 3))
+    monkeypatch.setattr(guard, "NO_ROOM_S", 0.1)
+    test, other = socket.socketpair()
+    test.settimeout(60)
+    pid = in_a_process(guard.Guard(lambda line: killed_once(line, other)).hold)
+    said = test.makefile()
+    assert said.readline() == "begun\n"
+    test.sendall(b"x")
+    assert said.readline() == "begun\n"
+    test.sendall(b"y")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def killed_once(line: socket.socket, test: socket.socket) -> int:
+    """Is killed, or ends with code 7, as the test says."""
+    test.sendall(b"begun\n")
+    if test.recv(1) == b"x":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 7
 
 
 def stays(line: socket.socket) -> int:

@@ -74,6 +74,7 @@ Address = tuple[str, int]
 
 TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed within that time
 FORK_S = 60.0  # how long the fork server may take to answer
+NO_ROOM_S = 1.0  # s between tries if there is no room for another supervisor's process
 HOST_S = 150.0  # how long the host may take to end once all others are gone
 PIECE = 1 << 16
 SUPERVISOR, HOST, STANDBY = "recycle-super", "recycle-host", "recycle-standby"  # process names
@@ -145,6 +146,7 @@ class Guard:
         self._killed: list[float] = []  # when supervisors were killed
         self._hosts_killed: list[float] = []  # when hosts and standbys ended
         self._again_at: float | None = None  # when to start another standby, if put off
+        self._begin_at: float | None = None  # the same for a supervisor
         self._result: int | None = None
 
     def hold(self) -> int:
@@ -160,14 +162,17 @@ class Guard:
         if self._host is not None:
             self._host_pid, self._hosted = self._fork(self._host, self._hear_host, HOST)
             self._have_one_stand_by()
-        self._begin()
+        self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor, SUPERVISOR)
+        self._introduce()
         while self._result is None:
-            waits = [wait_s for wait_s in (self._copies.wait_s, self._standby_s) if wait_s is not None]
-            self._serve(min(waits, default=None))
+            waits = self._copies.wait_s, _left_s(self._again_at), _left_s(self._begin_at)
+            self._serve(min((wait_s for wait_s in waits if wait_s is not None), default=None))
             self._copies.settle()
-            if self._standby_s == 0.0:
+            if _left_s(self._again_at) == 0.0:
                 self._again_at = None
                 self._have_one_stand_by()
+            if _left_s(self._begin_at) == 0.0:
+                self._begin()
         self._send_worker(signal.SIGKILL)  # if it still runs, unsupervised
         if self._hosted is not None:
             self._hosted.tell(through=True)
@@ -194,7 +199,12 @@ class Guard:
 
     def _fork(self, child: Child, hear: Callable[[], None], name: str) -> tuple[int, Pipe]:
         near, far = socket.socketpair()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            near.close()
+            far.close()
+            raise
         if pid == 0:
             near.close()
             _become(child, far, [own for own, _ in self._watched.values()], name)
@@ -203,7 +213,15 @@ class Guard:
         return pid, Pipe(near)
 
     def _begin(self) -> None:
-        self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor, SUPERVISOR)
+        """Start another supervisor. If there is no room for a process now, try again: the worker trains meanwhile."""
+        try:
+            self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor, SUPERVISOR)
+        except OSError as error:
+            if self._begin_at is None:
+                say(f"warning: no other supervisor could be started ({error.strerror}): it is tried again")
+            self._begin_at = time.monotonic() + NO_ROOM_S
+            return
+        self._begin_at = None
         self._introduce()
 
     def _introduce(self) -> None:
@@ -282,11 +300,15 @@ class Guard:
         stand_by = self._stand_by
         if stand_by is not None and self._result is None and self._standing_by is None:
             address = elsewhere or self._coordinator
-            pid, line = self._fork(
-                lambda end: stand_by(end, address, elsewhere is not None),
-                lambda: self._hear_standby(line),
-                STANDBY,
-            )
+            try:
+                pid, line = self._fork(
+                    lambda end: stand_by(end, address, elsewhere is not None),
+                    lambda: self._hear_standby(line),
+                    STANDBY,
+                )
+            except OSError:  # no room for a process; a coordinator elsewhere asks again
+                self._again_at = None if elsewhere else time.monotonic() + WITHIN_S
+                return
             self._standing_by = pid, line
 
     def _hear_standby(self, line: Pipe) -> None:
@@ -322,11 +344,6 @@ class Guard:
             self._again_at = self._hosts_killed[0] + WITHIN_S
         return self._again_at is None
 
-    @property
-    def _standby_s(self) -> float | None:
-        """In how many seconds to start a standby; None if none is put off."""
-        return None if self._again_at is None else max(0.0, self._again_at - time.monotonic())
-
     def _goes_on(self, how: str) -> bool:
         """Have the standby go on in the host's place, if it is in step with the host."""
         if self._standing_by is None or self._standing_by[0] != self._mirror:
@@ -358,8 +375,10 @@ class Guard:
             say(f"warning: the coordinator's process {how}; a process on another host may go on in its place")
         elif (self._ready or code < 0) and code != DEPOSED:
             self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
-        if not self._ready:  # the host has said why; the supervisor waits for it
+        if not self._ready and self._supervisor_pid:  # the host has said why; the supervisor waits for it
             self._supervisor.end.shutdown(socket.SHUT_WR)
+        elif not self._ready:
+            self._result = 1
 
     def _tell_folder(self, text: str) -> None:
         """Log the job's end in the run folder, to which only the host writes otherwise."""
@@ -519,6 +538,11 @@ def call_this(name: str) -> None:
     """Set this process's name, as top and pkill show it."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
+
+
+def _left_s(at: float | None) -> float | None:
+    """Return the seconds until ``at``, by time.monotonic; None without such a time."""
+    return None if at is None else max(0.0, at - time.monotonic())
 
 
 def _ended(pid: int) -> int | None:
