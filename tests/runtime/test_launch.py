@@ -447,6 +447,25 @@ def test_any_request_is_taken_or_refused_and_no_descriptor_is_kept_of_it(data, d
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
+def test_a_caller_that_goes_before_it_hears_that_there_is_no_room_ends_no_server(monkeypatch, tmp_path):
+    """All workers would end with it."""
+
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        served = fork_server.Server(listener, lambda: None)
+        monkeypatch.setattr(os, "fork", fork)
+        with ask(path, Request("module", (), {}, "/", None), [1, 2]) as caller:
+            served._accept()
+            assert caller.recv(100) == b"no process could be forked (Resource temporarily unavailable)\n"
+        ask(path, Request("module", (), {}, "/", None), [1, 2]).close()
+        served._accept()
+
+
 def test_another_user_gets_no_process(monkeypatch):
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far:

@@ -86,7 +86,7 @@ class Server:
         try:
             self._fork(connection, request, streams)
         except OSError as error:
-            connection.sendall(f"no process could be forked ({error.strerror})\n".encode())
+            _tell(connection, f"no process could be forked ({error.strerror})")
             connection.close()
         finally:
             for stream in streams:
@@ -199,9 +199,9 @@ def _read(connection: socket.socket, length: int) -> bytes:
     return data
 
 
-def _tell(connection: socket.socket, number: int) -> None:
+def _tell(connection: socket.socket, what: int | str) -> None:
     try:
-        connection.sendall(f"{number}\n".encode())
+        connection.sendall(f"{what}\n".encode())
     except OSError:
         pass  # the caller is gone, which the loop sees as well
 
