@@ -14,16 +14,18 @@ from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B
 from recycle_plugin.core.vocabulary.profile import Profile
 
 AUTO = "auto"
+MOST = 1 << 53  # of any whole number: the planner counts in 64 bits, and adds up
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgt])(?P<binary>i?))?b", re.IGNORECASE | re.ASCII)
 
 
 def size(text: str) -> int | None:
-    """Return the bytes of ``12GiB``, ``1.5 TB`` or ``4096B``; None for other texts or less than one byte."""
+    """Return the bytes of ``12GiB``, ``1.5 TB`` or ``4096B``; None for other texts, or for none or too many."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return None
     unit = (1024 if match["binary"] else 1000) ** " kmgt".index((match["prefix"] or " ").lower())
-    return int(Decimal(match["number"]) * unit) or None
+    found = int(Decimal(match["number"]) * unit)
+    return found if 1 <= found <= MOST else None
 
 
 def normal(text: str) -> str | None:

@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.settings import activation_cap as cap
 
+LONGEST_S = 1e9  # the most seconds that any wait takes as its limit
+
 
 def setting(default: Any, write: str, description: str, **limits: Any) -> Any:
     """Return a field of the settings. ``write``: a correct value, in the words of the error that asks for it."""
@@ -63,7 +65,8 @@ def _checked_command(text: str) -> str:
 
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=cap.MOST)]
+Number = Annotated[int, Field(ge=0, le=cap.MOST)]
 Cap = Annotated[
     Count | Annotated[tuple[Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
 ]
@@ -71,9 +74,9 @@ Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
 Folder = Annotated[str, Field(min_length=1), AfterValidator(_checked_folder)]
 Address = Annotated[str, AfterValidator(_checked_address)]
 ShellCommand = Annotated[str, AfterValidator(_checked_command)]
-Rejoin = Literal["always", "never"] | Annotated[int, Field(ge=0)]
-Helpers = Literal["auto"] | Annotated[int, Field(ge=0)]
-Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Annotated[int, Field(ge=0)], ...], _as_tuple]
+Rejoin = Literal["always", "never"] | Number
+Helpers = Literal["auto"] | Number
+Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Number, ...], _as_tuple]
 Norm = Annotated[Literal[True, "deepspeed"], _as_true]
 Faults = Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple]
 """Faults as text, as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes them."""

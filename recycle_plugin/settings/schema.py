@@ -26,6 +26,7 @@ from recycle_plugin.settings.contradictions import refuse_contradictions, refuse
 from recycle_plugin.settings.field_types import (
     BOOL,
     CAP,
+    LONGEST_S,
     STRICT,
     Address,
     Bytes,
@@ -34,6 +35,7 @@ from recycle_plugin.settings.field_types import (
     Faults,
     Folder,
     Norm,
+    Number,
     Rejoin,
     ShellCommand,
     setting,
@@ -157,7 +159,7 @@ class Settings(BaseModel):
         '"keyed": dropout is drawn by step, replica, micro-batch and stage, so that another worker draws '
         'the same numbers. "stream": from the worker\'s own stream, as in stock; needs `reroute` false.',
     )
-    seed: int = setting(1234, "a whole number, not negative", "The seed of all keyed random numbers.", ge=0)
+    seed: Number = setting(1234, "a whole number, not negative", "The seed of all keyed random numbers.")
     rebalance: bool = setting(
         False,
         BOOL,
@@ -218,12 +220,11 @@ class Settings(BaseModel):
         "run where](supported.md#accelerators)). Other tensors, and with `exact` these too, pass through "
         "host memory either way.",
     )
-    check_replicas: int = setting(
+    check_replicas: Number = setting(
         0,
         "a whole number, not negative",
         "Every so many steps, compare hashes of the replicas' parameters, optimizer state, learning rates and"
         " counts. 0: only after a checkpoint is loaded.",
-        ge=0,
     )
     placement: Literal["deepspeed", "strict", "spread"] = setting(
         "deepspeed",
@@ -270,6 +271,7 @@ class Settings(BaseModel):
         "the coordinator for eight times as long ends. A shorter time finds a lost host sooner, but costs a "
         "healthy one if a switch fails over or a virtual machine moves.",
         ge=2,
+        le=LONGEST_S,
         allow_inf_nan=False,
     )
     progress_timeout_s: float = setting(
@@ -280,6 +282,7 @@ class Settings(BaseModel):
         "healthy worker if an instruction is slow now and then. If all wait for each other for twice as "
         "long, all regroup.",
         ge=1,
+        le=LONGEST_S,
         allow_inf_nan=False,
     )
     busy_timeout_s: float = setting(
@@ -287,6 +290,7 @@ class Settings(BaseModel):
         "a number of seconds, at least 1",
         "The same for a worker whose process uses the CPU, as in a long micro-batch or an endless loop.",
         ge=1,
+        le=LONGEST_S,
         allow_inf_nan=False,
     )
     last_worker_timeout_s: float = setting(
@@ -295,6 +299,7 @@ class Settings(BaseModel):
         "The same for a stage's last worker, whatever it does. With a `log` its stage is then replayed, "
         "else the job ends.",
         ge=1,
+        le=LONGEST_S,
         allow_inf_nan=False,
     )
     idle_timeout_s: float = setting(
@@ -303,6 +308,7 @@ class Settings(BaseModel):
         "The same for work that may take long while others wait: the script's own code, data, a checkpoint, "
         "the first step, and an instruction for which a worker was given up before.",
         gt=0,
+        le=LONGEST_S,
         allow_inf_nan=False,
     )
     wait_timeout_s: float = setting(
@@ -311,6 +317,7 @@ class Settings(BaseModel):
         "The longest that a worker waits for anything; then the job ends. The survivors of a failure wait for"
         " each other until halfway between `idle_timeout_s` and this.",
         gt=0,
+        le=LONGEST_S,
         allow_inf_nan=False,
     )
     costs: Folder | None = setting(

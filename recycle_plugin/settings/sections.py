@@ -28,7 +28,7 @@ class CheckpointSettings(BaseModel):
         "Make a checkpoint after each step that this number divides, whatever it costs. Null: as often as "
         "`overhead` allows.",
     )
-    keep: int = setting(2, "a whole number of at least 1", "How many of a run's checkpoints stay.", ge=1)
+    keep: Count = setting(2, "a whole number of at least 1", "How many of a run's checkpoints stay.")
 
 
 class LogSettings(BaseModel):

@@ -87,6 +87,8 @@ def _explained(problem: dict[str, Any], model: type[BaseModel], sections: Sectio
         return wrong, (how if how.startswith("write ") else f"write {how}") if colon else write
     if value == "auto":
         return '"auto" is not supported here', write
+    if what == "less_than_equal":
+        return f"{shown(value)} is more than {problem['ctx']['le']}", write
     if what.endswith("_type") and value is not None:
         return f"{shown(value)} is {kind(value)}", write
     return f"{shown(value)} is not possible", write
