@@ -367,6 +367,22 @@ async def hears(control: SocketControl, kind: type) -> object:
     return message
 
 
+def test_supervisors_that_are_gone_are_forgotten():
+    """Of a job that runs for months there may be many."""
+
+    async def play() -> None:
+        async with four_workers([]) as (coordinator, _):
+            for _ in range(10):
+                control, sender = await comes(coordinator, Hello(2, "supervisor", 50, "h"))
+                sender.close()
+                control.close()
+                while any(line.hello.role == "supervisor" for line in coordinator._board.lines.values()):
+                    await asyncio.sleep(0.01)
+            assert len(coordinator._line_of) == 1
+
+    asyncio.run(asyncio.wait_for(play(), 3 * PATIENCE_S))
+
+
 def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connection():
     """Not of other ranks, and of a seat that was given to another host's supervisor not of the process that this one
     starts, though the former one's key is still known.

@@ -102,6 +102,8 @@ class Coordinator(Exchange):
     def _expect_heartbeats(self, rank: int, line: int) -> None:
         control, its = self._told.get(line), self._board.lines.get(line)
         if self._heartbeats is not None and isinstance(control, InLoop) and its is not None:
+            known = self._board.lines
+            self._line_of = {hello: number for hello, number in self._line_of.items() if number in known}
             self._line_of[its.hello] = line
             self._heartbeats.expect(rank, its.hello, control.datagrams)
 
