@@ -41,6 +41,15 @@ def test_a_beat_says_what_the_worker_is_at(coordinator):
     ]
 
 
+def test_a_beat_goes_out_though_what_it_tells_of_changes_meanwhile(coordinator):
+    """Its text is made in the heart's thread, of what the main thread goes on with; no beat is a worker's end."""
+    changing: dict[str, tuple[int]] = {}
+    heartbeats = coordinator.session(3).heartbeats
+    with heartbeats.at(WAITS, lambda: f"a result of rank {changing['gone'][0]}"):
+        heartbeats.beat()
+    assert [(beat.at, beat.what) for beat in beats(coordinator, 1)] == [(WAITS, "what has just changed")]
+
+
 def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
     """Then nothing that holds the interpreter up is taken for a stuck instruction."""
     heartbeats = coordinator.session(0).heartbeats

@@ -488,8 +488,9 @@ class Flight:
         return f"{call.asked.called} among ranks {_listed(ranks)}"
 
     def _awaited(self, call: Call) -> str:
-        if call.fetched is not None:
-            return f"the result of {call.asked.called} from rank {self._ranks[call.fetched[0]]}"
+        fetched = call.fetched  # another thread may be asking, for a heartbeat
+        if fetched is not None:
+            return f"the result of {call.asked.called} from rank {self._ranks[fetched[0]]}"
         if call.handle is None:
             silent = self._outcomes.whereabouts.read(self._generation).missing(
                 self._ranks[other] for other in self._others

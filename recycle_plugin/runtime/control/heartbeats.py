@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.control_view import ControlView
 
 SCRIPT = "the training script"
+UNKNOWN = "what has just changed"
 ANSWER_S = 1.0  # s that an answer may be late before the coordinator counts as silent
 
 
@@ -97,7 +98,7 @@ class Heartbeats:
                     self._number,
                     self.done,
                     at,
-                    str(what() if callable(what) else what)[:LONGEST],
+                    _text(what)[:LONGEST],
                     self._view.begun,
                 )
             )
@@ -119,3 +120,11 @@ class Heartbeats:
             time.sleep(every_s)
             if time.monotonic() > max(self.lease_until, self._connected + self._lease_s) + ANSWER_S:
                 self._silent()
+
+
+def _text(what: object) -> str:
+    """Return the text of ``what``, or of what calling it returns."""
+    try:
+        return str(what() if callable(what) else what)
+    except Exception:  # the main thread has gone on meanwhile; without a heartbeat the worker would be given up
+        return UNKNOWN
