@@ -144,6 +144,21 @@ async def test_without_a_coordinator_its_worker_is_told_to_end(monkeypatch):
         assert worker.signals == [signal.SIGTERM]
 
 
+async def test_one_that_can_not_hear_any_more_ends_its_worker_and_says_why(monkeypatch, capsys):
+    async def resume(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(InLoop, "resume", resume)
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        far.close()
+        assert await asyncio.wait_for(running, PATIENCE_S) == 1
+        assert worker.signals == [signal.SIGTERM]
+    line = (
+        "error: the supervisor of rank 1 can't hear the coordinator any more: RuntimeError(\"can't start new thread\")"
+    )
+    assert line in capsys.readouterr().err
+
+
 async def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeypatch, capsys):
     async with supervised(monkeypatch) as (_, far, worker, running):
         far.send(b"Traceback (most recent call last):\n")

@@ -235,6 +235,7 @@ class Supervisor:
         self._over = asyncio.get_running_loop().create_future()
         self._logs = ServedLogs(self._rank, self._welcome.job_id, self._secret, self._tell)
         listening, serving = asyncio.create_task(self._listen()), asyncio.create_task(self._logs.run())
+        listening.add_done_callback(self._see_deaf)
         try:
             if not self._started and not self._incarnation and self._orders.empty():
                 self._place.next(self._rank, 0)
@@ -248,6 +249,13 @@ class Supervisor:
             self._control.close()
             if self._heartbeats is not None:
                 self._heartbeats.close()
+
+    def _see_deaf(self, listening: asyncio.Task[None]) -> None:
+        """End the job here if an error has ended the listening, as without room for a thread: nothing else would."""
+        error = None if listening.cancelled() else listening.exception()
+        if error is not None and not self._over.done():
+            say(f"error: the supervisor of {named(self._rank)} can't hear the coordinator any more: {error!r}")
+            self._over.set_result(1)
 
     # --- a seat that was lost --------------------------------------------------------------------
 
