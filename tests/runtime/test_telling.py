@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from dataclasses import asdict
 
 import pytest
 
 from recycle_plugin.core.coordinator.facts.output import Event
+from recycle_plugin.runtime.control.operator_access import FILE, OperatorAccess
 from recycle_plugin.runtime.processes.telling import LOG, SLICE, Telling
 from tests.support.membership import job
 from tests.support.secret import SECRET
@@ -108,3 +110,21 @@ async def test_a_long_log_is_counted_while_the_job_goes_on(telling, tmp_path):
 
 def committed(step: int) -> Event:
     return Event("committed", f"step {step} committed", {"step": step, "workers": 4, "redone_s": 0.0, "bubbles": []})
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"port": "x"}, "it.port is 'x', and it has to be int"),
+        ({"port": 99999}, "it can't be: 99999 is no port"),
+        ({"tls": 7}, "it.tls is 7, and it has to be str | None"),
+        (None, "it is no JSON"),
+    ],
+)
+def test_a_way_to_a_job_that_is_malformed_is_refused_in_one_line(tmp_path, changed, said):
+    access = OperatorAccess(("127.0.0.1", 1), SECRET)
+    assert access.write(tmp_path) == "" and OperatorAccess.read(tmp_path).address == access.address
+    path = tmp_path / FILE
+    path.write_text("{" if changed is None else json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path} is no file of a job')}'s: {re.escape(said)}$"):
+        OperatorAccess.read(tmp_path)

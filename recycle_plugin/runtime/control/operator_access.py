@@ -6,13 +6,28 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import Secret, write_own
 from recycle_plugin.authentication.tls import Tls
+from recycle_plugin.core.messages.typed import Unreadable, read
 
 FILE = "operator.json"
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the file says."""
+
+    host: str
+    port: int
+    secret: str
+    tls: str | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"{self.port} is no port")
 
 
 @dataclass
@@ -30,13 +45,14 @@ class OperatorAccess:
         """
         path = folder / FILE
         try:
-            said = json.loads(path.read_text())
-            host, port, shared, tls = said["host"], said["port"], said["secret"], said["tls"]
+            said = read(_Said, json.loads(path.read_text()), "it")
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path} is no file of a job's") from None
-        return cls((str(host), int(port)), Secret(str(shared), Tls(tls) if tls else None))
+        except ValueError:
+            said = Unreadable("it", "is no JSON")
+        if isinstance(said, Unreadable):
+            raise ValueError(f"{path} is no file of a job's: {said}")
+        return cls((said.host, said.port), Secret(said.secret, Tls(said.tls) if said.tls else None))
 
     def write(self, folder: Path) -> str:
         """Write the access to a run folder, over an earlier job's. Return why that fails, or ""."""
@@ -45,7 +61,7 @@ class OperatorAccess:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tls = str(self.secret.tls.folder.absolute()) if self.secret.tls else None
-            write_own(path, json.dumps({"host": host, "port": port, "secret": self.secret.shared, "tls": tls}))
+            write_own(path, json.dumps(asdict(_Said(host, port, self.secret.shared, tls))))
         except OSError as error:
             return f"recycle leave, drain and admit will find no way to this job: {path}: {error.strerror}"
         self._path = path
