@@ -386,6 +386,8 @@ IMPOSSIBLE = (
     (BarrierReached(RANK, 5, "saving", {}), "it speaks of generation 5"),
     (BarrierReached(RANK, 0, end_of(1), {"0.0": "1.0"}), "this job has nothing of the kind: BarrierReached("),
     (BarrierReached(RANK, 0, end_of(1), {"0": 1.0}), "this job has nothing of the kind: BarrierReached("),
+    (BarrierReached(RANK, 0, "saving", {"one": "full"}), "this job has nothing of the kind: BarrierReached("),
+    (BarrierReached(RANK, 0, "saving", {str(RANK + 1): ""}), "this job has nothing of the kind: BarrierReached("),
     (BarrierReached(RANK, 0, f"{EVALUATED} x", {}), "this job has nothing of the kind: BarrierReached("),
     (OutOfData(RANK, 0, 3), "its OutOfData is of step 3"),
     (Vanishing(RANK, 1), "its Vanishing is of step 1"),
@@ -465,7 +467,7 @@ def unpackable(size: int) -> str:
     (
         lambda size: Missing(RANK, 0, unpackable(size), "0.0"),
         lambda size: Fatal(RANK, "x" * size),
-        lambda size: BarrierReached(RANK, 0, "saving", {"x": "x" * size}),
+        lambda size: BarrierReached(RANK, 0, "saving", {str(RANK): "x" * size}),
         lambda size: SurvivorReport(RANK, 1, 0, "plan", {f"{unpackable(size)} 0@1": ""}),
     ),
     ids=("complaint", "end", "barrier", "report"),

@@ -141,11 +141,13 @@ def _serves(message: Serving, speaker: Member, job: JobSpec, state: JobState) ->
     return newcomer is None or (newcomer.stage, newcomer.member.shard) == (speaker.seat.stage, speaker.shard)
 
 
-def _brings_losses(message: BarrierReached, *_: object) -> bool:
-    """Return whether what is brought to an evaluation's end are losses by micro-batch; other barriers take anything."""
+def _brings_its_own(message: BarrierReached, *_: object) -> bool:
+    """Return whether what is brought to an evaluation's end are losses by micro-batch. Other barriers take what a rank
+    says for itself.
+    """
     try:
         if ended_at(message.place) is None:
-            return True
+            return message.values.keys() <= {str(message.rank)}
         names = {str(MicroBatch.parse(name)) for name in message.values}
     except ValueError:
         return False
@@ -155,7 +157,7 @@ def _brings_losses(message: BarrierReached, *_: object) -> bool:
 
 FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
     Contribution: _is_of_step,
-    BarrierReached: _brings_losses,
+    BarrierReached: _brings_its_own,
     SurvivorReport: lambda message, speaker, job, state: (
         message.generation != state.regrouping.generation or _of_report(message, state) or True
     ),
