@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.messages.from_coordinator import LogsAt
+from recycle_plugin.core.messages.from_workers import LogFolder, LogsServed
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.lines.frames import Nonsense, end, exactly
 from recycle_plugin.runtime.log import served
@@ -29,10 +32,12 @@ from recycle_plugin.runtime.log.served import (
     token_of,
 )
 from recycle_plugin.runtime.processes.log_server import LogServer
+from recycle_plugin.runtime.processes.served_logs import ServedLogs
 from recycle_plugin.runtime.worker import log_mirror
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, act, content, put, put_step, stream, written
 from tests.support.secret import SECRET, answered, called
+from tests.support.secret import written as written_secret
 from tests.support.waiting import together, until
 
 
@@ -179,6 +184,21 @@ def test_a_folder_that_is_not_this_hosts_is_served_by_nobody(folder, tmp_path) -
     for place in (folder, tmp_path / "missing"):
         with pytest.raises(RecycleError, match="is not the folder here"):
             LogServer(place, RUN, "a token of another folder", HERE, SECRET, print, print)
+
+
+async def test_a_folder_that_can_not_be_served_keeps_no_later_one_from_it(folder, tmp_path, capsys) -> None:
+    """The next worker of the rank may have its logs elsewhere."""
+    told: asyncio.Queue[object] = asyncio.Queue()
+    secret = SecretFile(Path(written_secret(tmp_path / "secret")), given=True)
+    logs = ServedLogs(1, RUN, secret, told.put_nowait)
+    running = asyncio.create_task(logs.run())
+    logs.serve(LogFolder(str(tmp_path / "nowhere"), "another", HERE))
+    logs.serve(LogFolder(str(folder), token_of(folder, RUN), HERE))
+    served_now = await asyncio.wait_for(told.get(), PATIENCE_S)
+    assert isinstance(served_now, LogsServed) and served_now.token == token_of(folder, RUN)
+    running.cancel()
+    await asyncio.wait({running})
+    assert f"nobody else can have the logs of rank 1 in {tmp_path / 'nowhere'}: " in capsys.readouterr().err
 
 
 def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:

@@ -44,12 +44,14 @@ class ServedLogs:
                 if server is not None and server.token != folder.token:
                     server.close()
                     server = None
-                if server is None:
-                    place = Path(folder.path), self._job_id, folder.token, folder.host
-                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), warn, say_stranger)
-                self._tell(LogsServed(self._rank, server.token, server.address))
-        except RecycleError as error:
-            say(f"warning: nobody else can have the logs of rank {self._rank}: {error}")
+                try:
+                    if server is None:
+                        place = Path(folder.path), self._job_id, folder.token, folder.host
+                        server = await asyncio.to_thread(LogServer, *place, self._secret.read(), warn, say_stranger)
+                except (RecycleError, RuntimeError) as error:  # the second without room for a thread
+                    warn(f"nobody else can have the logs of rank {self._rank} in {folder.path}: {error}")
+                else:
+                    self._tell(LogsServed(self._rank, server.token, server.address))
         finally:
             if server is not None:
                 server.close()
