@@ -36,3 +36,19 @@ def test_a_command_that_does_not_end_is_none_and_is_ended_with_all_that_it_has_s
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "what the shell has started goes on"
         time.sleep(0.01)
+
+
+def test_a_command_that_may_not_be_killed_is_no_answer_either(monkeypatch, tmp_path):
+    """It runs as another user, as sudo does; the thread that asks goes on."""
+    kill = notice.os.killpg
+
+    def refuse(group: int, number: int) -> None:
+        groups.append(group)
+        raise PermissionError(1, "Operation not permitted")
+
+    groups: list[int] = []
+    monkeypatch.setattr(notice, "ANSWER_S", 0.2)
+    monkeypatch.setattr(notice, "KILLED_S", 0.1, raising=False)
+    monkeypatch.setattr(notice.os, "killpg", refuse)
+    assert notice._asked("sleep 60") == "no answer within 0 s"
+    kill(groups[0], 9)

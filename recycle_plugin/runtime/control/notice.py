@@ -13,12 +13,14 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 from recycle_plugin.core.messages.from_workers import HostGoes
 from recycle_plugin.runtime.control.session import Session
 
 EVERY_S = 5.0  # s between two runs of the command, and two messages
 ANSWER_S = 5.0  # how long the command may take
+KILLED_S = 1.0  # how long it may take to end once killed
 NEVER = (126, 127)  # a shell's exit codes if it finds no such command or may not run it
 
 
@@ -55,8 +57,10 @@ def _asked(command: str) -> str | None:
     try:
         code = asking.wait(ANSWER_S)
     except subprocess.TimeoutExpired:
-        os.killpg(asking.pid, signal.SIGKILL)  # and all that the shell has started
-        asking.wait()
+        with suppress(OSError):  # a command such as sudo is another user's
+            os.killpg(asking.pid, signal.SIGKILL)  # and all that the shell has started
+        with suppress(subprocess.TimeoutExpired):
+            asking.wait(KILLED_S)
         return f"no answer within {ANSWER_S:.0f} s"
     if code == 0:
         return None
