@@ -103,10 +103,12 @@ def leftovers(folder: Path, history: RunHistory) -> Iterator[Leftover]:
     saved = {Path(event["path"]).parent for event in history.of("checkpoint")}
     found = {path.resolve() for place in {*told.values(), *saved} for path in place.glob(f"*{folders.UNFINISHED}*")}
     found |= {path.resolve() for path in folder.rglob(f"*{folders.UNFINISHED}*")}
+    # by the clock of the coordinator's host, which may be ahead
+    ended = min(history.events[-1]["time"] + LATE_S, time.time() - LATE_S)
     for path in sorted(found):
         # another job may be writing there, also in this run folder
         last, own = folders.written_last(path), path.is_relative_to(folder.resolve())
-        if time.time() - last > folders.STALE_S or (own and last < history.events[-1]["time"] + LATE_S):
+        if time.time() - last > folders.STALE_S or (own and last < ended):
             yield Leftover(f"an unfinished checkpoint, {path}", (path,))
 
 

@@ -74,10 +74,13 @@ def test_what_may_go_is_shown_and_then_goes(job, capsys):
     assert main(["clean", str(job)]) == 0 and capsys.readouterr().out == "nothing may go\n"
 
 
-def test_what_another_job_writes_in_this_ones_run_folder_stays(job):
-    """It has its own run folder in there, or its script saves there; of this job the same goes at once."""
+@pytest.mark.parametrize("ahead_s", (0, 7200))
+def test_what_another_job_writes_in_this_ones_run_folder_stays(job, ahead_s):
+    """It has its own run folder in there, or its script saves there; of this job the same goes at once, also by a clock
+    that is ahead.
+    """
     ended = time.time() - 300
-    end = {"time": ended, "event": "finished", "text": "", "steps": 10}
+    end = {"time": ended + ahead_s, "event": "finished", "text": "", "steps": 10}
     with (job / "events.jsonl").open("a") as log:
         log.write(f"{json.dumps(end)}\n")
     own, other = (job / "second" / f"step{step}.incomplete-x" for step in (4, 5))
