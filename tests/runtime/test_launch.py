@@ -541,3 +541,15 @@ def test_where_there_is_no_room_for_a_process_it_is_said_in_one_line(capsys, mon
     assert one_host.main(one_host.Launcher(["train.py"], 1, 1, "deepspeed", {}, None)) == 1
     line = "recycle: error: [Errno 11] Resource temporarily unavailable\n"
     assert capsys.readouterr().err == 2 * line
+
+
+@pytest.mark.parametrize(
+    "master, said",
+    [
+        ("::1", "has only an IPv6 address, and jobs listen at IPv4 ones: start the launcher with --master_addr"),
+        ("no.such.host.invalid", "is unknown on its own host ("),
+    ],
+)
+def test_a_master_without_an_address_that_is_listened_at_is_refused(master, said):
+    with pytest.raises(hosted.BadMaster, match=f"^master address {master} {re.escape(said)}"):
+        hosted._own_address(master)

@@ -291,9 +291,11 @@ def _resolved(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise BadMaster(
-            f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}"
-        ) from error
+        what = f"is unknown on its own host ({error.strerror})"
+        with suppress(OSError):
+            socket.getaddrinfo(host, None, socket.AF_INET6)
+            what = "has only an IPv6 address, and jobs listen at IPv4 ones"
+        raise BadMaster(f"master address {host} {what}: {ANOTHER_ADDRESS}") from error
 
 
 def _own_address(master: str) -> str:
