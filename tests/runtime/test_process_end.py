@@ -39,3 +39,12 @@ def test_a_scripts_own_threads_end_before_a_process_that_ends_well(code):
     )
     assert done.returncode == code and not done.stderr
     assert sorted(done.stdout.split("\n")) == (["", "at exit", "pool", "thread"] if code == 0 else ["", "at exit"])
+
+
+@pytest.mark.parametrize("what", ("sys.stdout.close()", "sys.stdout = None", "sys.stderr.close()"))
+def test_a_script_that_has_closed_its_output_ends_as_well_as_others(what):
+    made = (
+        f"import sys; from recycle_plugin.runtime.processes.process_end import leave_process; {what}; leave_process(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr

@@ -32,6 +32,7 @@ from pathlib import Path
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.processes import signal_info
+from recycle_plugin.runtime.processes.process_end import flush
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, STOPPED, Request, die_with_parent, socket_name, user_of
 from recycle_plugin.runtime.system.accepting import Refusals
 
@@ -222,8 +223,7 @@ def _run(module: str, first: Callable[[], None]) -> int:
         traceback.print_exc()
         return 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
 
 
 def _seed() -> None:

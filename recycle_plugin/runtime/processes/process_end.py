@@ -25,5 +25,5 @@ def leave_process(code: int) -> None:
 def flush() -> None:
     """Flush standard output and error as far as possible."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # on a full disk
+        with suppress(OSError, ValueError, AttributeError):  # on a full disk; closed by the script, or none
             stream.flush()
