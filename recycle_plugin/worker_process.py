@@ -210,7 +210,7 @@ def _interrupt(session: Session) -> None:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # also on a full disk
+    with suppress(OSError, ValueError):  # on a full disk, or closed by the script
         print(line, file=sys.stderr, flush=True)
 
 

@@ -48,3 +48,13 @@ def test_a_script_that_has_closed_its_output_ends_as_well_as_others(what):
     )
     done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr
+
+
+def test_a_worker_that_was_given_up_ends_though_its_script_has_closed_its_output():
+    """Whatever its main thread does must stop."""
+    made = (
+        "import sys; from types import SimpleNamespace; from recycle_plugin import worker_process; sys.stderr.close(); "
+        "worker_process._end_given_up(SimpleNamespace(view='worker 1'), 'it was silent')"
+    )
+    done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
