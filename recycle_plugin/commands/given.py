@@ -120,8 +120,8 @@ def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups of stages that share weights, from the text of ``--tied``."""
-    groups = [group.split("+") for group in text.split(",") if group.strip()]
-    if not all(len(group) > 1 and all(stage.strip().isdecimal() for stage in group) for group in groups):
+    groups = [[stage.strip() for stage in group.split("+")] for group in text.split(",") if group.strip()]
+    if not all(len(group) == len(set(group)) > 1 and all(map(str.isdecimal, group)) for group in groups):
         raise ValueError(f"--tied {text}: write the numbers of stages that share weights, for instance 0+3 or 0+3,1+2")
     return tied([map(int, group) for group in groups])
 

@@ -129,6 +129,7 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--lost 1.9", "stages 0 to 3"),
         ("--lost 12", "replica.stage"),
         ("--tied 3", "for instance 0+3"),
+        ("--tied 0+0", "--tied 0+0: write the numbers of stages that share weights"),
         ("--tied 0+9", "topology.ties is"),
         ("--lost 1.2,1.2", "twice"),
         ("--lost 0.2,1.2,2.2", "stage 2"),
