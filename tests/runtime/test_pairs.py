@@ -70,6 +70,7 @@ def test_what_is_on_the_accelerator_goes_over_the_link_in_any_dtype_and_shape(en
         torch.randn(3).to(torch.complex64),
         torch.arange(3, dtype=torch.int16),
         torch.tensor([True, False]),
+        torch.arange(4.0)[1::2][:1],  # a number with a stride
     )
     sender.send(receiver.address, act(0), kept(*given), 3)
     sender.wait_sent([receiver.address])

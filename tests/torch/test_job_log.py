@@ -61,6 +61,15 @@ def test_what_is_kept_is_told_and_read(tmp_path) -> None:
     log.close()
 
 
+def test_a_lone_number_is_kept_whatever_its_stride(tmp_path) -> None:
+    _, log = made(tmp_path)
+    log.keep(act(1), There((torch.arange(4.0)[1::2][:1],)), 0)
+    log.commit(CommittedStep(1))
+    log.flush()
+    assert JobLogs(tmp_path, RUN, 0.0).get(act(1))[0].tolist() == [1.0]
+    log.close()
+
+
 @pytest.mark.parametrize("checkpoint, broken", [(4, [2, 5]), (5, [2]), (7, [2])])
 def test_a_checkpoint_of_a_step_in_the_gap_is_none_to_replay_from(tmp_path, checkpoint, broken) -> None:
     """The log goes on behind step 5, of which something was refused: only a checkpoint of that step or of a later one

@@ -21,7 +21,8 @@ pytest.importorskip("deepspeed")
 
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
+from recycle_plugin.runtime.devices.host import bytes_of
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, marks, of_parameters, raw
 from recycle_plugin.runtime.state.undo import KINDS
 from recycle_plugin.runtime.state.units import StageUnits, UnitValue
 from tests.support.optimizers import same
@@ -199,6 +200,15 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype, turned: bool, generator:
     """With its dimensions in memory the other way round, if ``turned``."""
     tensor = torch.randn(shape[::-1] if turned else shape, dtype=dtype, generator=generator)
     return torch.nn.Parameter(tensor.permute(tuple(range(len(shape)))[::-1]) if turned else tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_lone_number_is_read_whatever_its_stride(dtype):
+    """As of x[:, 0] in a batch of one."""
+    numbers = torch.arange(4.0).to(dtype)
+    for one in (numbers[1::2][:1], numbers.view(2, 2)[:1].t()[1:], numbers[1]):
+        assert bytes_of(one).tolist() == numbers[1:2].view(torch.uint8).tolist() == raw(one).tolist()
+        assert marks({"": one}) == marks({"": numbers[1:2]})
 
 
 @given(

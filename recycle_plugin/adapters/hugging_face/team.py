@@ -23,6 +23,7 @@ from recycle_plugin.runtime.collectives.calls import object_of, text_of
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.collectives.outcomes import LARGEST
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.host import bytes_of
 
 T = TypeVar("T")
 SHARDS = (BatchSamplerShard, IterableDatasetShard)
@@ -84,7 +85,7 @@ class Team:
         return self.kept(name, tensor.device, lambda: self._rows(tensor))
 
     def _rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = bytes_of(tensor.detach().contiguous())
         there, pieces = set(range(self.size)), []
         for piece in flat.split(LARGEST // self.size - 1):
             own = torch.cat([piece.new_ones(1), piece])  # a leading one marks a row that has come

@@ -32,6 +32,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.link import Broadcast, Handle, Link
 from recycle_plugin.runtime.collectives.neighbours import wanted
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.host import bytes_of
 from recycle_plugin.runtime.devices.kept import Kept
 from recycle_plugin.runtime.devices.port import Copy, Tensors
 from recycle_plugin.runtime.lines.frames import Nonsense
@@ -395,4 +396,4 @@ class LinkedPairs:
 
 def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:
     """View the non-empty tensors as bytes, which every link carries whatever their dtypes."""
-    return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    return [bytes_of(tensor) for tensor in tensors if tensor.numel()]

@@ -125,3 +125,10 @@ CPU = Cpu()
 def on_host(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is in host memory."""
     return tensor.device.type == HOST.type
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``tensor``, in the order of its numbers, 1-D; a view of its memory if it is contiguous. To
+    torch a lone number is contiguous whatever its stride, but only one with stride 1 can be viewed as bytes.
+    """
+    return (tensor.view(()).view(1) if tensor.numel() == 1 else tensor.reshape(-1)).view(torch.uint8)

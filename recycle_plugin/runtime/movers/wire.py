@@ -9,6 +9,7 @@ import torch
 
 from recycle_plugin.core.messages.encoding import Language
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.runtime.devices.host import bytes_of
 from recycle_plugin.runtime.lines.frames import Framing, Nonsense
 
 LONGEST_HEADER = 1 << 20  # bytes; longer ones are invalid
@@ -70,4 +71,4 @@ def dtype_of(name: str) -> torch.dtype:
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a non-empty contiguous host tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(tensor).numpy().data

@@ -23,6 +23,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.worker_bytes import EXACT_BUCKET
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.host import bytes_of
 from recycle_plugin.runtime.devices.port import COPY_S, Device
 from recycle_plugin.runtime.movers.shares import Sums
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
@@ -178,7 +179,7 @@ class Gradients:
         totals = {place: weight.total(self._sums(step)[place]) for place, weight in self._tied.items()}
         before = self._of("tied", step)
         for place, weight in self._tied.items() if before else ():
-            if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
+            if not torch.equal(bytes_of(before[place]), bytes_of(totals[place])):
                 raise RecycleError(
                     f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two "
                     "ways: this is a mistake of the plugin; go on from the last checkpoint, "

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.host import bytes_of
 from recycle_plugin.runtime.devices.kinds import fetch, order_of
 from recycle_plugin.runtime.state.contents import (
     MADE,
@@ -431,8 +432,7 @@ def pieces(tensor: torch.Tensor, nbytes: int = PIECE) -> tuple[torch.Tensor, ...
 def marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return a number per tensor that changes with its bytes, computed on its device; reads everything once."""
     found = {
-        name: _mark(tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]))
-        for name, tensor in tensors.items()
+        name: _mark(bytes_of(tensor.detach()).view(INTEGERS[tensor.element_size()])) for name, tensor in tensors.items()
     }
     by_device: dict[torch.device, list[str]] = {}
     for name, mark in found.items():
@@ -457,7 +457,7 @@ def _mark(numbers: torch.Tensor) -> torch.Tensor:
 
 def raw(tensor: torch.Tensor) -> Any:
     """Return a tensor's bytes, in element order, as a numpy array of uint8: a view of contiguous host memory."""
-    return fetch(tensor.detach().reshape(-1), "the bytes of a tensor").view(torch.uint8).numpy()
+    return fetch(bytes_of(tensor.detach()), "the bytes of a tensor").numpy()
 
 
 def written(form: TensorForm) -> str:

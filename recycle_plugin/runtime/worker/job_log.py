@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_log import CommittedStep
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.devices.host import There
+from recycle_plugin.runtime.devices.host import There, bytes_of
 from recycle_plugin.runtime.devices.port import COPY_S, Copy, Device, Tensors
 from recycle_plugin.runtime.log import records
 from recycle_plugin.runtime.log.reader import KeptDatum, LogReader, NotKept
@@ -232,7 +232,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(tensor.detach()).numpy().data
 
 
 def _tensor(part: Part, raw: bytearray) -> torch.Tensor:
