@@ -7,7 +7,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.runtime.devices.host import on_host
+from recycle_plugin.runtime.devices.host import bytes_of, on_host
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from tests.support.moved import act
@@ -38,6 +38,16 @@ def test_what_comes_to_the_host_is_contiguous_there_and_has_no_graph(device, sha
     (found,) = device.to_host([made.t().requires_grad_() * 1], "", shared=shared).wait(WAIT_S)
     assert found.is_contiguous() and on_host(found) and not found.requires_grad
     assert torch.equal(found, torch.arange(12.0).reshape(3, 4).t())
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_what_torch_has_only_marked_as_conjugate_or_negative_is_computed(device, shared):
+    """As the gradient of what a layer has conjugated: its memory is something else."""
+    (made,) = there(device, torch.complex(torch.arange(3.0), torch.ones(3)))
+    given = [made.conj(), made[:1].conj().imag]
+    found = device.to_host(given, "", shared=shared).wait(WAIT_S)
+    assert not any(one.is_conj() or one.is_neg() for one in found)
+    assert [bytes_of(one).view(one.dtype).tolist() for one in found] == [[0 - 1j, 1 - 1j, 2 - 1j], [-1.0]]
 
 
 def test_what_comes_to_the_device_is_a_leaf_without_a_graph(device):

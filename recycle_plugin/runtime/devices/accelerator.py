@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from recycle_plugin.errors import WaitTimeout
-from recycle_plugin.runtime.devices.host import CPU, on_host
+from recycle_plugin.runtime.devices.host import CPU, on_host, plain
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
@@ -294,9 +294,3 @@ def _over(event: Any) -> bool:
         return bool(event.query())
     except RuntimeError:  # of the device; the waiting caller gets it
         return True
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, contiguous, with conjugation resolved; may run a kernel on the current stream."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous() if plain.layout is torch.strided else plain

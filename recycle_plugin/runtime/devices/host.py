@@ -72,8 +72,7 @@ class Cpu:
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
         """Return detached contiguous tensors; copies if their memory may not be shared."""
-        given = [tensor.detach() if shared else tensor.detach().clone() for tensor in tensors]
-        return There(tuple([tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in given]))
+        return There(tuple([plain(tensor if shared else tensor.detach().clone()) for tensor in tensors]))
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
         """Return detached tensors on the host; copies if their memory may not be shared."""
@@ -125,6 +124,12 @@ CPU = Cpu()
 def on_host(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is in host memory."""
     return tensor.device.type == HOST.type
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, contiguous, with conjugation resolved; may run a kernel on the current stream."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous() if plain.layout is torch.strided else plain
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from recycle_plugin.runtime.devices.accelerator import Accelerator, plain
+from recycle_plugin.runtime.devices.accelerator import Accelerator
+from recycle_plugin.runtime.devices.host import plain
 from recycle_plugin.runtime.devices.kept import Kept
 from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
 
