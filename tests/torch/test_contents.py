@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.rates import ScaledRates
@@ -117,6 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"held.where is a numpy value with fields or a mask",
     ),
     "sparse": (lambda: torch.eye(2).to_sparse(), r"held.where is a tensor that is sparse or nested"),
+    "quantised": (lambda: TwoTensor(torch.ones(2), torch.ones(2)), r"held.where is a TwoTensor, made of other tensors"),
 }
 
 

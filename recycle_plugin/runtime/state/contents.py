@@ -144,6 +144,8 @@ class Telling:
             return self.of(value, where)
         if value.layout != torch.strided:
             return _refused(where, "a tensor that is sparse or nested")
+        if hasattr(value, "__tensor_flatten__"):  # as torchao's 8-bit moments and DTensors, which have no bytes to copy
+            return _refused(where, f"a {type(value).__name__}, made of other tensors")
         self._tensors[where] = value
         return ("tensor", value.dtype, value.shape, value.is_cpu)
 
