@@ -128,6 +128,19 @@ def test_seconds_of_copying_are_counted():
     assert len(spent) > 2 and min(spent) > 0
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_a_rate_in_a_tensor_is_taken_into_that_tensor(dtype):
+    """The newcomer's script may hold it, and change it for later steps as the others' scripts do."""
+    rate = torch.tensor(0.5)
+    source, newcomer = (
+        SteppedWorker(lambda ps, one=one: torch.optim.SGD(ps, lr=one), scheduler=lambda of: None)
+        for one in (torch.tensor(0.125, dtype=dtype), rate)
+    )
+    newcomer.units.take_settings(source.units.settings())
+    (group,) = newcomer.optimizer.wrapped.param_groups
+    assert group["lr"] == 0.125 and group["lr"].dtype == dtype and (group["lr"] is rate) == (dtype == rate.dtype)
+
+
 def test_what_the_other_worker_does_not_have_goes():
     """A newcomer that has trained, with an optimizer that makes its state in the first step."""
     source, target = SteppedWorker(OPTIMIZERS["adam"]), SteppedWorker(OPTIMIZERS["adam"], seed=1)

@@ -315,8 +315,12 @@ class OptimizerState:
             )
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
             for name, told in given.items():
-                value = Putting().back(told, group.get(name, MISSING))
-                group[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                present = group.get(name, MISSING)
+                value = Putting().back(told, present)
+                # a one-number tensor: into the present one, which the script may hold
+                group[name] = (
+                    Putting().back(torch.from_numpy(value), present) if isinstance(value, np.ndarray) else value
+                )
 
     def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
         """Set the told state of ``parameter``; anything else is dropped, with None all."""
