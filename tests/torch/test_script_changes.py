@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.touch import METHODS, PROPERTIES, FirstTouch
+from recycle_plugin.runtime.worker.trainer import Trainer
+from tests.support.stepped_worker import SteppedWorker
 
 INPUT = torch.arange(8.0).view(2, 4) / 8
 
@@ -89,6 +92,14 @@ def job() -> Iterator[Job]:
     with job.touch.lifted():
         pass
     assert modes() == []
+
+
+def test_a_rate_in_a_tensor_is_watched():
+    """A step that is taken back takes it back too, with what the script has made of it since."""
+    rate = torch.tensor(0.5)
+    worker = SteppedWorker(lambda parameters: torch.optim.SGD(parameters, lr=rate))
+    trainer: Any = SimpleNamespace(state=worker.state, _framework=worker.framework, _entry=None)
+    assert any(tensor is rate for tensor in Trainer._changed(trainer))
 
 
 # --- what is seen ---------------------------------------------------------------------------------------

@@ -244,6 +244,10 @@ class OptimizerState:
         others = ((name, one) for name, one in self.parameters().items() if one not in self._called)
         return {name: one for name, one in others if one.requires_grad or not isinstance(one, torch.nn.Parameter)}
 
+    def rates(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors among the groups' hyper-parameters, such as learning rates."""
+        return (one for group in self.optimizer.param_groups for one in group.values() if torch.is_tensor(one))
+
     def kept(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return the tensors of the optimizer's state, by (parameter's name, tensor's name)."""
         return {
@@ -376,8 +380,7 @@ class OptimizerState:
 
     def _elsewhere(self) -> dict[str, torch.Tensor]:
         kept = {f"optimizer/{name}/{kind}": one for (name, kind), one in self.kept().items()}
-        groups = (one for group in self.optimizer.param_groups for one in group.values() if torch.is_tensor(one))
-        others = {f"another {number}": one for number, one in enumerate((*groups, *self._others()))}
+        others = {f"another {number}": one for number, one in enumerate((*self.rates(), *self._others()))}
         return self.parameters() | kept | others
 
     def _told(self) -> Iterator[object]:

@@ -359,10 +359,13 @@ class Trainer:
             self._running.catch_up()
 
     def _changed(self) -> Iterator[torch.Tensor]:
-        """Yield tensors that a step changes, and buffers that the rest of a step reads, a newcomer's excepted."""
+        """Yield tensors that a step changes, and those that the rest of a step reads, a newcomer's excepted: buffers,
+        and learning rates in tensors, which an undo takes back too.
+        """
         yield from self.state.tensors().values()
         if self._entry is None:
             yield from self._framework.model.module.buffers()
+            yield from self.state.optimizer.rates()
 
     # --- between steps -------------------------------------------------------------------------------
 
