@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.rates import around_steps
 from recycle_plugin.runtime.state.undo import KINDS
 from tests.support.optimizers import INVERTIBLE, OTHERS, Lamb, Make, Subject, stage_state
 
@@ -324,6 +325,33 @@ def test_a_decay_that_grows_too_large_is_refused_before_the_step():
     subject.optimizer.param_groups[0]["lr"] = 6.0
     with pytest.raises(RecycleError, match="lr x weight_decay = 0.6"):
         subject.step(subject.random(2))
+
+
+def clamped(optimizer, *_) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+def halved(optimizer, *_) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(0.5)
+
+
+def test_what_a_scripts_hooks_change_behind_the_record_is_refused_before_the_step():
+    """A weight that was clamped after the step, a gradient that was halved before it: no rule inverts these."""
+    subject = Subject(INVERTIBLE["sgd"], "inverse", single())
+    record = KINDS["inverse"](subject.stage_state)
+    subject.optimizer.register_step_pre_hook(halved)  # before the record: as applied
+    around_steps(subject.optimizer, record.before_step)
+    subject.step(subject.random(1))
+    for register in (subject.optimizer.register_step_pre_hook, subject.optimizer.register_step_post_hook):
+        hook = register(clamped)
+        with pytest.raises(RecycleError, match="cannot take a step back that the script's hook clamped may change"):
+            subject.step(subject.random(2))
+        hook.remove()
+    subject.step(subject.random(3))
 
 
 def test_sparse_gradients_are_refused_before_the_step():

@@ -8,7 +8,7 @@ values and ends where the first try ended, within the same few roundings. With a
 moments that have forgotten the time before the spike.
 
 Refused: parameters in other types than fp32 and fp64 (bf16 would lose 2⁻⁸ of its value, fp16 2⁻¹¹), AMSGrad, unknown
-optimizers, sparse gradients.
+optimizers, sparse gradients, and a script's hooks around the step that may change what the rule is inverted from.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Inverse:
     def before_step(self) -> None:
         """Keep gradients and what cannot be computed back; raises RecycleError if the step could not be taken back."""
         _check_groups(self._optimizer)
+        _check_hooks(self._optimizer)
         parameters = self._of.parameters()
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if any(gradient.is_sparse for gradient in gradients.values()):
@@ -164,6 +165,23 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
                 f"cannot take a step back with lr x weight_decay = {decay:g}",
                 f'write "snapshot", or stay at {LARGEST_DECAY:g} or less',
             )
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a script's hooks that run between the record of a step and its end."""
+    before = [*getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()]
+    own = next((place for place, hook in enumerate(before) if not _is_scripts(hook)), len(before))
+    after = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
+    if (hook := next(filter(_is_scripts, (*before[own:], *after)), None)) is not None:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        raise _refused(
+            f"cannot take a step back that the script's hook {name} may change",
+            'write "snapshot", or leave the hook out',
+        )
+
+
+def _is_scripts(hook: object) -> bool:
+    return not (getattr(hook, "__module__", None) or "").startswith(("recycle_plugin.", "torch.", "deepspeed."))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
