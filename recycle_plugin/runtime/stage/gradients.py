@@ -30,10 +30,16 @@ from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
 from recycle_plugin.runtime.stage.gradient_store import GradientStore, swapped
 from recycle_plugin.runtime.stage.ports import Buckets
 from recycle_plugin.runtime.stage.tied import TiedWeight
+from recycle_plugin.runtime.state.step_hooks import hooks_of, is_scripts
 
 # optimizers known not to change gradients; Nesterov's foreach form does
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)
 Bucket = list[torch.Tensor]  # parameters
+
+
+def _may_change_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    before, after = hooks_of(optimizer)
+    return type(optimizer) not in READ_ONLY or any(map(is_scripts, (*before, *after)))
 
 
 def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:
@@ -201,7 +207,7 @@ class Gradients:
         """
         whole, sums = self._applied(step), self._gradients.view()
         with self.of(step):
-            if type(optimizer) not in READ_ONLY and not clipped:
+            if not clipped and _may_change_gradients(optimizer):
                 self._gradients.change(torch.clone)
             versions = _versions(whole)
             self._step, self._factors = step, []

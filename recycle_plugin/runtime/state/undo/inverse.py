@@ -21,6 +21,7 @@ import torch
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.state.step_hooks import hooks_of, is_scripts
 from recycle_plugin.runtime.state.undo import rules
 from recycle_plugin.runtime.state.undo.kept import Keeper, KeptCopies, Small
 
@@ -169,19 +170,14 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a script's hooks that run between the record of a step and its end."""
-    before = [*getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()]
-    own = next((place for place, hook in enumerate(before) if not _is_scripts(hook)), len(before))
-    after = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
-    if (hook := next(filter(_is_scripts, (*before[own:], *after)), None)) is not None:
+    before, after = hooks_of(optimizer)
+    own = next((place for place, hook in enumerate(before) if not is_scripts(hook)), len(before))
+    if (hook := next(filter(is_scripts, (*before[own:], *after)), None)) is not None:
         name = getattr(hook, "__name__", type(hook).__name__)
         raise _refused(
             f"cannot take a step back that the script's hook {name} may change",
             'write "snapshot", or leave the hook out',
         )
-
-
-def _is_scripts(hook: object) -> bool:
-    return not (getattr(hook, "__module__", None) or "").startswith(("recycle_plugin.", "torch.", "deepspeed."))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

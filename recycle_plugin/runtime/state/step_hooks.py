@@ -1,0 +1,16 @@
+"""The hooks that run around an optimizer's step."""
+
+from __future__ import annotations
+
+import torch
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], list[object]]:
+    """Return what torch calls before and after the optimizer's step, in order."""
+    before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    return [*before.values()], [*after.values()]
+
+
+def is_scripts(hook: object) -> bool:
+    """Return whether a hook is neither the plugin's nor a framework's."""
+    return not (getattr(hook, "__module__", None) or "").startswith(("recycle_plugin.", "torch.", "deepspeed."))
