@@ -234,6 +234,29 @@ def test_hooks_run_as_without_a_record(kind):
     assert factors == [1e-3] and optimizer.param_groups[0]["lr"] == 1e-3
 
 
+@pytest.mark.parametrize("kind", ("snapshot", "host_snapshot"))
+@pytest.mark.parametrize("hooked", (False, True), ids=("wrapped", "hooked"))
+def test_what_a_hook_changes_before_a_step_is_taken_back_with_it(kind, hooked):
+    """Else the step that is done again has it twice."""
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = adamw(parameters) if hooked else Wrapper(adamw(parameters))
+
+    def decayed(*_: Any) -> None:
+        parameters[0].data.mul_(0.5)
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    (optimizer if hooked else optimizer._base).register_step_pre_hook(decayed)
+    record = undo_record(kind, stage_state(parameters, optimizer))
+    found = []
+    for _ in range(2):
+        parameters[0].grad = torch.ones(2)
+        record.prepare()
+        optimizer.step()
+        found.append((parameters[0].tolist(), optimizer.param_groups[0]["lr"]))
+        record.restore()
+    assert found[0] == found[1] and found[0][1] == 5e-4 and same(parameters[0].data, torch.ones(2))
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_a_newcomer_is_filled_and_follows(name):
     caught_up(partial(SteppedWorker, MADE[name], scheduler=SCHEDULERS.get(name)), lambda step: None, 0)

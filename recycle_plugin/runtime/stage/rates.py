@@ -38,15 +38,20 @@ class ScaledRates:
 
 
 def around_steps(
-    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None] = lambda: None
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[], None],
+    after: Callable[[], None] = lambda: None,
+    first: bool = False,
 ) -> None:
-    """Call ``before()`` and ``after()`` around each step of ``optimizer``.
+    """Call ``before()`` and ``after()`` around each step of ``optimizer``; if ``first``, ``before()`` before all else.
 
-    Uses torch's hooks, which run after a script's. If torch calls none, since the class wraps another optimizer and
-    skips ``Optimizer.__init__``, the method is wrapped.
+    Uses torch's hooks, which otherwise run after a script's. If torch calls none, since the class wraps another
+    optimizer and skips ``Optimizer.__init__``, the method is wrapped.
     """
     if getattr(type(optimizer).step, "hooked", False) and "_optimizer_step_pre_hooks" in vars(optimizer):
-        optimizer.register_step_pre_hook(lambda *_: before())
+        hook = optimizer.register_step_pre_hook(lambda *_: before())
+        if first:
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
         optimizer.register_step_post_hook(lambda *_: after())
         return
     if not hasattr(optimizer.step, "calls"):

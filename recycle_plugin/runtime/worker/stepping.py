@@ -169,5 +169,6 @@ class Stepping:
 def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> Undo:
     """Return ``state``'s undo record, made before each step. ``keeper``: has gradients until the commit."""
     record: Undo = KINDS[kind](state, keeper)
-    around_steps(state.optimizer.optimizer, record.before_step)
+    # an inverse goes by the gradients that hooks have left; a copy has what they change, else a redo has that twice
+    around_steps(state.optimizer.optimizer, record.before_step, first=record.exact)
     return record
