@@ -252,6 +252,15 @@ class Changed(torch.optim.SGD):
     """A subclass may do anything."""
 
 
+class OwnSgd(torch.optim.Optimizer):
+    """As torch's, but without its other settings."""
+
+    undo_rule = "sgd"
+
+    def __init__(self, params, lr) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9})
+
+
 class NoRatio(Lamb):
     undo_rule = "lamb"
 
@@ -289,13 +298,19 @@ def single(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
             "or stay at 0.5 or less",
         ),
         (
+            lambda ps: OwnSgd(ps, lr=0.1),
+            torch.float32,
+            "cannot take a step of OwnSgd back, which has no dampening, nesterov, weight_decay in its groups",
+            "or give them their values there",
+        ),
+        (
             lambda ps: torch.optim.SGD([ps[0].detach().clone()], lr=0.1),
             torch.float32,
             "parameters or attributes of its own beside the model's",
             "",
         ),
     ],
-    ids=["AMSGrad", "unknown", "subclass", "bf16", "complex", "decay", "master parameters"],
+    ids=["AMSGrad", "unknown", "subclass", "bf16", "complex", "decay", "settings", "master parameters"],
 )
 def test_what_cannot_be_inverted_is_refused_at_the_start(make: Make, dtype, wrong, instead):
     parameters = single(dtype)

@@ -52,7 +52,7 @@ class Inverse:
         stock = type(self._optimizer).__module__.startswith(("torch.", "deepspeed."))
         attributes = {} if stock else self._of.attributes.tensors()
         _check_parameters(self._of.parameters(), {**self._of.beside(), **attributes})
-        _check_groups(self._optimizer)
+        _check_groups(self._optimizer, self._rule)
 
     @property
     def held_bytes(self) -> int:
@@ -66,7 +66,7 @@ class Inverse:
     @torch.no_grad()
     def before_step(self) -> None:
         """Keep gradients and what cannot be computed back; raises RecycleError if the step could not be taken back."""
-        _check_groups(self._optimizer)
+        _check_groups(self._optimizer, self._rule)
         _check_hooks(self._optimizer)
         parameters = self._of.parameters()
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -153,8 +153,14 @@ def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[st
             )
 
 
-def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+def _check_groups(optimizer: torch.optim.Optimizer, rule: rules.UpdateRule) -> None:
     for group in optimizer.param_groups:
+        if missing := sorted(set(rule.settings) - group.keys()):
+            name = type(optimizer).__name__
+            raise _refused(
+                f"cannot take a step of {name} back, which has no {', '.join(missing)} in its groups",
+                'write "snapshot", or give them their values there',
+            )
         if group.get("amsgrad"):
             raise _refused(
                 "cannot take AMSGrad back, whose running maximum of v forgets what it was",

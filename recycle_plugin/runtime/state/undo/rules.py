@@ -43,6 +43,7 @@ class UpdateRule(Protocol):
 
     moments: tuple[str, ...]  # state tensors that are inverted; others are restored from copies
     needs: tuple[str, ...]  # keys of a stepped parameter's state
+    settings: tuple[str, ...]  # keys of a group
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
         """Return the number of steps, the last one included, of each of a group's stepped parameters."""
@@ -58,6 +59,7 @@ class Sgd:
 
     moments: tuple[str, ...] = ("momentum_buffer",)
     needs: tuple[str, ...] = ()
+    settings = "lr", "momentum", "dampening", "nesterov", "weight_decay"
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
         """Return zeros: all steps are alike."""
@@ -83,6 +85,7 @@ class Adam:
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     needs: tuple[str, ...] = ("step", *moments)
+    settings = "lr", "betas", "eps", "weight_decay"
 
     def __init__(self, decoupled: bool | None) -> None:
         self._decoupled = decoupled
