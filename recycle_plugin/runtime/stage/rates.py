@@ -51,7 +51,7 @@ def around_steps(
     if getattr(type(optimizer).step, "hooked", False) and "_optimizer_step_pre_hooks" in vars(optimizer):
         hook = optimizer.register_step_pre_hook(lambda *_: before())
         if first:
-            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
         optimizer.register_step_post_hook(lambda *_: after())
         return
     if not hasattr(optimizer.step, "calls"):

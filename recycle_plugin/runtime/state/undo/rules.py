@@ -59,7 +59,7 @@ class Sgd:
 
     moments: tuple[str, ...] = ("momentum_buffer",)
     needs: tuple[str, ...] = ()
-    settings = "lr", "momentum", "dampening", "nesterov", "weight_decay"
+    settings: tuple[str, ...] = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
         """Return zeros: all steps are alike."""
@@ -85,7 +85,7 @@ class Adam:
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     needs: tuple[str, ...] = ("step", *moments)
-    settings = "lr", "betas", "eps", "weight_decay"
+    settings: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay")
 
     def __init__(self, decoupled: bool | None) -> None:
         self._decoupled = decoupled
