@@ -12,7 +12,8 @@ import torch
 from recycle_plugin.core.messages.from_workers import LogBroken, Logged, Note
 from recycle_plugin.core.worker.step_log import CommittedStep
 from recycle_plugin.runtime.devices.host import There
-from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
+from recycle_plugin.runtime.worker import job_log
+from recycle_plugin.runtime.worker.job_log import WRITTEN_S, JobLogs, WorkerLog
 from tests.support.logs import PATIENCE_S, RUN, act, stream
 
 
@@ -58,6 +59,28 @@ def test_what_is_kept_is_told_and_read(tmp_path) -> None:
     assert torch.equal(jobs.get(act(1))[0], torch.ones(3, dtype=torch.bfloat16))
     assert jobs.record(1) == CommittedStep(1, 0.5) and jobs.record(1).norm.dtype is torch.float32
     assert not jobs.faults() and jobs.record(2) is jobs.get(act(2)) is None, "however often it looks"
+    log.close()
+
+
+def test_a_record_that_is_being_written_is_not_lost_until_it_stays_torn(tmp_path, monkeypatch) -> None:
+    """A disk may take longer for what waits than a reader does for a look."""
+    clock = [0.0]
+    monkeypatch.setattr(job_log, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    _, log = made(tmp_path)
+    keep(log, 1)
+    log.flush()
+    (path,) = tmp_path.glob("*.log")
+    jobs = JobLogs(tmp_path, RUN, 0.0)
+
+    def looks(seconds: float) -> bool:
+        clock[0] += seconds
+        return jobs.get(act(2)) is not None or jobs.damaged(act(2))
+
+    for _ in range(9):
+        with path.open("ab") as file:
+            file.write(b"RP")
+        assert not looks(WRITTEN_S / 2)
+    assert not looks(WRITTEN_S / 2) and looks(WRITTEN_S)
     log.close()
 
 

@@ -187,17 +187,18 @@ class LogReader:
         """Return the generation from which data of ``step`` has to be valid to count."""
         return self._since.of(step)
 
-    def incomplete(self, stage: int) -> str:
-        """Return a sign that something is lost of what ``stage`` has logged, in words; "" if there is none."""
+    def incomplete(self, stage: int) -> list[str]:
+        """Return the signs that something is lost of what ``stage`` has logged, in words; [] if there is none."""
         of = {worker for worker, segments in self.segments.items() if segments[0].stream.seat.stage == stage}
         if not of:
-            return f"no log of stage {stage} is in {self.folder}"
+            return [f"no log of stage {stage} is in {self.folder}"]
+        signs = []
         for fault in self.faults:
             match = NAME.fullmatch(fault.file.name)
             worker = WorkerId(int(match[1]), int(match[2])) if match else None
             if worker in of or worker not in self.segments:
-                return str(fault)
-        return ""
+                signs.append(str(fault))
+        return signs
 
     # --- which of it counts --------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class JobLogs:
     def __init__(self, folder: Path, run_id: str, look_s: float, mirror: Mirror | None = None) -> None:
         self._folder, self._run_id, self._look_s, self._mirror = folder, run_id, look_s, mirror
         self._damaged: dict[Datum, str] = {}
-        self._lacking: dict[Datum, float] = {}  # the time since when it is looked for
+        self._signs: dict[Datum, dict[str, float]] = {}  # of a missing datum's loss, with the time since when
         self._reader, self._looked = self._read(None), time.monotonic()
 
     def _read(self, before: LogReader | None) -> LogReader:
@@ -209,11 +209,14 @@ class JobLogs:
             return None
 
     def damaged(self, datum: Datum) -> bool:
-        """Whether a requested datum is unreadable in all copies, or missing with other losses of its stage's logs."""
-        asked = self._lacking.setdefault(datum, time.monotonic())
-        late = datum not in self._damaged and time.monotonic() - asked > WRITTEN_S
-        if late and (lost := self._reader.incomplete(datum.stage)):
-            self._damaged[datum] = lost
+        """Whether a requested datum is unreadable in all copies, or missing with other losses of its stage's logs. A
+        record that is being written looks lost too, but otherwise at each look.
+        """
+        now, before = time.monotonic(), self._signs.get(datum, {})
+        signs = self._signs[datum] = {sign: before.get(sign, now) for sign in self._reader.incomplete(datum.stage)}
+        lost = next((sign for sign, since in signs.items() if now - since > WRITTEN_S), "")
+        if lost:
+            self._damaged.setdefault(datum, lost)
         return datum in self._damaged
 
     def faults(self) -> str:
