@@ -11,7 +11,7 @@ import torch
 from recycle_plugin.runtime.worker.companion import KeptState, TorchCompanion
 from recycle_plugin.runtime.worker.replay_machine import difference
 
-HALF, SINGLE = torch.float16, torch.float32
+HALF, SINGLE, QUARTER = torch.float16, torch.float32, torch.float8_e5m2
 NOT_FINITE = "not finite where it had others"
 
 
@@ -29,6 +29,10 @@ NOT_FINITE = "not finite where it had others"
         ([inf, 2.0], [1.0, 2.0], HALF, False, NOT_FINITE),
         ([inf, 2.0], [65000.0, 2.0], HALF, False, ""),  # one of them has just overflown
         ([65000.0, 2.0], [inf, 2.0], HALF, False, ""),
+        ([1.0, 2.5], [1.0, 2.0], QUARTER, False, ""),  # the next number
+        ([1.0, 2.5], [1.0, 2.0], QUARTER, True, "it differs by 0.5"),
+        ([1.0, 3.0], [1.0, 2.0], QUARTER, False, "it differs by 1"),
+        ([nan, 2.0], [1.0, 2.0], QUARTER, False, NOT_FINITE),
     ),
 )
 def test_boundary_tensors(made, sent, dtype, exact, how):
