@@ -177,6 +177,12 @@ def test_a_sparse_batch_is_kept_too():
     assert torch.equal(unpacked(packed(given)).to_dense(), torch.eye(3))
 
 
+def test_what_is_conjugated_only_when_it_is_read_goes_to_a_peer_as_it_reads():
+    """As the gradient of what a stage conjugates first."""
+    (sent,) = Host(CPU).keep((torch.tensor([1 + 2j]).conj(),)).wait(0)
+    assert bytes(raw(sent)) == bytes(raw(torch.tensor([1 - 2j])))
+
+
 # --- the transport waits, and its caller does not -----------------------------------------------------
 
 

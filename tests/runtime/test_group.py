@@ -109,6 +109,19 @@ def test_parts_of_sums_have_any_number_of_dimensions():
     assert run(scattered_sums, 2) == [[((), own), ((2,), own), ((2, 3), own)] for own in sums]
 
 
+def odd_tensors(script: Script) -> list:
+    """Sums of a sparse tensor, and of one of inference mode that is waited for outside of it."""
+    dist.all_reduce(sparse := torch.eye(2).to_sparse() * (script.rank + 1))
+    with torch.inference_mode():
+        work = dist.all_reduce(inferred := script.value(), async_op=True)
+    work.wait()
+    return [sparse.to_dense().tolist(), inferred.item()]
+
+
+def test_sparse_tensors_and_those_of_inference_mode_are_summed():
+    assert run(odd_tensors, 2) == [[[[3.0, 0.0], [0.0, 3.0]], 3.0]] * 2
+
+
 def unfit(script: Script) -> list:
     """Each call is wrong on both, or on the root; the next sum is not."""
     said, parts = [], [torch.zeros(2)] * 3

@@ -571,7 +571,6 @@ def _buffer(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """
     if call.link == SUMS_ON_DEVICE or (on_host(tensor) and not call.lasts):
         return tensor
-    if not on_host(tensor) and call.link != SCRIPT_ON_DEVICE:
-        return fetch(tensor, "what goes to other workers")
-    strided = tensor.layout == torch.strided
-    return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)
+    if call.link == SCRIPT_ON_DEVICE:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return fetch(tensor, "what goes to other workers", shared=False)

@@ -299,8 +299,10 @@ def lines_of(group: str) -> str:
 
 
 def _kept(values: Values | None) -> Copy | None:
-    """Start copying ``values`` to host memory if they are small enough to keep."""
-    if values is None or sum(value.nbytes for value in values) > LARGEST:
+    """Start copying ``values`` to host memory if they are dense, and small enough to keep."""
+    if values is None or any(value.layout is not torch.strided for value in values):
+        return None
+    if sum(value.nbytes for value in values) > LARGEST:
         return None
     where = values[0].device if values else HOST
     return device_of(where).to_host(values, "a collective's result", shared=True)

@@ -19,7 +19,6 @@ from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S
 from recycle_plugin.runtime.collectives.link import Broken, Link, among
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import fetch, write
 
 
@@ -46,7 +45,7 @@ class SeatLink:
         this worker is about to be ended. It waits for that, up to NEWS_TIMEOUT_S, then raises WaitTimeout. Raises any
         other error of the operation at once.
         """
-        held = [_copy(tensor) for tensor in asked.tensors]
+        held = [fetch(tensor, "what goes to the other workers of its seat", shared=False) for tensor in asked.tensors]
         handle = self._connected().start(asked.make(held, {place: place for place in range(len(self._ranks))}))
         handle.when_over(self._session.waiting.wake)
         name = f"{asked.called} among {among(self._ranks)}, in a layer"
@@ -68,9 +67,3 @@ class SeatLink:
             self._link = self._open(f"seat of {' '.join(workers)}")
             self._link.connect()
         return self._link
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if not on_host(tensor):
-        return fetch(tensor, "what goes to the other workers of its seat")
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

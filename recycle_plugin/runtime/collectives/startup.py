@@ -164,7 +164,9 @@ class Startup:
             if self._training:
                 return
             kept.source, kept.why = source, "" if error is None else f"it has failed: {error}"
-            if error is not None or kept.arrives or kept.values is not None:
+            if any(value.layout is not torch.strided for value in held):
+                kept.why = "sparse tensors are not kept"
+            if kept.why or kept.arrives or kept.values is not None:
                 return
             size, building = sum(value.nbytes for value in held), self._arriving is not None
             if size <= self._left[building]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -79,7 +80,9 @@ def put(source: torch.Tensor, where: torch.device, what: object) -> torch.Tensor
 
 def write(target: torch.Tensor, source: torch.Tensor, what: object) -> None:
     """Copy host tensor ``source``, which must not change any more, to ``target``, for this thread's later work."""
-    target.copy_(put(source, target.device, what))
+    # a tensor of inference mode may be waited for outside of it
+    with torch.inference_mode() if target.is_inference() else nullcontext():
+        target.copy_(put(source, target.device, what))
 
 
 def fetch(tensor: torch.Tensor, what: object, *, shared: bool = True) -> torch.Tensor:
