@@ -40,6 +40,7 @@ from recycle_plugin.runtime.state.packing import packed, unpacked
 
 LARGEST = 1 << 20  # bytes kept of one collective
 KEPT, KEPT_BYTES = 64, 4 * LARGEST  # per sequence: with operations in flight some members may be many ahead
+ALL_BYTES = 16 * KEPT_BYTES  # of all sequences: scripts may use a new group, or a new tag, in every step
 MOST_LINES = 10_000  # sequences that a worker posts
 Values = list[torch.Tensor]
 
@@ -94,7 +95,7 @@ class Said:
     values: dict[int, Copy | None] = field(default_factory=dict)
     begun: int = 0
     kept: tuple[tuple[int, int], ...] = ()
-    _bytes: int = 0
+    nbytes: int = 0
 
     @property
     def end(self) -> int:
@@ -129,13 +130,17 @@ class Said:
         the calling thread's order on their device; nobody may change them.
         """
         self.values[number] = _kept(values)
-        self._bytes += _bytes(self.values[number])
+        self.nbytes += _bytes(self.values[number])
         self.after.add(number)
         while self.count in self.after:
             self.after.remove(self.count)
             self.count += 1
-        while len(self.values) > KEPT or self._bytes > KEPT_BYTES:
-            self._bytes -= _bytes(self.values.pop(next(iter(self.values))))  # the first that was over
+        while len(self.values) > KEPT or self.nbytes > KEPT_BYTES:
+            self.nbytes -= _bytes(self.values.pop(next(iter(self.values))))  # the first that was over
+
+    def drop_values(self) -> None:
+        """Let all values go."""
+        self.values, self.nbytes = {}, 0
 
 
 class Outcomes:
@@ -145,6 +150,8 @@ class Outcomes:
         self._session = session
         self._numbers: dict[str, int] = {}
         self._own: dict[str, Said] = {}
+        self._weights: dict[str, int] = {}  # bytes kept of the sequences that have any, the most recently used last
+        self._kept_bytes = 0  # their sum
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.whereabouts = Whereabouts(session.boards)
@@ -173,7 +180,18 @@ class Outcomes:
     def add(self, line: str, number: int, values: Values | None) -> None:
         """Record that a collective is behind this worker. ``values``: its result if all members have the same."""
         with self._lock:
-            self._own.setdefault(line, Said()).add(number, values)
+            said = self._own.setdefault(line, Said())
+            said.add(number, values)
+            self._weigh(line, said.nbytes)
+            while self._kept_bytes > ALL_BYTES:
+                oldest = next(iter(self._weights))
+                self._own[oldest].drop_values()
+                self._weigh(oldest, 0)
+
+    def _weigh(self, line: str, nbytes: int) -> None:
+        self._kept_bytes += nbytes - self._weights.pop(line, 0)
+        if nbytes:
+            self._weights[line] = nbytes
 
     def of_others(self, generation: int, ranks: Sequence[int], group: str) -> dict[int, dict[str, Said]]:
         """Return {rank: {name: word}} of what ``ranks`` have posted in ``generation`` about the sequences of ``group``.
@@ -257,6 +275,7 @@ class Outcomes:
             for line, each in (one for lines in said.values() for one in lines.items()):
                 begun = max(each.begun, self._numbers.get(line, 0))
                 self._numbers[line], self._own[line] = begun, Said(begun)
+                self._weigh(line, 0)
             self._counted_on.add(group)
 
     def _give_up_links(self) -> None:
