@@ -41,4 +41,8 @@ def test_a_lane_has_a_stream_of_its_own_however_many_torch_has_given_until_it_is
     for lane in lanes[:5]:
         lane.leave()
     assert {device.lane()._stream for _ in range(5)} == {*streams[:5]}
-    assert device.lane()._stream in {*streams, device._down, device._up, device._apart}, "with none left it is shared"
+    shared = [device.lane() for _ in range(len(streams))]
+    assert {lane._stream for lane in shared} == {*streams}, "with none left one is shared, but not with copies"
+    shared[0].leave()
+    assert device.lane()._stream == shared[0]._stream, "of which the other user is still there"
+    assert device.lane()._stream in streams

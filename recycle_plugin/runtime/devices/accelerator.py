@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -36,8 +37,9 @@ class Accelerator:
         self.where, self.kind, self.lags = where, where.type, True
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
-        self._taken, self._taking = set[Any](), threading.Lock()  # streams in use for an order
-        self._down, self._up, self._apart = (self._free_stream() for _ in range(3))
+        self._taken, self._taking = Counter[Any](), threading.Lock()  # orders by stream
+        self._down, self._up, self._apart = copying = [self._free_stream() for _ in range(3)]
+        self._taken.update(STREAMS * copying)  # the last ones to be shared: a stuck order would hold up all copies
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -110,17 +112,19 @@ class Accelerator:
 
     def lane(self) -> Lane:
         """Return a new order beside all others, for another library's work on the device; see Lane.leave."""
-        return Lane(self._module, self.where, self._free_stream(), self._taken.discard)
+        return Lane(self._module, self.where, self._free_stream(), self._leave_stream)
 
     def _free_stream(self) -> Any:
-        """Return an unused stream; torch reuses streams after STREAMS. If all are taken the stream is shared."""
+        """Return a stream that the fewest orders use: torch reuses streams after STREAMS."""
         with self._taking:
-            for _ in range(STREAMS):
-                stream = self._module.Stream(self.where)
-                if stream not in self._taken:
-                    break
-            self._taken.add(stream)
+            streams = (self._module.Stream(self.where) for _ in range(STREAMS))
+            stream = min(streams, key=self._taken.__getitem__)
+            self._taken[stream] += 1
             return stream
+
+    def _leave_stream(self, stream: Any) -> None:
+        with self._taking:
+            self._taken[stream] -= 1
 
     def _mark(self, stream: Any) -> Any:
         event = self._module.Event(enable_timing=True)
