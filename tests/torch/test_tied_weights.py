@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradient_store import TorchGradients
+from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from tests.support.threads import Threads
 from tests.support.waiting import together
@@ -57,6 +59,16 @@ def test_every_copy_gets_the_same_bits_whoever_is_alive(lost):
     made = totals(lost)
     assert len(made) == REPLICAS * len(STAGES) - len({seat for seat in lost if seat.stage in STAGES})
     assert all(torch.equal(one, EXPECTED) for one in made)
+
+
+def test_a_single_number_may_be_shared_and_summed_again():
+    number, store = torch.nn.Parameter(torch.tensor(2.0)), StepStore(Seat(0, 0), 4)
+    weight: Any = SimpleNamespace(parameter=number, name="temperature", total=torch.clone)
+    buckets: Any = None
+    gradients = Gradients(buckets, store, TorchGradients([number]), None, [weight])
+    store.put(store.of_layers("reduced", 1), [torch.tensor(0.5)])
+    store.put(store.of_layers("tied", 1), gradients.tie(1))
+    assert gradients.tie(1) == {0: torch.tensor(0.5)}
 
 
 def test_only_one_stage_counts_it_in_the_norm():
