@@ -122,6 +122,25 @@ def test_sparse_tensors_and_those_of_inference_mode_are_summed():
     assert run(odd_tensors, 2) == [[[[3.0, 0.0], [0.0, 3.0]], 3.0]] * 2
 
 
+def unwritable(script: Script) -> list:
+    """Nobody can write to an expanded tensor; the next sum is over before anybody waits for the one of that."""
+    work = dist.all_reduce(script.value().expand(3), async_op=True)
+    while not work._call.over:
+        work._flight._notice(work._call)
+    dist.all_reduce(total := script.value())
+    said = []
+    for _ in range(2):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            said.append("written-to tensor" in str(error))
+    return [total.item(), *said]
+
+
+def test_a_result_that_cannot_be_written_is_the_error_of_its_own_call():
+    assert run(unwritable, 2) == [[3.0, True, True]] * 2
+
+
 def unfit(script: Script) -> list:
     """Each call is wrong on both, or on the root; the next sum is not."""
     said, parts = [], [torch.zeros(2)] * 3

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -318,7 +319,8 @@ class Flight:
             )
         for call in finished:
             if call.error is None:
-                self._hand_over(call)
+                with suppress(RuntimeError):  # whoever waits for that call gets it, not whoever makes the next one
+                    self._hand_over(call)
 
     def _hand_over(self, call: Call) -> None:
         if call.error is not None:
@@ -326,11 +328,15 @@ class Flight:
         if call.handed:
             return
         call.handed = True
-        with torch.no_grad(), call.order.kept():
-            # without no_grad, autograd would treat the tensor as modified
-            for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():
-                if value is not tensor:
-                    write(tensor, value, call.asked.called)
+        try:
+            with torch.no_grad(), call.order.kept():
+                # without no_grad, autograd would treat the tensor as modified
+                for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():
+                    if value is not tensor:
+                        write(tensor, value, call.asked.called)
+        except RuntimeError as error:  # of a tensor that can't be written to, such as an expanded one
+            call.error = error
+            raise
 
     # --- membership -----------------------------------------------------------------------------------
 
