@@ -27,6 +27,12 @@ class CantJoin(RecycleError):
     """A newcomer has nothing to go on with. Only this newcomer is lost."""
 
 
+class Refused(BaseException):
+    """A newcomer's script has caught the error of a refusal and gone on: it ends now, since it may have left out a part
+    of what the others' scripts have done. No Exception: a user's own ``except Exception`` must not swallow it.
+    """
+
+
 class WaitTimeout(RecycleError):
     """A wait passed its deadline; the message names what was awaited."""
 

@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.loop_ports import LEAVE
-from recycle_plugin.errors import CantJoin, CutOff, RecycleError
+from recycle_plugin.errors import CantJoin, CutOff, RecycleError, Refused
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
 from recycle_plugin.runtime.processes import signal_info
@@ -85,13 +85,13 @@ def main(command: list[str]) -> int:
     except CutOff as error:
         _say(f"recycle: error: {error}")
         return error.code
-    except (RecycleError, SettingsError, PlanError, Torn, Gone) as error:
+    except (RecycleError, Refused, SettingsError, PlanError, Torn, Gone) as error:
         if os.environ.get("RECYCLE_TRACEBACK"):
             traceback.print_exc()
         if session.forked:
             _say(f"recycle: error: {error}")
         else:
-            _say_end(session, Fatal(session.rank, str(error)), isinstance(error, CantJoin))
+            _say_end(session, Fatal(session.rank, str(error)), isinstance(error, (CantJoin, Refused)))
         return 1
     except KeyboardInterrupt:  # before training, when the supervisors have got it too
         if session.forked:

@@ -300,9 +300,12 @@ def test_a_rate_that_is_not_known_is_refused(launch, starts, tmp_path, closing):
     top.end()
 
 
-def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(launch, starts, tmp_path, closing):
-    """The newcomer says why it can't come back, and that is nobody else's business."""
-    top = Top(launch, tmp_path / "run0", "logs_a_mean")
+@pytest.mark.parametrize("pattern", ("logs_a_mean", "catches_errors"))
+def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(
+    launch, starts, tmp_path, closing, pattern
+):
+    """The newcomer says why it can't come back, and that is nobody else's business, even if its script goes on."""
+    top = Top(launch, tmp_path / "run0", pattern)
     closing.append(newcomer := Alone(starts[0], top, 1, tmp_path / "newcomer"))
     newcomer.tell(recorded(top.saw(1)))
     assert newcomer.end() == 1
@@ -310,5 +313,6 @@ def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(l
     assert said.startswith("rank 1, which has come back, can't take part: torch.distributed.all_reduce over ranks 0, 1")
     assert f"called at {SCRIPT}:" in said
     assert "between steps that were over before this worker came back: what it gave then is not kept" in said
+    assert said.endswith("; the script has caught this error") == (pattern == "catches_errors")
     assert not newcomer.said(Fatal) and not newcomer.said(Crashed)
     top.end()

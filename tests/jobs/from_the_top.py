@@ -252,6 +252,19 @@ def logs_a_mean() -> None:
         recycle_plugin.mean(torch.ones(1), None)
 
 
+def catches_errors() -> None:
+    """Logs a mean, and goes on with the next step whatever goes wrong."""
+    import recycle_plugin
+
+    trained = engine(Samples(WIDTH))
+    for _ in range(STEPS):
+        try:
+            seen["losses"].append(trained.train_batch().item())
+            recycle_plugin.mean(torch.ones(1), None)
+        except Exception as error:
+            print(f"a step is left out: {error}", flush=True)
+
+
 def plain() -> None:
     """Without DeepSpeed: with a scheduler, evaluations, a checkpoint, and layers that one worker has drawn."""
     from recycle_plugin.adapters.plain import Pipeline
@@ -303,7 +316,18 @@ def replicas() -> None:
 
 
 write_what_is_posted()
-patterns: list[Callable[[], None]] = [readme, epochs, between, seeds, global_steps, skips, logs_a_mean, plain, replicas]
+patterns: list[Callable[[], None]] = [
+    readme,
+    epochs,
+    between,
+    seeds,
+    global_steps,
+    skips,
+    logs_a_mean,
+    catches_errors,
+    plain,
+    replicas,
+]
 {pattern.__name__: pattern for pattern in patterns}[job["pattern"]]()
 endings.write(Path(job["out"]) / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(seen)))
 if job["waits"]:

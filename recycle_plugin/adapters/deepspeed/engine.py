@@ -200,7 +200,7 @@ class RecycleEngine(ComesBack, PipelineEngine):
         """
         whole = return_logits or not compute_loss or reduce_output != "avg"
         if whole and self._trainer.behind:
-            raise RecycleError(
+            raise self._job.session.hooks.refusal(
                 "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg', in "
                 "a worker that has come back: only mean losses of evaluations are kept for its script; ask for the "
                 'mean loss alone, or set recycle.rejoin to "never"'
@@ -315,7 +315,7 @@ class RecycleEngine(ComesBack, PipelineEngine):
 
     def _refuse_behind(self, what: str) -> None:
         if self._may_skip and self._trainer.behind and not self._applies:
-            raise RecycleError(
+            raise self._job.session.hooks.refusal(
                 f"engine.{what} in a worker that has come back, and whose script goes through steps that are over: "
                 "which of them were skipped is known when it is at one with the others; ask only when engine.behind "
                 "is false"
@@ -327,11 +327,13 @@ class RecycleEngine(ComesBack, PipelineEngine):
         """
         norm = super().get_global_grad_norm()
         if norm is None and self.masters is not None and self.global_steps:
+            if self._trainer.behind:
+                raise self._job.session.hooks.refusal(
+                    "engine.get_global_grad_norm() in a worker that has come back: ask when engine.behind is false"
+                )
             raise RecycleError(
                 "engine.get_global_grad_norm(): steps are applied before their norm is known, or without one: set "
                 'gradient_clipping, and leave recycle.clip out or write "sync"'
-                if not self._trainer.behind
-                else "engine.get_global_grad_norm() in a worker that has come back: ask when engine.behind is false"
             )
         return norm
 

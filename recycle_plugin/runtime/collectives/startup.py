@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from recycle_plugin.core.messages.from_workers import ALWAYS
-from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.callers import calling_line, named
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.fingerprint import fingerprint
@@ -122,7 +121,7 @@ class Startup:
         known = {*map(id, parameters), *map(_address, parameters)}
         for where, tensor in self._awaited:
             if not {id(tensor), _address(tensor)} & known:
-                raise RecycleError(
+                raise self._session.hooks.refusal(
                     f"{where}, has filled a parameter of shape {tuple(tensor.shape)} that is not trained, and what was "
                     f"in it is not kept for a newcomer: freeze it before, {ADVICE}"
                 )
@@ -202,23 +201,23 @@ class Startup:
         """
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
         if self._training:
-            raise RecycleError(
+            raise self._session.hooks.refusal(
                 f"{where}, between steps that were over before this worker came back: what it gave then is not kept; "
                 f"call it before the first step, {ADVICE}"
             )
         kept = self._of_predecessor(line, where)
         if kept.called != called or kept.forms != _forms(tensors):
-            raise RecycleError(
+            raise self._session.hooks.refusal(
                 f"{where}, on {_listed(_forms(tensors))}: in the same place this worker's predecessor called "
                 f"{kept.called} on {_listed(kept.forms)}, at {kept.line}, so a newcomer can't have what it gave: let "
                 f"the script begin as it did then, or {ADVICE}"
             )
         if kept.why:
-            raise RecycleError(f"{where}, can't be had again by a newcomer: {kept.why}; {ADVICE}")
+            raise self._session.hooks.refusal(f"{where}, can't be had again by a newcomer: {kept.why}; {ADVICE}")
         if kept.arrives and self._arrives(tensors):
             self._awaited += [(where, tensor) for tensor in tensors]
         elif kept.values is None and kept.digests != [fingerprint(tensor) for tensor in tensors]:
-            raise RecycleError(
+            raise self._session.hooks.refusal(
                 f"{where}, gave this worker's predecessor more than is kept for a newcomer ({MOST >> 20} MiB in all), "
                 f"and not what the newcomer has there: let it make or read the same beforehand, or {ADVICE}"
             )
@@ -232,14 +231,14 @@ class Startup:
     def recall(self, what: str) -> Any:
         """Return what the predecessor has remembered under ``what``; raises RecycleError if it has not."""
         if self._training:
-            raise RecycleError(
+            raise self._session.hooks.refusal(
                 f"{what}, called at {calling_line()}, between steps that were over before this worker came back: a "
                 'newcomer can\'t do that alone; call it before the first step, or set recycle.rejoin to "never"'
             )
         self._record()
         text = self._remembered.get(what)
         if text is None:
-            raise RecycleError(
+            raise self._session.hooks.refusal(
                 f"{what}, called at {calling_line()}, gave this worker's predecessor something that is not kept for a "
                 f"newcomer ({MOST >> 20} MiB that can be pickled): {ADVICE}"
             )
@@ -252,7 +251,7 @@ class Startup:
             self._next[line] = number + 1
         if number < len(calls):
             return calls[number]
-        raise RecycleError(
+        raise self._session.hooks.refusal(
             f"{where}: this worker's predecessor has not called it before its first step, or there was no room "
             f"to keep what it gave ({MOST >> 20} MiB); let the script begin as it did then, or {ADVICE}"
         )

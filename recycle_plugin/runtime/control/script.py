@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recycle_plugin.errors import RecycleError, Refused
+
 if TYPE_CHECKING:  # it imports torch, which the script may do later
     from torch.distributed import ProcessGroup
 
@@ -26,6 +28,7 @@ class ScriptHooks:
       runtime/collectives, a higher layer), once there are groups. ``seat_group``: the group of the workers that share
       this seat, None if this worker holds it alone. ``place``: this worker's place among the seats (HeldSeat in
       runtime/collectives), if the script has asked for it before it trains.
+    * ``refused``: the first thing that a newcomer's script was refused, None if nothing was.
     """
 
     trains: bool = False
@@ -37,6 +40,17 @@ class ScriptHooks:
     startup: Any = None
     seat_group: ProcessGroup | None = None
     place: Any = None
+    refused: str | None = None
+
+    def refusal(self, text: str) -> RecycleError:
+        """Return the error to raise in a newcomer's script that asks for what it can't have."""
+        self.refused = self.refused or text
+        return RecycleError(text)
+
+    def check_not_refused(self) -> None:
+        """Raise Refused if the newcomer's script has gone on after a refusal."""
+        if self.refused is not None:
+            raise Refused(f"{self.refused}; the script has caught this error")
 
 
 class TrainingThread:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
-from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.surroundings import SetByScript
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import StateCounts
@@ -43,7 +42,10 @@ class Entry:
     # --- what is over ------------------------------------------------------------------------------
 
     def past_loss(self) -> float | None:
-        """Return the script's next loss if that step is over; None to train it here, with the script's settings."""
+        """Return the script's next loss if that step is over; None to train it here, with the script's settings. Raises
+        Refused if the script has gone on after a refusal.
+        """
+        self._parts.session.hooks.check_not_refused()
         step = self._script.position + 1
         self._scripted.begin(step)
         loss = self._script.loss()
@@ -54,7 +56,10 @@ class Entry:
         return loss
 
     def past_evaluation(self) -> float | None:
-        """Return the mean loss of the script's next evaluation if it is over; None if this worker takes part."""
+        """Return the mean loss of the script's next evaluation if it is over; None if this worker takes part.
+        Raises Refused if the script has gone on after a refusal.
+        """
+        self._parts.session.hooks.check_not_refused()
         return None if self.meets(end_of(self.evaluated + 1)) else self._script.evaluation()
 
     def may_skip(self) -> bool:
@@ -64,7 +69,10 @@ class Entry:
     # --- and what is not ---------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Wait until this newcomer is a member. Its script begins at the others' step."""
+        """Wait until this newcomer is a member. Its script begins at the others' step. Raises Refused if the script has
+        gone on after a refusal.
+        """
+        self._parts.session.hooks.check_not_refused()
         self._parts.feed.begin()
         self._ask()
         self._begun().come_in()
@@ -107,7 +115,7 @@ class Entry:
     def check_trained(self) -> None:
         """Raise RecycleError if the state is arriving already: it is that of the parameters trained before."""
         if self._loop is not None and self._loop.asked:
-            raise RecycleError(
+            raise self._parts.session.hooks.refusal(
                 "the script of a worker that comes back freezes or thaws parameters, or adds groups, after step "
                 f"{self._script.position}, while the state of its stage is on its way: its next process gets that with "
                 "these"
@@ -116,7 +124,7 @@ class Entry:
     def check_caught_up(self) -> None:
         """Raise RecycleError if the script touches parameters that are not those of its step."""
         if not self.caught_up:
-            raise RecycleError(
+            raise self._parts.session.hooks.refusal(
                 f"the script of a worker that comes back touches parameters after step {self._script.position}, "
                 "which are not here yet: leave that out while engine.behind, and let engine.on_join bring what it "
                 'needs, or set recycle.rejoin to "never"'
