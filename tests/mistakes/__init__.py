@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -34,9 +35,10 @@ from recycle_plugin.core.worker import worker as core_worker
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.lab.simulator import arithmetic, cluster, coordination
+from recycle_plugin.lab.simulator import arithmetic, campaign, cluster, coordination
 from recycle_plugin.lab.simulator import simulated_worker as worker
 from recycle_plugin.lab.simulator.numbers import Numbers
+from recycle_plugin.lab.simulator.scenario import Scenario
 from recycle_plugin.planner.closure import Holdings
 from recycle_plugin.planner.recovery import Recovery
 
@@ -44,7 +46,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Mistakes(dict[str, Patch]):
-    """What switches each on, by its name; ``seen``: a seed that has shown it, to be tried first.
+    """What switches each on, by its name; ``seen``: a seed whose scenario shows it (:meth:`shown_by`).
 
     ``also``: another mistake, without which this one would be found sooner.
     """
@@ -79,7 +81,23 @@ class Mistakes(dict[str, Patch]):
 
         return register
 
+    def shown_by(
+        self, name: str, monkeypatch: pytest.MonkeyPatch, scenario: Callable[[int], Scenario]
+    ) -> tuple[Scenario, list[str]]:
+        """Return a scenario that shows the mistake, and its violations: that of the seed ``seen``, or that with other
+        delays: once jobs send other messages, none of them is as late as it was. Then those of other seeds.
+        """
+        known = scenario(self.seen[name])
+        later = (replace(known, torn=known.torn + 100_000 * number) for number in range(VARIED))
+        with monkeypatch.context() as patch:
+            self[name](patch)
+            for job in chain(later, map(scenario, range(FOUND_WITHIN))):
+                if said := list(campaign.run("x", job).violations):
+                    return job, said
+        raise AssertionError(f"no job shows the mistake: {name}")
 
+
+VARIED, FOUND_WITHIN = 60, 300
 MISTAKES = Mistakes()
 mistake, instead, around = MISTAKES.mistake, MISTAKES.instead, MISTAKES.around
 

@@ -20,7 +20,7 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
 from tests.mistakes import Mistakes
 
-CONFUSED = Mistakes()  # no seed but that which has shown it is tried
+CONFUSED = Mistakes()
 mistake, instead, around = CONFUSED.mistake, CONFUSED.instead, CONFUSED.around
 
 
@@ -95,7 +95,7 @@ instead("a step that nobody can be in is kept as where a script is", heartbeats,
 )
 
 
-@instead("a newcomer that is given up as confused is believed until it is dead", losses, "give_up_confused", seen=712)
+@instead("a newcomer that is given up as confused is believed until it is dead", losses, "give_up_confused", seen=551)
 def fenced_only(state, worker, why):
     if state.vacancies.is_outside(worker):
         state.fence(worker, why)

@@ -178,7 +178,7 @@ def gone_when_read(self, before, asked, out):
             self._present[rank].values.pop(asked.board, None)
 
 
-@instead("what a source says before its newcomer has come is lost", SimulatedLine, "connect", seen=3216)
+@instead("what a source says before its newcomer has come is lost", SimulatedLine, "connect", seen=1078)
 def nobody_there(self, taker):
     self._taker = taker
 

@@ -382,27 +382,20 @@ def test_confused_workers_cost_only_themselves() -> None:
 # --- mistakes that it has to find ---------------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)  # a seed that shows it no longer, once jobs have changed, is looked for anew
+@pytest.mark.timeout(900)  # a scenario that shows it no longer, once jobs have changed, is looked for anew
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, monkeypatch) -> None:
-    MISTAKES[mistake](monkeypatch)
-    said = (text for seed in (MISTAKES.seen[mistake], *range(FOUND_WITHIN)) for text in found_by(seed))
-    assert next(said, None) is not None
+    job, said = MISTAKES.shown_by(mistake, monkeypatch, seeded.scenario)
+    assert not campaign.run("x", job).violations
+    # not that the mistake itself calls, or asks for, what there is not
+    assert not any(re.match(r"TypeError.*argument|AttributeError: '(?!NoneType)", text) for text in said), said
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mistake", confused.CONFUSED)
 def test_a_mistake_about_whose_word_counts_is_found(mistake, monkeypatch) -> None:
-    patch, seen = confused.CONFUSED[mistake], confused.CONFUSED.seen[mistake]
-    assert not campaign.run_confused(seen).violations
-    patch(monkeypatch)
-    assert campaign.run_confused(seen).violations
-
-
-def found_by(seed: int) -> list[str]:
-    """The violations of a seed's job; not that the mistake itself calls, or asks for, what there is not."""
-    said = campaign.run("x", seeded.scenario(seed)).violations
-    assert not any(re.match(r"TypeError.*argument|AttributeError: '(?!NoneType)", text) for text in said), said
-    return list(said)
+    job, _ = confused.CONFUSED.shown_by(mistake, monkeypatch, seeded.with_confusion)
+    assert not campaign.run("x", job).violations
 
 
 def test_there_are_enough_mistakes_and_the_campaign_is_clean_without() -> None:

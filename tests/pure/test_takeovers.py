@@ -6,6 +6,7 @@ import pytest
 
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.exercised import OF_TAKEOVERS
+from recycle_plugin.lab.simulator.seeded_takeovers import with_a_takeover
 from tests.mistakes.takeovers import TAKEOVERS
 
 SEEDS = 40
@@ -33,7 +34,5 @@ def test_what_a_seed_has_found_once_stays_mended(seed) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mistake", TAKEOVERS)
 def test_a_mistake_is_found(mistake, monkeypatch) -> None:
-    seen = TAKEOVERS.seen[mistake]
-    assert not campaign.run_takeover(seen).violations
-    TAKEOVERS[mistake](monkeypatch)
-    assert campaign.run_takeover(seen).violations
+    job, _ = TAKEOVERS.shown_by(mistake, monkeypatch, with_a_takeover)
+    assert not campaign.run("x", job).violations
