@@ -414,6 +414,8 @@ def test_what_was_loaded_is_remembered_if_it_can_be(coordinator):
     first.begin_training([])
     first.remember("late", 1)
     newcomer = startup_of(coordinator, newcomer=True)
+    assert [name for name in ("small", "large", "odd", "late") if newcomer.left_out(name)] == ["late"]
+    assert [name for name in ("small", "large", "odd", "late") if newcomer.remembered(name)] == ["small"]
     assert newcomer.recall("small")["epoch"] == 3
     for what in ("large", "odd", "late"):
         with pytest.raises(RecycleError, match=f"{what}, called at .* something that is not kept for a newcomer"):

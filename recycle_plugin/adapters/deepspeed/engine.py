@@ -276,7 +276,7 @@ class RecycleEngine(ComesBack, PipelineEngine):
         """
         place = f"load_checkpoint({load_dir!r}, {tag!r})"
         if self._trainer.behind:
-            return self._trainer.loading.recall(place)
+            return self._trainer.loading.recall(place, str(load_dir), (None, None))
         path = chosen(Path(load_dir), tag)
         if tag is not None or Path(load_dir, "latest").is_file():  # else stock reports that there is none, and goes on
             self._files.check_whole(path)
@@ -300,7 +300,7 @@ class RecycleEngine(ComesBack, PipelineEngine):
             if with_optimizer:
                 self._trainer.resume_iterators(Path(found[0]).parent)
             self._trainer.loaded(with_optimizer)
-        self._trainer.loading.remember(place, found)
+        self._trainer.loading.remember(str(load_dir), found)
         return found
 
     def get_lr(self) -> list[Any]:

@@ -172,14 +172,14 @@ class PlainJob(ComesBack):
         """
         place = f"load({str(folder)!r}, {tag!r})"
         if self._trainer.behind:
-            self._trainer.loading.recall(place)
+            self._trainer.loading.recall(place, str(folder))
             return
         self._trainer.begin_loading(place)
         with self._trainer.lifted():
             # No worker writes a checkpoint any more at this point, so all find the same one.
             self._files.read(self._trainer.state, chosen(Path(folder), tag))
             self._trainer.loaded(whole=True)
-        self._trainer.loading.remember(place)
+        self._trainer.loading.remember(str(folder))
 
 
 def _check(

@@ -60,7 +60,8 @@ class Startup:
         self._session = session
         self._lock = threading.Lock()
         self._calls: dict[str, list[Kept]] = {}  # this worker's, or its predecessor's
-        self._remembered: dict[str, bytes] = {}
+        self._remembered: dict[str, bytes | None] = {}  # None: there was something, and it was not kept
+        self._recorded = False  # whether a newcomer has its predecessor's record
         self._next: dict[str, int] = {}  # a newcomer's position in each sequence
         self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
         self._read = self._training = self._member = self._apart = False
@@ -179,9 +180,12 @@ class Startup:
         try:
             text = packed(value)
         except Exception:  # a script's objects may raise anything
-            return
+            text = None
         with self._lock:
-            if not self._training and len(text) <= self._left[False]:
+            if self._training:
+                return
+            self._remembered[what] = None
+            if text is not None and len(text) <= self._left[False]:
                 self._left[False] -= len(text)
                 self._remembered[what] = text
 
@@ -226,7 +230,12 @@ class Startup:
     def remembered(self, what: str) -> bool:
         """Return whether the predecessor has remembered something named ``what``."""
         self._record()
-        return what in self._remembered
+        return self._remembered.get(what) is not None
+
+    def left_out(self, what: str) -> bool:
+        """Return whether the predecessor is known to have begun its first step without anything named ``what``."""
+        self._record()
+        return self._recorded and not self._training and what not in self._remembered
 
     def recall(self, what: str) -> Any:
         """Return what the predecessor has remembered under ``what``; raises RecycleError if it has not."""
@@ -262,6 +271,7 @@ class Startup:
             text = None if self._read else self._session.boards.predecessors(BOARD)
             if text is not None:
                 calls, self._remembered = unpacked(text)
+                self._recorded = True
                 self._calls = {line: [Kept(**each) for each in of_line] for line, of_line in calls}
             self._read = True
             return self._calls

@@ -45,6 +45,7 @@ from recycle_plugin.runtime.stage.ports import Clip, Framework, StageModel, trai
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
+from recycle_plugin.runtime.worker.loading import note_later_checkpoint
 from recycle_plugin.runtime.worker.pushed_calls import PushedCalls
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.trainer import Trainer
@@ -248,11 +249,15 @@ class ReplicaEngine(DeepSpeedEngine):
         that has come back keeps its state, and gets the result that its predecessor got.
         """
         if self._recalled:
+            self._loaded += 1
             return self._recalled.pop(0)
         startup = self._job.session.hooks.startup
         assert startup is not None, "there are groups"
         if self._job.loads_last and startup.alone:  # it looks for checkpoints, and finds one saved by the others
             return load_dir, {}
+        if startup.alone and startup.left_out(_loading(self._loaded + 1)):
+            note_later_checkpoint(self._job.session, f"load_checkpoint({load_dir!r})")
+            return None, None
         if self._steps.begun:
             if self._job.settings.rejoin != "never" and not self._job.loads_last:
                 raise RecycleError(
