@@ -61,3 +61,9 @@ def test_a_scheduler_is_what_can_be_stepped_without_a_metric():
 def test_a_layer_without_weights_yet_is_named():
     with pytest.raises(RecycleError, match="1 has no weights before its first forward"):
         check_layers(nn.Sequential(nn.Tanh(), nn.LazyLinear(2)))
+
+
+@pytest.mark.parametrize("model", (nn.BatchNorm1d(2), torch.compile(nn.Linear(2, 2))), ids=("statistics", "compiled"))
+def test_a_model_that_is_refused_itself_is_named(model):
+    with pytest.raises(RecycleError, match="^the model "):
+        check_layers(model)

@@ -15,7 +15,8 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", 
 
 def check_layers(module: torch.nn.Module) -> None:
     """Raise RecycleError for a layer that a peer cannot run again. The message names the layer and an alternative."""
-    for name, part in module.named_modules():
+    for path, part in module.named_modules():
+        name = path or "the model"
         if any(map(is_lazy, part.parameters(recurse=False))):
             raise RecycleError(
                 f"{name} has no weights before its first forward: build it with its sizes, as nn.Linear(8, 8) for "

@@ -137,8 +137,8 @@ def _of_arguments(config: dict[str, Any], given: dict[str, Any]) -> Iterator[str
     for name, part in model.named_modules() if model is not None else ():
         if getattr(part, "track_running_stats", False):
             yield (
-                f"{name} with {REPLICA} keeps running statistics, which a rank that comes back would not have; use a "
-                "normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
+                f"{name or 'the model'} with {REPLICA} keeps running statistics, which a rank that comes back would "
+                "not have; use a normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
             )
     if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         yield (
