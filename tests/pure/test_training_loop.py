@@ -37,13 +37,14 @@ def test_a_planned_leave_is_left_at_its_step() -> None:
 
 
 def test_who_was_to_leave_while_its_script_did_something_else_has_left_whatever_the_others_do_since() -> None:
-    """They go on without it from the step before which it is to leave, and lose somebody, before it comes to that
-    step.
+    """They go on without it from the step before which it is to leave, lose somebody, and plan for who is to come back,
+    before it comes to that step.
     """
     worker = Worker()
     worker.train(2)
     worker.control_view.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
     worker.control_view.take(Generation(3, MEMBERS[2:], 0, "a loss", 0.0))
+    worker.control_view.take(Generation(4, MEMBERS[1:], 8, "a return", 0.0))
     with pytest.raises(JobEnded, match="planned leave") as ended:
         list(worker.loop.recover())
     assert not ended.value.failed

@@ -149,10 +149,11 @@ class ControlView:
             self.others = message.roster
             return
         if isinstance(message, Generation):
-            self.departed = self.has_left(message)
-            self.heard_in = message if self.worker in message.roster.workers else self.heard_in
-            if message.from_step or self.worker in message.roster.workers:
-                self._leaves_at = 0 if self.worker in message.roster.workers else message.from_step
+            member = self.worker in message.roster.workers
+            self.departed = not member and (self.departed or self.has_left(message))
+            self.heard_in = message if member else self.heard_in
+            if message.from_step or member:
+                self._leaves_at = 0 if member else message.from_step
         match message:
             case Generation() if message.from_step and self._is_certain(self.pending):
                 self._next = message  # the pending one is adopted first: its Resume may have come with this
