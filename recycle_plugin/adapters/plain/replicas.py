@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from recycle_plugin.adapters.plain.backward_calls import watched
 from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, session_with, settings_of
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
@@ -52,6 +54,8 @@ class Replicas(PlainJob):
                 "false"
             )
         line, workers, shards = session_with(chosen), int(os.environ["WORLD_SIZE"]), None
+        if not line.view.rank:
+            compute = watched(compute, partial(line.note, "warning"))
         if _is_sharded(module):
             from recycle_plugin.adapters.plain.sharded import Shards  # takes half a second to import
 
