@@ -90,7 +90,7 @@ def enters_by_any_report(monkeypatch) -> None:
     )
 
 
-instead("a step that nobody can be in is kept as where a script is", heartbeats, "where_it_can_be", seen=361)(
+instead("a step that nobody can be in is kept as where a script is", heartbeats, "where_it_can_be", seen=551)(
     lambda state, message: message
 )
 

@@ -269,11 +269,33 @@ def test_whose_last_line_the_coordinator_ends_asks_again(monkeypatch):
     port, line = Port(), Trickle(units=5)
     line.items = list
     newcomer = Newcomer(port, Loop(), Filled(), lambda serving: line)
-    for expected in ([CatchUp(2)], [CatchUp(2)] * 2):
+    for expected in ([CatchUp(2)], [CatchUp(2), CatchUp(2, 2)]):
         with pytest.raises(TimeoutError):
             list(newcomer.train(5))
         assert said == expected
         port.control_view.take(Generation(1, (Member(1, Seat(0, 1), "1", "h"),), 0, "a loss", 0.0))
+
+
+def test_an_answer_to_an_earlier_request_than_the_last_is_of_no_use(monkeypatch):
+    """Its line is closed once the last request has come to the source. A newcomer that took it asked once more, and was
+    an answer behind for ever.
+    """
+    monkeypatch.setattr(Port, "send", lambda self, message: None)
+    port, line, opened = Port(), Trickle(units=5), []
+    line.items = list
+    newcomer = Newcomer(port, Loop(), Filled(), lambda serving: opened.append(serving) or line)
+    newcomer.asked = 1
+    for number in (1, 2, 3):
+        port.control_view.take(Serving(3, BACK, "there", number=number))
+    with pytest.raises(TimeoutError):
+        list(newcomer.train(5))
+    assert [serving.number for serving in opened] == [1, 1, 2, 3]
+    newcomer.asked = 3
+    for number in (2, 3):
+        port.control_view.take(Serving(3, BACK, "there", number=number))
+    with pytest.raises(TimeoutError):
+        list(newcomer.train(5))
+    assert [serving.number for serving in opened] == [1, 1, 2, 3, 3]
 
 
 class Entering(Loop):

@@ -64,6 +64,7 @@ def catch_up(state: JobState, message: CatchUp) -> None:
     if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.REPLAYING, Phase.REPLAYED):
         return
     before = [replace(each) for each in state.joining.with_(newcomer)]
+    newcomer.asked = message.number
     _have_served(state, newcomer)
     _call_off(state, before)
 

@@ -176,9 +176,12 @@ class Fence(OfWorker):
 
 @dataclass(frozen=True)
 class Serve:
-    """Tells a worker to serve its state to ``newcomer``, which catches up."""
+    """Tells a worker to serve its state to ``newcomer``, which has asked ``number`` times by now. The line replaces any
+    earlier one.
+    """
 
     newcomer: WorkerId
+    number: int = 1
 
 
 @dataclass(frozen=True)

@@ -72,15 +72,22 @@ class Ready(ToCoordinator):
 
 @dataclass(frozen=True)
 class CatchUp(OfWorker):
-    """From a newcomer whose script has come to the present: it asks for the state of its stage."""
+    """From a newcomer whose script has come to the present: it asks for the state of its stage. ``number``: how often
+    it has asked by now.
+    """
+
+    number: int = 1
 
 
 @dataclass(frozen=True)
 class Serving(OfWorker):
-    """From a worker, answering Serve: it serves ``newcomer`` at ``address``. Forwarded to the newcomer."""
+    """From a worker, answering Serve: it serves ``newcomer`` at ``address``. Forwarded to the newcomer. ``number``: of
+    the newcomer's request; it has no use for the answer to an earlier one than its last, whose line may be closed.
+    """
 
     newcomer: WorkerId
     address: str
+    number: int = 1
 
 
 @dataclass(frozen=True)

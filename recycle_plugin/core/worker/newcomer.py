@@ -56,7 +56,8 @@ class Newcomer:
         from_top: bool = True,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
-        self.asked = self._said = False  # whether it has asked for the state, and reported that it is here
+        self.asked = 0  # how often it has asked for the state
+        self._said = False  # whether it has reported that the state is here
         self._renewed = 0  # ``CatchingUp.renewed`` at that report
         self._hash_at: set[int] = set()  # the steps after which the coordinator wants the state's hash
         self._heard = 0  # messages of stages that are replayed
@@ -91,8 +92,7 @@ class Newcomer:
             self._tell_behind(step)
             return True  # not for the last step: the script may end behind that, with a state that it does not have
         if not self.asked:
-            self.asked = True
-            self._port.send(CatchUp(self._view.rank))
+            self._ask()
         what = f"the state of stage {self._loop.seat.stage} from its peers, for step {step}"
         while True:
             followed = yield from self._port.wait(what, lambda: self._followed(step), interruptible=False)
@@ -227,11 +227,12 @@ class Newcomer:
             self._catching_up.keep_only(self._view.others.workers)
         for serving in self._view.take_sources():
             self._loop.stop_helping()
-            self._catching_up.add_source(serving.worker, self._open(serving))
+            if serving.number >= self.asked:  # else its line may be closed by now: another one comes
+                self._catching_up.add_source(serving.worker, self._open(serving))
         closer = self._follow()
         # also if only the lines to live sources broke
         if self._catching_up.deserted and self._catching_up.renewed > renewed:
-            self._port.send(CatchUp(self._view.rank))
+            self._ask()
         self._said &= self._renewed == self._catching_up.renewed
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
         if end is not None and end.step and self._view.committed >= end.step - 1:
@@ -252,6 +253,10 @@ class Newcomer:
             self._view.asks_in = True
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed, sources=sources))
         return False if closer else None
+
+    def _ask(self) -> None:
+        self.asked += 1
+        self._port.send(CatchUp(self._view.rank, self.asked))
 
     def _follow(self) -> bool:
         """Handle what has come of the state, and follow; return whether anything has changed. It follows no further

@@ -279,7 +279,7 @@ class Worker:
         if not self.servings:
             self._machine.watch_state()
         self.servings.add(asked.newcomer, Service(state, outlet))
-        self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
+        self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address, asked.number))
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
         """Send a newcomer what this worker's script hands over after ``step``, if it has asked for that."""

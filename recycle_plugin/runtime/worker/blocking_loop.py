@@ -52,7 +52,7 @@ class BlockingLoop:
     @property
     def asked(self) -> bool:
         """Whether this newcomer has asked for its stage's state."""
-        return self._newcomer.asked
+        return self._newcomer.asked > 0
 
     @property
     def enters(self) -> bool:

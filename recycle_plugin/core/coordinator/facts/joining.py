@@ -69,7 +69,7 @@ class NewcomerRecord:
     ``awaited_at``: since when all others have reported for that generation, in seconds of the failure detector's clock.
     ``reported``: it has reported too. ``told``, ``told_evaluations``: how many steps and evaluations its script was
     told of. ``sources``: who is to serve it; ``came``: those who do. ``comparison``: the pending comparison of its
-    state; ``equal``: the result of the last one.
+    state; ``equal``: the result of the last one. ``asked``: how often it has asked for its stage's state.
     """
 
     member: Member
@@ -84,6 +84,7 @@ class NewcomerRecord:
     came: set[WorkerId] = field(default_factory=set)
     comparison: Comparison | None = None
     equal: bool = False
+    asked: int = 0
 
     @property
     def stage(self) -> int:
@@ -146,7 +147,7 @@ class Joining:
         newcomer.comparison, newcomer.equal, newcomer.came = None, False, set()
         newcomer.sources = frozenset(each.worker for each in roster.peers(newcomer.stage, newcomer.member.shard))
         for source in sorted(newcomer.sources):
-            out.tell(source, Serve(newcomer.member.worker))
+            out.tell(source, Serve(newcomer.member.worker, newcomer.asked))
 
     def caught_up(
         self,
