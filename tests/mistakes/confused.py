@@ -95,7 +95,7 @@ instead("a step that nobody can be in is kept as where a script is", heartbeats,
 )
 
 
-@instead("a newcomer that is given up as confused is believed until it is dead", losses, "give_up_confused", seen=551)
+@instead("a newcomer that is given up as confused is believed until it is dead", losses, "give_up_confused", seen=712)
 def fenced_only(state, worker, why):
     if state.vacancies.is_outside(worker):
         state.fence(worker, why)

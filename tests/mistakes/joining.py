@@ -21,7 +21,6 @@ from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.serving import Service, Servings
-from recycle_plugin.core.worker.whereabouts import Whereabouts
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator.simulated_state import SimulatedLine, SimulatedState
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
@@ -119,12 +118,6 @@ instead(
     "left_out",
     seen=10040,
 )(lambda self, roster: [])
-around(
-    "a newcomer does not say where it is for a membership that it has reported for, and passed over",
-    Whereabouts,
-    "adopt",
-    seen=1065,
-)(lambda self, before, generation, words, lets_in, first: before(self, generation, words, lets_in))
 instead("whoever came back is not heard where its predecessor was not", SimulatedMachine, "listen_to", seen=1056)(
     lambda self, members: None
 )

@@ -198,8 +198,20 @@ class Worker:
     def forget(self, board: str) -> None:
         self._readings.pop(board, None)
 
-    def adopt(self, number: int, words: str, lets_in: bool = False) -> None:
-        self.whereabouts.adopt(Generation(number, MEMBERS, 0, "", 0.0), words.encode(), lets_in)
+    def adopt(self, number: int, words: str, lets_in: bool = False, first: int | None = None) -> None:
+        self.whereabouts.adopt(Generation(number, MEMBERS, 0, "", 0.0), words.encode(), lets_in, first)
+
+
+def test_a_newcomer_hears_where_another_was_that_had_reported_for_what_let_it_in_and_passed_it_over() -> None:
+    """Generation 5 lets rank 2 in, and would have let rank 1 in, which comes in by 6 only."""
+    others: dict[int, Worker] = {}
+    here, late, newcomer = [Worker(boards, rank, others) for boards in [Boards()] for rank in range(3)]
+    here.adopt(5, "here")
+    newcomer.adopt(5, "nowhere", lets_in=True)
+    assert newcomer.whereabouts.missing() == [1]
+    late.adopt(6, "let in", lets_in=True, first=5)
+    assert newcomer.whereabouts.missing() == []
+    assert newcomer.whereabouts.read(5).values == {0: b"here", 1: b"let in", 2: b"nowhere"}
 
 
 @pytest.mark.parametrize("passed", range(1, PASSED + 1))

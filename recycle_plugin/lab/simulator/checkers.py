@@ -524,12 +524,13 @@ class Watcher:
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 
     def _let_in(self, cluster: Any) -> None:
-        """Check that no newcomer is kept waiting while nothing but steps happens."""
+        """Check that no newcomer is kept waiting while nothing but steps happens, unless it is confused."""
         waiting: dict[int, str] = {}
         calm, since = 0, 0
         for at, event in cluster.events:
             if event.kind in ("newcomer", "caught_up", "replayed"):
-                waiting[event.details["rank"]] = event.text
+                if event.details["rank"] not in cluster.confusion.ranks:
+                    waiting[event.details["rank"]] = event.text
             elif event.kind in ("rejoined", "lost", "restart", "not_restarted", "turned_down", "held_back"):
                 waiting.pop(event.details["rank"], None)
             calm += event.kind == "committed"

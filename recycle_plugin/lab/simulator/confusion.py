@@ -147,8 +147,11 @@ class Confusion:
     def _of_another_step(self, word: Any, worker: WorkerId, membership: Membership) -> object:
         committed, far = membership.committed, self._random.choice(FAR)
         is_over = isinstance(word, OVER) and self._random.random() < 0.5
-        if isinstance(word, Contribution | Heartbeat | Stepped):
-            far = far if is_over else FAR[-1]  # even if late, no step that the worker may rightly speak of
+        # even if late, no step that the worker may rightly speak of
+        if isinstance(word, Contribution | Stepped):
+            far = far if is_over else FAR[-1]
+        elif isinstance(word, Heartbeat):
+            far = max(far, FAR[2])
         step = max(0, committed - far) if is_over else unstarted(committed) + far
         now = {"generation": membership.generation} if hasattr(word, "generation") else {}
         return replace(word, step=step, incarnation=worker.incarnation, **now)
