@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import handlers, heartbeats, losses, starting, words
+from recycle_plugin.core.coordinator import handlers, losses, starting, words
 from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
 from recycle_plugin.core.coordinator.facts.regrouping import Regrouping
 from recycle_plugin.core.coordinator.state import JobState
@@ -88,11 +88,6 @@ def enters_by_any_report(monkeypatch) -> None:
             or may_enter(newcomer, generation, everybody)
         ),
     )
-
-
-instead("a step that nobody can be in is kept as where a script is", heartbeats, "where_it_can_be", seen=551)(
-    lambda state, message: message
-)
 
 
 @instead("a newcomer that is given up as confused is believed until it is dead", losses, "give_up_confused", seen=712)

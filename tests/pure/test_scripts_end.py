@@ -9,6 +9,7 @@ from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import Crashed, Exited, Heartbeat, Leaving, Left
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from tests.support.membership import agree
 from tests.support.played import Played, ends
 
@@ -26,6 +27,14 @@ def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
         "have to train equally many steps"
     )
     assert [one.code for out in played.outs for whom, one in out.messages if isinstance(one, Over)] == [1]
+
+
+def test_a_step_that_nobody_can_be_in_is_not_where_a_script_is_once_it_can_be():
+    played = Played().first_step()
+    played.membership.receive(Heartbeat(1, 1, 9, WAITS, "anything", unstarted(1)), played.now)
+    played.steps(range(2, 4), 0.1)
+    played.outs.append(played.membership.receive(Left(0, 0, False, 3), played.now))
+    assert not ends(played)
 
 
 def test_scripts_that_end_alike_end_well_in_any_order():
