@@ -159,6 +159,19 @@ async def test_one_that_can_not_hear_any_more_ends_its_worker_and_says_why(monke
     assert line in capsys.readouterr().err
 
 
+async def test_one_that_can_not_send_heartbeats_any_more_ends_its_worker_and_says_why(monkeypatch, capsys):
+    def life_of(pid: int) -> tuple[str, float]:
+        raise RuntimeError("unreadable")
+
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        monkeypatch.setattr(supervisor, "life_of", life_of)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 1
+        assert worker.signals == [signal.SIGTERM]
+        far.close()
+    line = "error: the supervisor of rank 1 can't send heartbeats any more: RuntimeError('unreadable')"
+    assert line in capsys.readouterr().err
+
+
 async def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeypatch, capsys):
     async with supervised(monkeypatch) as (_, far, worker, running):
         far.send(b"Traceback (most recent call last):\n")

@@ -189,7 +189,7 @@ def in_words(folder: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        if isinstance(error, RecycleError):
+        if isinstance(error, RecycleError | torch.OutOfMemoryError):
             raise
         fits = folders.unfit(error)
         why = f"is of another model ({fits})" if fits else folders.unread(error)

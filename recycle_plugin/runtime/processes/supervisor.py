@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -235,7 +236,7 @@ class Supervisor:
         self._over = asyncio.get_running_loop().create_future()
         self._logs = ServedLogs(self._rank, self._welcome.job_id, self._secret, self._tell)
         listening, serving = asyncio.create_task(self._listen()), asyncio.create_task(self._logs.run())
-        listening.add_done_callback(self._see_deaf)
+        listening.add_done_callback(partial(self._see_ended, "hear the coordinator"))
         try:
             if not self._started and not self._incarnation and self._orders.empty():
                 self._place.next(self._rank, 0)
@@ -250,11 +251,11 @@ class Supervisor:
             if self._heartbeats is not None:
                 self._heartbeats.close()
 
-    def _see_deaf(self, listening: asyncio.Task[None]) -> None:
-        """End the job here if an error has ended the listening, as without room for a thread: nothing else would."""
-        error = None if listening.cancelled() else listening.exception()
+    def _see_ended(self, what: str, task: asyncio.Task[None]) -> None:
+        """End the job here if an error has ended a ``task``, as without room for a thread: nothing else would."""
+        error = None if task.cancelled() else task.exception()
         if error is not None and not self._over.done():
-            say(f"error: the supervisor of {named(self._rank)} can't hear the coordinator any more: {error!r}")
+            say(f"error: the supervisor of {named(self._rank)} can't {what} any more: {error!r}")
             self._over.set_result(1)
 
     # --- a seat that was lost --------------------------------------------------------------------
@@ -345,6 +346,7 @@ class Supervisor:
         """Return the worker's exit code; end the worker once the job is over."""
         exit_code = asyncio.create_task(worker.wait())
         heartbeats = asyncio.create_task(self._send_heartbeats(worker))
+        heartbeats.add_done_callback(partial(self._see_ended, "send heartbeats"))
         try:
             await asyncio.wait({exit_code, self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not exit_code.done() and not gone.done():
