@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import handlers, losses, starting, words
+from recycle_plugin.core.coordinator import handlers, losses, starting
 from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
 from recycle_plugin.core.coordinator.facts.regrouping import Regrouping
-from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.contributions import Contributions
-from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
@@ -29,17 +27,6 @@ around("a supervisor may speak of any worker", Speakers, "may_say", seen=0)(
     lambda self, before, hello, worker, message: worker is None or before(self, hello, worker, message)
 )
 instead("all processes of a rank are one", OfWorker, "worker", seen=6)(property(lambda self: WorkerId(self.rank)))
-
-
-@mistake("a newcomer may report that it has applied as few steps as it likes", seen=379)
-def of_any_step(monkeypatch) -> None:
-    of_report = words._of_report
-
-    def lenient(message: SurvivorReport, state: JobState) -> str | None:
-        least = 0 if state.joining.get(message.worker) is None else state.committed
-        return of_report(replace(message, stepped=max(message.stepped, least)), state)
-
-    monkeypatch.setattr(words, "_of_report", lenient)
 
 
 around("a report of any generation is one of the newest", Regrouping, "add", seen=26)(

@@ -119,6 +119,16 @@ def test_who_is_gone_before_it_has_entered_is_not_waited_for_any_more(how):
     assert said(agree(membership, 3, dict.fromkeys(STAYING, 4)), Resume) and membership.ended is None
 
 
+@pytest.mark.parametrize("stepped", (3, 4))
+def test_a_newcomer_has_applied_all_that_is_committed_or_is_no_member(stepped):
+    membership = announced()
+    agree(membership, 2, dict.fromkeys(STAYING, 4))
+    out = membership.receive(SurvivorReport(2, 2, stepped, "plan", incarnation=1), 0.0)
+    assert bool(said(out, Resume)) == (stepped == 4)
+    why = "it has applied 3 steps, and 4 are committed"
+    assert {fence.reason for fence in said(out, Fence)} == ({why} if stepped == 3 else set())
+
+
 @pytest.mark.parametrize("caught_up", (True, False))
 def test_whose_script_may_be_behind_the_last_step_ends_by_itself(caught_up):
     """It may be saving weights, as the others' scripts were."""
