@@ -59,8 +59,8 @@ ZERO = json.dumps({"forward": [0, 0], "input": [0, 0], "weight": [0, 0]})
         (HEALTHY, f"{SHAPE} --hostfile bad", '--hostfile bad, line 1: "a 4"; write lines such as worker-1 slots=4'),
         (HEALTHY, f"{SHAPE} --hostfile binary", "--hostfile binary: no text; give the path"),
         (HEALTHY, f"{SHAPE} --profile nowhere", "--profile nowhere: No such file or directory; give the path"),
-        (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no costs: unknown keys"),
-        (HEALTHY, f"{SHAPE} --profile binary", "--profile binary: 'utf-8' codec"),
+        (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no costs: no name, no origin, no device"),
+        (HEALTHY, f"{SHAPE} --profile binary", "--profile binary: no costs: 'utf-8' codec"),
         (
             {**HEALTHY, "train_micro_batch_size_per_gpu": 4},
             f"{SHAPE} --profile small.json",

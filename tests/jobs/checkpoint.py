@@ -56,6 +56,8 @@ def evaluate() -> None:
     batches = [torch.utils.data.default_collate([data[first + index]]) for index in range(count)]
     end = engine.is_first_stage() or engine.is_last_stage()
     record.setdefault("evaluated", []).append(engine.eval_batch(iter(batches) if end else None).item())
+    if getattr(engine, "behind", False):
+        return  # a refusal ends who has come back, also if its script catches the error
     try:
         engine.eval_batch(iter(batches) if end else None, return_logits=True)
     except RecycleError as error:
