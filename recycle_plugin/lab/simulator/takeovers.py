@@ -330,10 +330,11 @@ class Takeovers(Coordination):
         cluster, board = self.cluster, coordinator.board
         lines: dict[bytes, list[int]] = {}
         for line, frame in effects.frames:
-            lines.setdefault(frame, []).append(line)
+            if line in board.lines:  # else it has closed since this was decided
+                lines.setdefault(frame, []).append(line)
         for frame, numbers in lines.items():
-            message, its = read(frame), board.lines.get(numbers[0])
-            if isinstance(message, UNCOUNTED) or its is None or (again and frame in self._told):
+            message, its = read(frame), board.lines[numbers[0]]
+            if isinstance(message, UNCOUNTED) or (again and frame in self._told):
                 continue
             self._told.add(frame)
             if isinstance(message, Fence) and its.hello.role == SUPERVISOR:
