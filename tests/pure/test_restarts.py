@@ -35,7 +35,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, job, member, orders, said, started, step
-from tests.support.played import DEADLINE_S, IDLE_S, Played
+from tests.support.played import DEADLINE_S, HEARTBEAT_S, IDLE_S, Played
 
 NEXT = WorkerId(2, 1)
 
@@ -251,6 +251,21 @@ def test_one_that_does_nothing_is_ended_so_that_the_next_one_is_started(stopped,
     assert [event.kind for event in played.outs[-1].events][-1] == "turned_down"
     out = played.membership.receive(Exited(2, -9, played.now, incarnation=1), played.now)
     assert [one.incarnation for one in said(out, Restart)] == [2]
+
+
+@pytest.mark.parametrize("speaks", (True, False), ids=("its supervisor speaks", "silent"))
+def test_one_of_which_nothing_is_heard_once_its_engine_stands_is_ended(speaks):
+    """Its host may be cut off behind a takeover: it was announced for step after step, and all waited in each."""
+    played = Played(newcomer())
+    played.membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always")), played.now)
+    fences = []
+    for _ in range(round((HEARTBEAT_S + 2) / TICK_S)):
+        if speaks:
+            played.membership.receive(SupervisorHeartbeat(2, False, 0.0, incarnation=1), played.now)
+        for rank in (0, 1, 3):
+            played.signs(rank)
+        fences += said(played.tick(TICK_S), Fence)
+    assert {fence.worker for fence in fences} == (set() if speaks else {NEXT}) and NEXT not in played.membership.lost
 
 
 def test_where_it_dies_the_next_one_comes_later_and_at_last_it_is_given_up():

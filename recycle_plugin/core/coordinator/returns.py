@@ -186,9 +186,10 @@ def see_gone(state: JobState) -> None:
     for worker in gone:
         _forget(state, [worker])
     detector = state.attendance.failure_detector
-    limits = detector.instruction_s, detector.deadlines.idle_timeout_s
+    limits = detector.deadlines, detector.instruction_s, detector.clock
+    ready = [each.member.worker for each in state.joining]
     replaying = [each.member.worker for each in state.joining if each.phase in (Phase.REPLAYING, Phase.WAITING)]
-    for worker, why in state.newcomer_watch.late(state.vacancies.newcomers, replaying, *limits, detector.clock):
+    for worker, why in state.newcomer_watch.late(state.vacancies.newcomers, ready, replaying, *limits):
         turn_down(state, worker, why)
 
 
