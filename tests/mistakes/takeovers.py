@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from recycle_plugin.core.coordinator import stalls
 from recycle_plugin.core.coordinator.exchange import Exchange
-from recycle_plugin.core.coordinator.mirror import Known, Mirror
+from recycle_plugin.core.coordinator.mirror import Known, Mirror, Turned
 from recycle_plugin.core.coordinator.succession import Electorate
 from recycle_plugin.core.messages.kept import Kept
 from recycle_plugin.core.messages.line_end import LineEnd, Tries
@@ -49,6 +49,11 @@ def newest_alone(self, before, workers, more):
 
 instead("a worker whose turn has come through goes home again", Tries, "are_over", seen=249)(
     lambda self, answer: answer is not None
+)
+
+
+instead("nobody that has turned in vain is sent back", Turned, "send_back", seen=4356)(
+    lambda self, control, known: False
 )
 
 

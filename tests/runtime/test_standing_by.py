@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from recycle_plugin.core.coordinator.mirror import Known
+from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_coordinator import Placed
 from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.mirroring import SentBack
 from recycle_plugin.runtime.control.connections import SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.in_process import InProcess
+from recycle_plugin.runtime.processes import standing_by
 from recycle_plugin.runtime.processes.standing_by import Candidate
 from tests.support.secret import way
 
@@ -37,13 +41,37 @@ async def turns_to(made: Candidate, *words: object) -> SocketControl:
     return control
 
 
+async def test_who_turns_while_the_coordinator_goes_on_is_sent_back_and_counts_no_more(monkeypatch):
+    monkeypatch.setattr(standing_by, "TURNED_S", 0.05)
+    board = Switchboard(4, 1, "a job", 0.0, "h")
+    async with candidate() as made:
+        made._learn(known := Known(board, 1))
+        end = await turns_to(made, Hello(1, "worker", 71, "h", line=1))
+        while not list(made._turned):
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(end.receive, 0.5) is None and list(made._turned), "the coordinator is silent"
+        known.count += 1  # and goes on
+        assert await asyncio.to_thread(end.receive, PATIENCE_S) == SentBack() and not list(made._turned)
+        end.close()
+
+
+async def test_who_has_turned_is_sent_back_by_one_that_never_leads():
+    async with candidate() as made:
+        end = await turns_to(made, Hello(1, "worker", 71, "h", line=1))
+        while not list(made._turned):
+            await asyncio.sleep(0.01)
+        made.send_all_back()
+        assert await asyncio.to_thread(end.receive, PATIENCE_S) == SentBack()
+        end.close()
+
+
 async def test_a_hello_that_comes_late_is_passed_on_like_those_before():
     """Its worker turns to the standby once that already coordinates."""
     answers: asyncio.Queue[Hello] = asyncio.Queue()
     early, late = (Hello(rank, "worker", 70 + rank, "h", line=rank) for rank in (1, 2))
     async with candidate() as made:
         ends = [await turns_to(made, early)]
-        while not made._turned:
+        while not list(made._turned):
             await asyncio.sleep(0.01)
         made.hand_over(lambda control, hello: answers.put_nowait(hello))
         ends += [await turns_to(made, Placed(1)), await turns_to(made, late)]

@@ -16,7 +16,7 @@ from recycle_plugin.authentication.secret import AT
 from recycle_plugin.core.messages import line_end
 from recycle_plugin.core.messages.from_coordinator import Placed, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.mirroring import Knows, StandsBy
+from recycle_plugin.core.messages.mirroring import Knows, SentBack, StandsBy
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.connections import SocketControl, connect
 from tests.support.secret import answered, way, written
@@ -123,6 +123,17 @@ def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkey
         with pytest.raises(TimeoutError):
             again.accept()
         assert resumed.get(timeout=PATIENCE_S) is None
+
+
+def test_who_is_sent_back_by_who_stands_by_comes_home(home, listening, monkeypatch):
+    """The coordinator was silent for a moment, and so few have turned that nobody goes on without it."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", 0.0)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2", answers=False)
+    elsewhere.first = [SentBack()]
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    assert near.resume(HELLO, PATIENCE_S) is not None and near.address == coordinator.address
+    assert elsewhere.hellos.get(timeout=PATIENCE_S).line == 4
 
 
 class Noted:

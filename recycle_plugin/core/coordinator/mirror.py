@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
@@ -25,13 +25,14 @@ from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.mirroring import Got, Snapshot, Taken
+from recycle_plugin.core.messages.mirroring import Got, SentBack, Snapshot, Taken
 
 STANDBY = "standby"  # the role of its connection
 PIECE = 1 << 20  # bytes of the state in one message
 LATE_S = 2.0  # how long a standby may take to take news in
 STEP_S = 30.0  # how long a standby may take until it is in step
 HELD_S = 0.5  # more than the usual time of a standby to take news in
+TURNED_S = 5.0  # how long a standby counts an end while the coordinator goes on: others may turn later
 AGREE_S = 10.0  # how long enough workers may take to confirm a term
 
 
@@ -46,6 +47,9 @@ class Port(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+End = TypeVar("End", bound=Port)
 
 
 @dataclass
@@ -286,6 +290,38 @@ class Known:
         lines = [self.board.known(each) for each in turned]
         workers = {line.worker for line in lines if line is not None and line.worker is not None}
         return address is not None and address[1] == port and self.electorate.gives(workers, more=True)
+
+
+class Turned(Generic[End]):
+    """The ends that have turned to a standby on another host, by their connections."""
+
+    def __init__(self) -> None:
+        self._ends: dict[End, tuple[Hello, int]] = {}  # with the count of news when they came
+
+    def __iter__(self) -> Iterator[tuple[End, Hello]]:
+        return ((control, hello) for control, (hello, _) in self._ends.items())
+
+    def add(self, control: End, hello: Hello, known: Known | None) -> None:
+        """Count an end. Look at it (:meth:`send_back`) every ``TURNED_S`` from then on."""
+        self._ends[control] = hello, -1 if known is None else known.count
+
+    def elect(self, port: int, known: Known | None) -> bool:
+        """Return whether these elect the standby that listens at ``port``."""
+        return known is not None and known.is_elected(port, (hello for _, hello in self))
+
+    def send_back(self, control: End, known: Known | None) -> bool:
+        """Send an end back if the coordinator has gone on since it came. Return whether to look at it again."""
+        if control not in self._ends or known is None or known.count <= self._ends[control][1]:
+            return control in self._ends
+        del self._ends[control]
+        control.send(SentBack())
+        return False
+
+    def send_all_back(self) -> None:
+        """Send all ends back: this standby never leads."""
+        for control in self._ends:
+            control.send(SentBack())
+        self._ends.clear()
 
 
 class Following:

@@ -4,7 +4,8 @@ The standby on the coordinator's own host hears from the guard of both that the 
 another host can't tell a dead coordinator from a cut line. So each side needs enough workers of the last membership to
 go on:
 
-* The standby needs more than half, which have turned to it, each for good.
+* The standby needs more than half, which have turned to it, each for good. Only the standby may send one back, which it
+  counts no more: if the coordinator was silent for a moment only, less than half have turned, and would be lost.
 * The coordinator, before it goes on without the standby, needs half, which know that a new *term* has begun. A worker
   that knows a term turns to no standby of an earlier term.
 

@@ -2,7 +2,7 @@
 coordinator (core/coordinator/switchboard.py).
 
 Both ends count the messages that they receive, except the greeting (Hello, Welcome, Refused), the counts themselves
-(Got), and the standby's (StandsBy, Knows, Turns).
+(Got), and the standby's (StandsBy, Knows, Turns, SentBack).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import islice
 
 from recycle_plugin.core.messages.from_coordinator import Posted, Refused, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
+from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, StandsBy, Turns
 
-UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows, Turns)
+UNCOUNTED = (Hello, Welcome, Refused, Got, StandsBy, Knows, Turns, SentBack)
 EVERY = 64  # after so many messages the receiver reports its count
 BEATS = 8  # the same for a supervisor's messages; it hears little else
 

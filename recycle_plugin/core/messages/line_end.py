@@ -11,7 +11,7 @@ from dataclasses import replace
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
-from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Turns
+from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, StandsBy, Turns
 
 AT_HOME_S = 1.5  # seconds for which the old address alone is tried, before a standby on another host is
 TRY_S = 1.0  # seconds for each of the two in turn after that
@@ -109,6 +109,6 @@ class Tries:
 
     def are_over(self, answer: object | None) -> bool:
         """Return whether a try that has come through, with an ``answer`` or without, is the last: it was refused, or
-        there is no way back (core/coordinator/succession.py).
+        there is no way back, unless the standby itself sends this end back (core/coordinator/succession.py).
         """
-        return answer is not None or self.goes_elsewhere
+        return not isinstance(answer, SentBack) and (answer is not None or self.goes_elsewhere)

@@ -47,6 +47,11 @@ class Turns:
 
 
 @dataclass(frozen=True)
+class SentBack:
+    """From a standby to an end that has turned to it: it no longer counts that end, and the coordinator goes on."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """From the coordinator to its standby: a ``piece`` of its state, as JSON (core/coordinator/state_dump.py).
     ``last``: no piece follows; ``count``: the news that the state contains.

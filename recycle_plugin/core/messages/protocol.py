@@ -78,7 +78,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
-from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken, Turns
+from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, Snapshot, StandsBy, Taken, Turns
 
 MESSAGES = (
     # from a worker or its supervisor
@@ -160,6 +160,7 @@ MESSAGES = (
     StandsBy,
     Knows,
     Turns,
+    SentBack,
     Snapshot,
     Taken,
 )

@@ -282,5 +282,7 @@ def _getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
     if not is_dataclass(kind):
         raise TypeError(f"a {kind.__name__} can't be written down")
     names = names_of(kind)
+    if not names:
+        return lambda thing: ()
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda thing: (get(thing),)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recycle_plugin.core.coordinator.exchange import Exchange
 from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
-from recycle_plugin.core.coordinator.mirror import STANDBY, Follower, Following, Known, Port
+from recycle_plugin.core.coordinator.mirror import STANDBY, TURNED_S, Follower, Following, Known, Port, Turned
 from recycle_plugin.core.coordinator.switchboard import WORKER, News, Switchboard
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -18,7 +18,7 @@ from recycle_plugin.core.messages.kept import UNCOUNTED
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.scenario import MILLISECOND
-from recycle_plugin.lab.simulator.simulated_lines import RETRY_US, Side
+from recycle_plugin.lab.simulator.simulated_lines import RETRY_US, SECOND, Side
 
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.takeovers import Takeovers
@@ -211,7 +211,7 @@ class SimulatedStandby(Process):
         self._following: Following
         self._side: Side | None = None
         self._until = takeovers.now_s + 60.0
-        self._turned: list[tuple[Side, Hello]] = []
+        self._turned: Turned[Side] = Turned()
         self.leads: SimulatedCoordinator | None = None
         self.connect()
 
@@ -266,6 +266,7 @@ class SimulatedStandby(Process):
 
     def ends(self) -> None:
         """End, since nobody wants it."""
+        self._turned.send_all_back()
         self.dies()
         self.takeovers.ended(self)
 
@@ -276,9 +277,17 @@ class SimulatedStandby(Process):
         if self.leads is not None:
             self.leads.answer(side, message)
         elif isinstance(message, Hello):
-            self._turned.append((side, message))
+            self._turned.add(side, message, self.known)
             self.takeovers.reach("turned")
             self._count()
+            self._look_later(side)
+
+    def _look_later(self, side: Side) -> None:
+        self.takeovers.cluster.later(int(TURNED_S * SECOND), lambda: self.do(partial(self._look_at, side)))
+
+    def _look_at(self, side: Side) -> None:
+        if self.alive and self.leads is None and self._turned.send_back(side, self.known):
+            self._look_later(side)
 
     def hangs_up(self) -> set[int]:
         """Break the connections of those that have turned to it. Return the ranks of the workers among them."""
@@ -287,8 +296,7 @@ class SimulatedStandby(Process):
         return {hello.rank for _, hello in self._turned if hello.role == WORKER}
 
     def _count(self) -> None:
-        turned = [hello for _, hello in self._turned]
-        if self.alive and self.known is not None and self.known.is_elected(self.port, turned):
+        if self.alive and self.known is not None and self._turned.elect(self.port, self.known):
             self.takeovers.reach("elected")
             if self.alive:
                 self._lead(self.known)

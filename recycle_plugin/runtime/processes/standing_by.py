@@ -15,7 +15,7 @@ from typing import Any
 from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
-from recycle_plugin.core.coordinator.mirror import STANDBY, Known
+from recycle_plugin.core.coordinator.mirror import STANDBY, TURNED_S, Known, Turned
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.coordinator import HELLO_S
@@ -89,6 +89,7 @@ async def _elsewhere(
     elected, alone = asyncio.create_task(candidate.elected()), asyncio.create_task(reader.read(1))
     await asyncio.wait((elected, alone), return_when=asyncio.FIRST_COMPLETED)
     if alone.done() or (known := elected.result()) is None:  # without its guard, nothing would end the coordinator
+        candidate.send_all_back()
         return None
     alone.cancel()
     await asyncio.wait((alone,))
@@ -108,7 +109,7 @@ class Candidate:
         self.entrance = Entrance(
             here, 0, Door(way.known.read(), Port.CONTROL, "who stands by", _say), self._come, _warn
         )
-        self._turned: list[tuple[InLoop, Hello]] = []
+        self._turned: Turned[InLoop] = Turned()
         self._answer: Callable[[InLoop, Hello], None] | None = None
         self._known: Known | None = None
         self._enough = asyncio.Event()
@@ -179,8 +180,17 @@ class Candidate:
         if self._answer is not None:
             self._answer(control, hello)
             return
-        self._turned.append((control, hello))
+        self._turned.add(control, hello, self._known)
         self._count()
+        asyncio.get_running_loop().call_later(TURNED_S, self._look_at, control)
+
+    def _look_at(self, control: InLoop) -> None:
+        if not self._enough.is_set() and self._turned.send_back(control, self._known):
+            asyncio.get_running_loop().call_later(TURNED_S, self._look_at, control)
+
+    def send_all_back(self) -> None:
+        """Send back all that have turned here: this process never leads."""
+        self._turned.send_all_back()
 
     def hand_over(self, answer: Callable[[InLoop, Hello], None]) -> None:
         """Pass all connections that have turned here, and later ones, to ``answer``."""
@@ -189,9 +199,7 @@ class Candidate:
             answer(control, hello)
 
     def _count(self) -> None:
-        if self._known is not None and self._known.is_elected(
-            self.entrance.address[1], (each for _, each in self._turned)
-        ):
+        if self._turned.elect(self.entrance.address[1], self._known):
             self._enough.set()
 
 
