@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.machine_constants import by_name
 from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.recovery_plan import Torn, unfinished
+from recycle_plugin.core.vocabulary.recovery_plan import Torn, counted, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import lowered, plan, recover
@@ -163,6 +163,10 @@ def _check_least(recovery, held, view) -> None:
     for stage in range(stages):
         runs = {one.micro_batch: seat for seat, one in work if one.op is Op.F and one.stage == stage}
         assert recovery.forwards(stage) == runs
+        counts = counted([have for seat, have in held.items() if seat.stage == stage], STEP, stage)
+        anew = {one for one in runs if Instruction(Op.F, stage, one, STEP) not in boundary_only}
+        lost = set() if counts is None else set(view.topology.batch) - counts
+        assert lost <= anew, "a loss that is dropped is found again"
     lacks = {
         kind: {seat for seat, have in held.items() if Datum(kind, seat.stage, None, step) not in have}
         for kind, step in (("reduced", STEP), ("tied", STEP), ("params", STEP + 1))

@@ -79,6 +79,8 @@ def _go_on(state: JobState, reports: Reports) -> None:
         state.attendance.failure_detector.rewind(reports.counts[0])
         state.places.rewind()
     committed, norm, rejected = state.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
+    assert state.job is not None, "a job that trains has begun"
+    state.steps.lose(committed, held, state.job.stages - 1)
     before, batches = state.batches, contributing.batches_behind(state, committed, reports)
     state.regrouping.agreed(generation)
     of_each = {step: (before if step <= committed else batches).of(step) for step in state.steps.unfinished}
@@ -111,7 +113,6 @@ def _go_on(state: JobState, reports: Reports) -> None:
     generations.plan_again(state, committed)
     state.tell(WORKERS, Resume(generation.number, committed, among_all(held), norm, rejected, *data, decided))
     if state.shrinks:
-        assert state.job is not None, "a job that trains has begun"
         state.steps.without(state.batches, state.job.micro_batches, state.out)
     share = state.batches.share(committed + 1)
     throughput = state.throughput.share(reports.slowest.period_us, share)

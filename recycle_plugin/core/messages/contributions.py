@@ -7,7 +7,7 @@ in order), and keeps it (core/worker/control_view.py).
 
 Contributions belong to no membership: a share or a loss is of the step's micro-batches, whoever computed it. So an
 incomplete set stays good over failures, whenever its parts were sent. Only *discarded* parts
-(core/coordinator/facts/step_validation.py) no longer count.
+(core/coordinator/facts/step_validation.py) no longer count, and losses that are computed again (:meth:`lose`).
 
 Every shard of a seat contributes, and a set is complete when all have. Losses are equal from all shards that compute
 the same; shards with samples of their own have their mean taken. A norm's shares are added: parameters differ by shard.
@@ -61,6 +61,13 @@ class Contributions:
         """Drop contributions to the steps after ``after``: they were computed with rejected weights."""
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key: values for key, values in self._told.items() if key[0] <= after}
+
+    def lose(self, step: int, kept: Collection[str]) -> None:
+        """Drop incomplete losses of ``step`` but those of the micro-batches ``kept``: the others are computed again, by
+        others with plain iterators of their own from other data.
+        """
+        for shard, losses in self._values.get((step, LOSS), {}).items():
+            self._values[step, LOSS][shard] = {name: loss for name, loss in losses.items() if name in kept}
 
     def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict[str, Loss]]]:
         """Drop contributions to void steps (core/vocabulary/step_batches.py), and of all steps the losses of

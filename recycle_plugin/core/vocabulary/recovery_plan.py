@@ -14,17 +14,21 @@ gradients, which everybody keeps; it has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.core.vocabulary.packed_data import groups
+from recycle_plugin.core.vocabulary.packed_data import Group, groups
 
 Held = Mapping[Seat, AbstractSet[Datum]]
 """What each live worker still has."""
+
+
+OF_FORWARD = frozenset({"stash", "inner", "wgrad"})
+"""What comes of a forward, and stays with its worker until the stage's sum is made."""
 
 
 class Torn(Exception):
@@ -84,6 +88,20 @@ def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = Fa
 def uninformed(held: Held, step: int) -> frozenset[Seat]:
     """Return the seats whose worker does not know the norm that ``step`` was rejected for."""
     return frozenset(seat for seat, have in held.items() if of_layers("norm", seat, step) not in have)
+
+
+def counted(have: Iterable[AbstractSet[Datum]], step: int, stage: int) -> set[MicroBatch] | None:
+    """Return the micro-batches whose forward on ``stage`` counts for ``step`` already, by what its workers ``have``.
+    None if all of them are in the stage's sum.
+    """
+    found: set[MicroBatch] = set()
+    for each in have:
+        kinds = {group.kind for group in groups(each) if group.stage == stage and group.step == step}
+        if "reduced" in kinds or Group("params", stage, step + 1) in groups(each):
+            return None
+        if kinds & OF_FORWARD:
+            found |= {datum.made_of for datum in each if datum.kind in OF_FORWARD and datum[1::2] == (stage, step)}
+    return found
 
 
 def _astray(held: Held, step: int) -> frozenset[Seat]:

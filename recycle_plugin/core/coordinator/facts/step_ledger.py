@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.losses import Loss, logs_more, mean, number
 from recycle_plugin.core.vocabulary.packed_data import PackedData
-from recycle_plugin.core.vocabulary.recovery_plan import uninformed
+from recycle_plugin.core.vocabulary.recovery_plan import counted, uninformed
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
@@ -192,6 +192,15 @@ class StepLedger:
             self._contributions.discard_after(committed + 1)
             self.validation.discard_after(committed + 1)
         return committed, norm, rejected
+
+    def lose(self, committed: int, held: Mapping[str, dict[str, str]], last_stage: int) -> None:
+        """Drop losses of the steps after ``committed`` that are computed again, since nobody holds what came of them.
+        Costs time in proportion to the micro-batches held by ``last_stage``.
+        """
+        have = [PackedData(packed) for seat, packed in held.items() if Seat.parse(seat).stage == last_stage]
+        for step in (committed + 1, committed + 2):
+            if (kept := counted(have, step, last_stage)) is not None:
+                self._contributions.lose(step, {str(micro_batch) for micro_batch in kept})
 
     def without(self, batches: StepBatches, micro_batches: int, out: CoordinatorOutput) -> None:
         """Drop contributions that no longer count, and tell losses that are complete by that, or were told for a void
