@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -114,7 +114,7 @@ def measured(shape: Topology) -> Measured:
     before, after = (planner.plan(view, costs, Policy()) for view in (whole, whole.without(lost)))
     job = JobSpec(shape.replicas, shape.stages, shape.micro_batches, (), "", costs, Policy(), DEADLINES, rebalance=True)
     ranks = {seat: seat.replica * shape.stages + seat.stage for seat in sorted(whole.live)}
-    membership = started(job, ranks)
+    membership, whole_job = started(job, ranks)
     steps = [one_step(membership, job, ranks, step) for step in range(1, STEPS + 1)]
     step, codec = map(median, zip(*steps))
     told: list[object] = []
@@ -125,7 +125,7 @@ def measured(shape: Topology) -> Measured:
     all_said = (of_step(job, ranks, step) for step in range(1, SERVED + 1))
     said = ([each for each in messages if not isinstance(each, Heartbeat)] for messages in all_said)
     served = control_sockets.measured(job, ranks, IDLE_S, said)
-    told_bytes = sum(len(encode(each)) for each in told)
+    told_bytes = sum(map(len, sent(told, whole_job)))
     return Measured(len(ranks), step, codec, loss, left, told_bytes, served.idle, served.step)
 
 
@@ -136,17 +136,18 @@ def spent(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def started(job: JobSpec, ranks: dict[Seat, int]) -> Membership:
-    """Return the state of a job that all its workers have joined."""
+def started(job: JobSpec, ranks: dict[Seat, int]) -> tuple[Membership, Generation]:
+    """Return the state of a job that all its workers have joined, and what they have heard of its membership."""
     membership = Membership(len(ranks))
+    told: list[tuple[Whom, object]] = []
     for seat, rank in ranks.items():
-        membership.receive(
-            Ready(Member(rank, seat, f"tcp://host{rank // HOST}:{rank}", f"host{rank // HOST}"), 0, job), 0.0
-        )
+        member = Member(rank, seat, f"tcp://host{rank // HOST}:{rank}", f"host{rank // HOST}")
+        told += membership.receive(Ready(member, 0, job), 0.0).messages
     for rank in ranks.values():
         membership.receive(SurvivorReport(rank, 0, 0, "plan"), 0.0)
     assert membership.generation == 0 and membership.started
-    return membership
+    (first,) = (each for _, each in told if isinstance(each, Generation))
+    return membership, first
 
 
 def one_step(membership: Membership, job: JobSpec, ranks: dict[Seat, int], step: int) -> tuple[float, float]:
@@ -194,6 +195,16 @@ def one_loss(membership: Membership, lost: int, held: dict[int, dict[str, str]])
     for rank, data in held.items():
         outs.append(membership.receive(SurvivorReport(rank, 1, STEPS, "plan", data), now))
     return (each for out in outs for _, each in out.messages if isinstance(each, Generation | Resume))
+
+
+def sent(told: Iterable[object], whole: Generation) -> Iterator[bytes]:
+    """Return the frames of what is ``told`` to workers that have heard of the generation ``whole`` before."""
+    for each in told:
+        if isinstance(each, Generation):
+            yield encode(each.changed(whole))
+            whole = each
+        else:
+            yield encode(each)
 
 
 def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:

@@ -13,7 +13,7 @@ from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.from_coordinator import Collected, Generation, Restart, Welcome
+from recycle_plugin.core.messages.from_coordinator import Collected, Generation, GenerationChange, Restart, Welcome
 from recycle_plugin.core.messages.from_operators import AskDrain, AskLeave
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
@@ -26,6 +26,7 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
 )
 from recycle_plugin.core.messages.kept import BEATS, EVERY
+from recycle_plugin.core.messages.line_end import LineEnd
 from recycle_plugin.core.messages.mirroring import Got
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import job, member
@@ -74,6 +75,11 @@ class Played:
         if (role, rank) in self.lines:
             self.take("closed", line=self.lines.pop((role, rank)))
 
+    def generations(self, line: int) -> list[Generation]:
+        """Whole, in their order."""
+        end = LineEnd()
+        return [whole for each in self.heard.get(line, ()) if isinstance(whole := end._whole(each), Generation)]
+
     def begin(self) -> None:
         for rank in range(RANKS):
             self.comes("supervisor", rank)
@@ -86,7 +92,7 @@ class Played:
         """All report for the newest generation that they have heard of."""
         for rank in range(RANKS):
             line = self.lines.get(("worker", rank))
-            generations = [each for each in self.heard.get(line, ()) if isinstance(each, Generation)]
+            generations = self.generations(line)
             if generations and self.incarnation[rank] == 0:
                 number = generations[-1].number
                 self.says("worker", rank, SurvivorReport(rank, number, self.stepped[rank], "plan"))
@@ -149,7 +155,17 @@ def test_these_jobs_have_what_there_is_in_a_job():
         for _ in range(150):
             played.act()
         seen |= {type(each).__name__ for line in played.heard.values() for each in line}
-    assert {"Committed", "Generation", "Resume", "Restart", "Answer", "Lease", "End", "Refused"} <= seen
+    assert {
+        "Committed",
+        "Generation",
+        "GenerationChange",
+        "Resume",
+        "Restart",
+        "Answer",
+        "Lease",
+        "End",
+        "Refused",
+    } <= seen
 
 
 def test_who_comes_again_gets_what_it_lacks_once_and_in_order():
@@ -213,6 +229,32 @@ def test_a_worker_that_was_not_answered_may_come_once_more():
     board.said(again, Ready(member(1), 0, job()), 0.3, effects)
     other = board.opened(replace(hello, token="three"), "somebody", 0.4, effects)
     assert board.lines[other].worker != WorkerId(1) and again in board.lines
+
+
+def test_who_has_heard_of_the_last_generation_hears_what_has_changed_alone():
+    """And who comes back, all of it."""
+    played = Played(0)
+    played.begin()
+    played.exits("worker", 3)
+    played.goes("worker", 3)
+    played.report()
+    played.take("tick")
+    line = played.lines["worker", 0]
+    whole, change = (each for each in played.heard[line] if isinstance(each, Generation | GenerationChange))
+    assert len(whole.members) == RANKS and (change.since, change.gone, change.come) == (0, (WorkerId(3),), ())
+    assert played.generations(line)[-1] == Generation(1, whole.members[:3], 0, change.cause, change.at)
+    again = played.comes("worker", 3, 1)
+    played.says("worker", 3, Ready(replace(member(3), incarnation=1), 0, job(rejoin="always")))
+    played.exits("worker", 1)
+    played.goes("worker", 1)
+    assert [each.number for each in played.heard[again] if isinstance(each, Generation)] == [2]
+    last = [each for each in played.heard[line] if isinstance(each, GenerationChange)][-1]
+    assert (last.number, last.since, last.gone) == (2, 1, (WorkerId(1),))
+
+
+def test_a_change_of_a_generation_that_was_not_heard_of_is_no_message():
+    change = Generation(2, (member(0),), 0, "", 0.0).changed(Generation(1, (member(0), member(1)), 0, "", 0.0))
+    assert "is of generation 1, and the last that was heard is none" in str(LineEnd()._whole(change))
 
 
 def test_what_is_logged_of_each_loss_reaches_the_last_stage_alone_and_the_mean_all():

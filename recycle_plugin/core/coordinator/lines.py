@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 class Line:
     """A connection. ``hello``: of its other end; ``worker``: that end, if it is one. ``heard``: number of counted
     messages from it. ``kept``: sent messages that may have to be sent again. ``deaf``: its messages are dropped.
-    ``term``: the last term that the other end knows of.
+    ``term``: the last term that the other end knows of. ``generation``: the last that was sent.
     """
 
     hello: Hello
@@ -23,6 +23,7 @@ class Line:
     kept: Kept = field(default_factory=Kept)
     deaf: bool = False
     term: int = 0
+    generation: int = -1
 
 
 @dataclass

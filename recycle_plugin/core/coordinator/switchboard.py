@@ -33,6 +33,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     Answer,
     Fence,
     ForkStandby,
+    Generation,
     Lease,
     Over,
     Placed,
@@ -102,6 +103,7 @@ class Switchboard:
         self._ended: set[int] = set()  # ranks whose supervisor has reported its worker's end
         self._deadlines = Deadlines()
         self._watched = -1
+        self._generation: Generation | None = None  # the last that was sent
         self._due: list[tuple[float, str, WorkerId]] = []
 
     @property
@@ -452,6 +454,9 @@ class Switchboard:
             self._due.append((now + self._deadlines.agreement_s, "regroup", WorkerId(-1, number)))
 
     def _send(self, whom: Whom, message: object, effects: Effects) -> None:
+        if isinstance(message, Generation):
+            self._send_generation(whom, message, effects)
+            return
         frame = encode(message)
         for number in self._lines_of(whom):
             self._put(number, message, effects, frame)
@@ -461,6 +466,18 @@ class Switchboard:
             self._speakers.starts(message.worker)
         if isinstance(message, Over):
             self.over, effects.over = message, True
+
+    def _send_generation(self, whom: Whom, generation: Generation, effects: Effects) -> None:
+        """Send what has changed since the last generation over connections that it went over, else all members."""
+        before, self._generation = self._generation, generation
+        frames: dict[bool, bytes] = {}
+        for number in self._lines_of(whom):
+            line = self.lines[number]
+            knows = before is not None and line.generation == before.number
+            if knows not in frames:
+                frames[knows] = encode(generation.changed(before) if before is not None and knows else generation)
+            line.generation = generation.number
+            self._put(number, generation, effects, frames[knows])
 
     def _lines_of(self, whom: Whom) -> Iterable[int]:
         if whom == SUPERVISORS:

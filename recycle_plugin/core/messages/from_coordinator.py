@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from recycle_plugin.core.messages.from_workers import LogFolder
 from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.typed import Finite
+from recycle_plugin.core.messages.typed import Finite, Unreadable
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -123,6 +123,43 @@ class Generation:
     @cached_property
     def roster(self) -> Roster:
         return Roster(self.members)
+
+    def changed(self, before: Generation) -> GenerationChange:
+        """Return this generation for those that have heard of ``before``, in two passes over the members."""
+        gone = tuple(member.worker for member in self.roster.leaves(before.roster))
+        come = self.roster.joins(before.roster)
+        return GenerationChange(
+            self.number, before.number, gone, come, self.from_step, self.cause, self.at, self.slowness
+        )
+
+
+@dataclass(frozen=True)
+class GenerationChange:
+    """A :class:`Generation`, over a connection whose other end has heard of generation ``since`` last: the members
+    ``come`` have taken the places of the workers ``gone``. Both ends of a connection know what went over it
+    (core/messages/line_end.py), so nobody else sees this.
+    """
+
+    PACKS: ClassVar[bool] = True
+
+    number: int
+    since: int
+    gone: tuple[WorkerId, ...]
+    come: tuple[Member, ...]
+    from_step: int
+    cause: str
+    at: Finite
+    slowness: tuple[tuple[Seat, int], ...] = ()
+
+    def behind(self, before: Generation | None) -> Generation | Unreadable:
+        """Return the whole generation, ``before`` being the last heard."""
+        if before is None or before.number != self.since:
+            last = "none" if before is None else before.number
+            return Unreadable("a change", f"is of generation {self.since}, and the last that was heard is {last}")
+        gone = set(self.gone)
+        stay = [member for member in before.members if member.worker not in gone]
+        members = tuple(sorted((*stay, *self.come), key=lambda member: member.worker))
+        return Generation(self.number, members, self.from_step, self.cause, self.at, self.slowness)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.messages.from_coordinator import Welcome
+from recycle_plugin.core.messages.from_coordinator import Generation, GenerationChange, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
 from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, StandsBy, Turns
@@ -26,6 +26,7 @@ class LineEnd:
         self.line, self._token = -1, ""  # and what proves that it is this end's
         self._kept, self._heard = Kept(), Heard()
         self._term = self._stood_by = NOBODY  # the last that it knows of; the last with a standby elsewhere
+        self._generation: Generation | None = None  # the last heard
 
     def send(self, message: object) -> object:
         """Send a message; implementations do."""
@@ -43,11 +44,22 @@ class LineEnd:
         """Go on with the connection that ``welcome`` answers for; return the frames to send once more."""
         if welcome.line != self.line:  # a new connection
             self.line, self._token, self._kept, self._heard = welcome.line, welcome.token, Kept(), Heard()
+            self._generation = None
         self._got(welcome.heard)
         return self._kept.since(welcome.heard)
 
     def _got(self, count: int) -> None:
         self._kept.got(count)
+
+    def _whole(self, message: object) -> object:
+        """Return ``message`` in its whole form: of generations only what has changed is sent. An Unreadable if it is a
+        change of another generation than the last heard.
+        """
+        if isinstance(message, GenerationChange):
+            message = message.behind(self._generation)
+        if isinstance(message, Generation):
+            self._generation = message
+        return message
 
     def _is_news(self, message: object) -> bool:
         """Record how far either end is, if this end was welcomed; return whether ``message`` says more than that."""

@@ -5,12 +5,13 @@ of the end, all hear the same, whoever says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Resume
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation
+from recycle_plugin.core.messages.typed import Unreadable
 
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.simulated_lines import SimulatedEnd
@@ -22,22 +23,22 @@ class OneHistory:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._heard: dict[str, list[bytes]] = {}  # by connection
-        self._told: dict[Hashable, bytes] = {}
+        self._told: dict[int, Generation] = {}
         self._committed = 0
         self.board: Switchboard | None = None  # the present coordinator's state
 
-    def heard(self, end: SimulatedEnd, number: int, message: object) -> None:
-        """Check ``message``, which an end hears as the ``number``-th that counts."""
+    def heard(self, end: SimulatedEnd, number: int, message: object, whole: object) -> None:
+        """Check ``message``, ``whole`` for the end, which hears it as the ``number``-th that counts."""
         frame, heard = encode(message), self._heard.setdefault(end.token, [])
         if number != len(heard) + 1:
             self._say(f"{self._who(end)} hears its message {number} behind {len(heard)}")
         heard.append(frame)
         if isinstance(message, Committed):
             self._committed = max(self._committed, message.step)
-        if isinstance(message, (Generation, Resume)):
-            number_of = message.number if isinstance(message, Generation) else message.generation
-            if self._told.setdefault((type(message), number_of), frame) != frame and isinstance(message, Generation):
-                self._say(f"{self._who(end)} hears of another generation {number_of} than others")
+        if isinstance(whole, Generation) and self._told.setdefault(whole.number, whole) != whole:
+            self._say(f"{self._who(end)} hears of another generation {whole.number} than others")
+        if isinstance(whole, Unreadable):
+            self._say(f"{self._who(end)} can't read {whole}")
         if self.board is not None:
             self._compare(end, self.board, len(heard) - 1)
 

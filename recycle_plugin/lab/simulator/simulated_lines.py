@@ -250,9 +250,10 @@ class SimulatedEnd(LineEnd):
         if self._tries is not None:
             self._answered(side, message)
         elif self._is_news(message):
+            whole = self._whole(message)
             if not isinstance(message, UNCOUNTED):
-                self._takeovers.one.heard(self, self._heard.count, message)
-            self._news(message)
+                self._takeovers.one.heard(self, self._heard.count, message, whole)
+            self._news(whole)
 
     def _breaks(self, side: Side) -> None:
         if side is not self._side or self.dead:

@@ -17,7 +17,7 @@ from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.mirror import Known
 from recycle_plugin.core.coordinator.switchboard import News, Switchboard
-from recycle_plugin.core.messages.from_coordinator import Fence, ForkStandby, Restart
+from recycle_plugin.core.messages.from_coordinator import Fence, ForkStandby, Generation, GenerationChange, Restart
 from recycle_plugin.core.messages.from_workers import Exited, Hello, Post, ReadBoard
 from recycle_plugin.core.messages.kept import UNCOUNTED
 from recycle_plugin.core.vocabulary.deadlines import APART, TICK_S
@@ -61,6 +61,7 @@ class Takeovers(Coordination):
         self._tokens: dict[str, SimulatedEnd] = {}
         self._reached: Counter[str] = Counter()
         self._told: set[bytes] = set()
+        self._generations: dict[int, Generation] = {}
         self.struck: list[tuple[int, Trouble]] = []  # what has happened to coordinators, and when
         self._apart: set[int] = set()  # hosts that were cut off, or from which others were
         self._sides: list[set[int]] = []  # one side of each partition that has lasted
@@ -333,7 +334,7 @@ class Takeovers(Coordination):
             if line in board.lines:  # else it has closed since this was decided
                 lines.setdefault(frame, []).append(line)
         for frame, numbers in lines.items():
-            message, its = read(frame), board.lines[numbers[0]]
+            message, its = self._whole(read(frame)), board.lines[numbers[0]]
             if isinstance(message, UNCOUNTED) or (again and frame in self._told):
                 continue
             self._told.add(frame)
@@ -342,6 +343,14 @@ class Takeovers(Coordination):
             elif its.worker is not None:
                 everybody = set(numbers) >= set(board._lines_of(WORKERS)) and len(numbers) > 1
                 cluster.watcher.told(WORKERS if everybody else its.worker, message)
+
+    def _whole(self, message: object) -> object:
+        """Return the generation of which ``message`` says what has changed."""
+        if isinstance(message, GenerationChange):
+            message = message.behind(self._generations[message.since])
+        if isinstance(message, Generation):
+            self._generations[message.number] = message
+        return message
 
     @property
     def may_end(self) -> bool:  # type: ignore[override]

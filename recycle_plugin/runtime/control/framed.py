@@ -163,7 +163,7 @@ class Framed(LineEnd):
 
     def receive(self, timeout_s: float = 0.0) -> object | None:
         deadline = time.monotonic() + timeout_s
-        while (message := self._next(deadline)) is not None:
+        while (message := self._whole(self._next(deadline))) is not None:
             if isinstance(message, Unreadable):
                 self._refuse(message)
                 return None
