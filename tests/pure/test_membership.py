@@ -51,7 +51,7 @@ from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.support.membership import agree, job, member, resumed, said, started, step
+from tests.support.membership import agree, holds, job, member, resumed, said, started, step
 
 
 def test_a_step_is_committed_when_every_live_worker_has_applied_it():
@@ -162,16 +162,28 @@ def test_another_loss_during_regrouping_starts_it_again():
     assert resumed(agree(membership, 2, {1: 0, 2: 0})) == [(2, 0)]
 
 
-@pytest.mark.parametrize("name, keys", [("loss", ("0.0", "1.0")), ("norm", ("1", "0"))])
-def test_what_was_said_of_a_step_stays_good_over_a_regrouping(name, keys):
+def test_a_norms_share_stays_good_over_a_regrouping():
     membership = started()
-    membership.receive(Contribution(2, 1, name, {keys[0]: 2.0}, 2), 0.0)
+    membership.receive(Contribution(2, 1, "norm", {"1": 2.0}, 2), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    out = membership.receive(Contribution(1, 1, name, {keys[1]: 4.0}, 2), 0.0)
-    told = [(whom, message.values) for whom, message in out.messages if isinstance(message, Collected)]
-    each = {keys[0]: 2.0, keys[1]: 4.0}
-    assert told == [(WORKERS, each if name == "norm" else {MEAN: 3.0})]
+    (told,) = said(membership.receive(Contribution(1, 1, "norm", {"0": 4.0}, 2), 0.0), Collected)
+    assert told.values == {"1": 2.0, "0": 4.0}
+
+
+@pytest.mark.parametrize("survives", ("reduced 1@1", "wgrad 1@1", "stash 1@1", ""))
+def test_a_loss_stays_over_a_regrouping_unless_it_is_computed_again(survives):
+    """By somebody with a plain iterator, of other data."""
+    membership = started()
+    membership.receive(Contribution(2, 1, "loss", {"0.0": 2.0}, 2), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    for rank in (0, 1, 3):
+        kept = {survives: "0.0:0" * ("reduced" not in survives)} if survives and rank == 3 else {}
+        membership.receive(SurvivorReport(rank, 1, 0, "plan", {**holds(rank), **kept}), 0.0)
+    told = said(membership.receive(Contribution(3, 1, "loss", {"1.0": 4.0}, 2), 0.0), Collected)
+    assert [each.values for each in told] == ([{MEAN: 3.0}] if survives else [])
+    told += said(membership.receive(Contribution(3, 1, "loss", {"0.0": 6.0, "1.0": 4.0}, 2), 0.0), Collected)
+    assert [each.values for each in told] == [{MEAN: 3.0 if survives else 5.0}]
 
 
 def test_one_norm_once_told_is_the_norm_of_the_step_for_all():

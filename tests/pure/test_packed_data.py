@@ -75,8 +75,17 @@ def test_what_is_no_list_of_ranges_of_micro_batches_is_named(ranges):
 def test_what_is_told_to_all_is_short_and_undone() -> None:
     held = {f"{one}.0": pack({wgrad(one, 0), wgrad(one, 1), wgrad(11, 7)}) for one in (1, 11, 2)}
     told = among_all(held)
-    assert of_each(told) == held and told["2.0"] == {"wgrad 0@1": ".0:1 11.7:7"} and told["1.0"] == told["2.0"]
-    assert told["11.0"] == {"wgrad 0@1": ".0:1 .7:7"}
+    assert told == {"1:2.0": {"wgrad 0@1": ".0:1 11.7:7"}, "11:11.0": {"wgrad 0@1": ".0:1 .7:7"}}
+    assert of_each(told) == held
+
+
+@given(st.dictionaries(st.tuples(st.integers(0, 12), st.integers(0, 2)), st.frozensets(st.integers(0, 3), max_size=3)))
+def test_what_any_seats_hold_comes_through(replicas_held) -> None:
+    held = {
+        f"{replica}.{stage}": pack({wgrad(other, other) for other in others} | {wgrad(replica, 1)})
+        for (replica, stage), others in replicas_held.items()
+    }
+    assert of_each(among_all(held)) == held
 
 
 def wgrad(replica: int, index: int) -> Datum:

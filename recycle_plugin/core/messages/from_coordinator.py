@@ -166,17 +166,16 @@ class GenerationChange:
 class Resume:
     """Tells all members of ``generation``, once all have reported, to go on after step ``committed``.
 
-    ``held``, ``held_draws``: what each seat holds of later steps, by the seat's text form: as reported, ``held``
-    shortened by core.vocabulary.packed_data.among_all. ``norm``: the
-    norm for which the next step was rejected (core/coordinator/facts/step_validation.py), else None; ``rejected``: not
-    every worker knew that, so what was computed after the step does not count. ``placed``: seats whose plain iterators
-    stand at their replicas' places; ``places``: those places by replica, as far as known; ``ended``: by replica, the
-    number of its script's iterator that has ended. ``unfilled``: the step that is dropped because all iterators have
-    ended; 0 for none. ``batches``: whose micro-batches each step has, and which step is void; None if steps have all of
-    them.
+    ``held``, ``held_draws``: what each seat holds of later steps: the first shortened by
+    core.vocabulary.packed_data.among_all, the second by the seat's text form, as reported. ``norm``: the norm for
+    which the next step was rejected (core/coordinator/facts/step_validation.py), else None; ``rejected``: not every
+    worker knew that, so what was computed after the step does not count. ``placed``: seats whose plain iterators stand
+    at their replicas' places; ``places``: those places by replica, as far as known; ``ended``: by replica, the number
+    of its script's iterator that has ended. ``unfilled``: the step that is dropped because all iterators have ended; 0
+    for none. ``batches``: whose micro-batches each step has, and which step is void; None if steps have all of them.
     """
 
-    PACKS: ClassVar[bool] = True  # 0.5 KiB a member, and a twentieth of that once packed
+    PACKS: ClassVar[bool] = True
     MOST: ClassVar[int] = 1 << 28
 
     generation: int

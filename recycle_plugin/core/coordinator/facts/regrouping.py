@@ -56,8 +56,9 @@ class Reports:
 
     @property
     def held_draws(self) -> dict[str, Any]:
-        """The held data of plain iterators by seat, in its text form: what all shards of the seat hold."""
-        return self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
+        """The held data of plain iterators by seat, in its text form: what all shards of the seat hold, if anything."""
+        drawn = self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
+        return {seat: found for seat, found in drawn.items() if found}
 
     @property
     def placed(self) -> dict[Seat, SurvivorReport]:
