@@ -13,16 +13,18 @@ from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN, NORM
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Resume
-from recycle_plugin.core.messages.from_workers import Contribution
+from recycle_plugin.core.messages.from_workers import Contribution, SurvivorReport
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.packed_data import pack
 from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.step_batches import LiveShare, StepBatches
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import PlanError, PlanStore, lowered, plan, recover, verify
-from tests.support.membership import said
+from tests.support.membership import said, started
 
 FULL, LEFT, SHAPE = StepBatches.full(3), (0, 2), Topology(3, 2, 2)
 STEP = 7
@@ -136,6 +138,34 @@ def test_what_is_left_of_a_void_step_is_added_up_again_without_the_lost():
     computed = {str(one.micro_batch) for seat in given.programs for one in recovery.computed(seat)}
     assert computed <= {"0.0", "0.1", "2.0", "2.1"} and not recovery.holders and not recovery.undo
     assert all(closing[0].op is Op.REDUCE for closing in recovery.closing.values())
+
+
+@pytest.mark.parametrize(
+    "adopted, had, void",
+    [
+        pytest.param((1, 1), (0, 1, 2), 0, id="both have gone on: the sum was made since"),
+        pytest.param((1, 0), (0, 1), 1, id="one has not: the sum may be that of before"),
+        pytest.param((0, 0), (0, 1), 1, id="nobody has"),
+    ],
+)
+def test_who_has_not_gone_on_with_the_last_generation_has_not_heard_what_is_void(adopted, had, void):
+    """The coordinator reads so from the reports of a second loss in the same step."""
+    membership = started(replicas=4, stages=1, unit="replica", policy=Policy(shrinks=True))
+    begun = [pack({datum("wgrad", 0, f"{replica}.0", step=1)}) for replica in range(3)]
+    summed = pack({datum("reduced", 0, step=1)})
+
+    def regrouped(generation: int, has_gone_on: tuple[int, ...], more: dict[str, str]) -> StepBatches:
+        membership.connection_lost(WorkerId(len(has_gone_on)), 1.0)
+        for rank, newest in enumerate(has_gone_on):
+            report = SurvivorReport(rank, generation, 0, "plan", begun[rank] | more, adopted=newest)
+            out = membership.receive(report, 1.0)
+        (resume,) = said(out, Resume)
+        assert resume.generation == generation
+        return resume.batches
+
+    assert regrouped(1, (0, 0, 0), {}).void == 1
+    found = regrouped(2, adopted, summed)
+    assert (found.of(1), found.void) == (had, void)
 
 
 # --- plans ----------------------------------------------------------------------------------------------
