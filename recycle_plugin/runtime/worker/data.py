@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
-from torch.utils.data import BatchSampler, Dataset, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Dataset, default_collate
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.vocabulary.ids import MicroBatch
@@ -22,7 +21,8 @@ from recycle_plugin.runtime.worker.iterator_states import IteratorStates
 
 class DatasetSource:
     """A map-style dataset, read in the order of DeepSpeed's own loader: replica r gets every DP-th sample, unshuffled,
-    and starts again at the end. Steps count from 1.
+    and starts again at the end. Steps count from 1. Indices are computed, not listed as torch's samplers do: the list
+    of a lost replica would be made while all wait.
     """
 
     def __init__(
@@ -34,30 +34,31 @@ class DatasetSource:
         drop_last: bool,
         collate: Callable[..., Any] | None,
     ) -> None:
-        self._dataset = dataset
+        self._dataset: Any = dataset
         self._replicas, self._cursor = replicas, cursor
         self._size = micro_batch_size
         self._drop_last = drop_last
         self._collate = collate or default_collate
-        self._batches = lru_cache(maxsize=None)(self._batches_of)
 
     def __call__(self, step: int, micro_batch: MicroBatch) -> Any:
-        batches = self._batches(micro_batch.replica)
-        position = self._cursor.before(step) + micro_batch.index
-        return self._collate([self._dataset[index] for index in batches[position % len(batches)]])
+        samples, own, batches = self._counts
+        first = (self._cursor.before(step) + micro_batch.index) % batches * self._size
+        numbers = range(first, min(first + self._size, own))
+        # the first samples fill up what replicas lack to have equally many
+        indices = [(number * self._replicas + micro_batch.replica) % samples for number in numbers]
+        return self._collate([self._dataset[index] for index in indices])
 
-    def _batches_of(self, replica: int) -> list[list[int]]:
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            self._dataset, num_replicas=self._replicas, rank=replica, shuffle=False
-        )
-        batches = list(BatchSampler(sampler, self._size, self._drop_last))
+    @cached_property
+    def _counts(self) -> tuple[int, int, int]:
+        """The numbers of samples, of a replica's samples, and of its micro-batches."""
+        samples = len(self._dataset)
+        own = -(-samples // self._replicas)
+        batches = own // self._size if self._drop_last else -(-own // self._size)
         if not batches:
-            assert isinstance(self._dataset, Sized), "it is map-style"
             raise RecycleError(
-                f"training_data has {len(self._dataset)} samples: too few for one micro-batch of {self._size} per "
-                "replica"
+                f"training_data has {samples} samples: too few for one micro-batch of {self._size} per replica"
             )
-        return batches
+        return samples, own, batches
 
 
 class ScriptsIterator:
