@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def assembled(
     see Replays.
     """
     planner.warm()  # so that no recovery waits for a compiler
+    gc.collect()  # due after all imports: it takes 0.3 s, and would come in some step, or while all wait for a recovery
     session, settings, shape, world = parts.session, parts.settings, parts.topology, parts.world
     machine = StepMachine(step)
     parts.store.rewind(machine.stepped, valid_from=0)
