@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -315,21 +316,20 @@ class Stage:
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
         if self._model.last:
             assert stash.loss is not None, "the last stage has made the loss"
-            stash.loss.backward()
+            _run_engine((stash.loss,), (torch.ones_like(stash.loss),))
         else:
             assert grads is not None, "the next stage has sent them"
             self._run_graph(stash.outputs, grads)
         return gradients(stash.inputs)
 
     def _run_graph(self, outputs: Tensors, grads: Tensors) -> None:
-        if any(output.requires_grad for output in outputs):
+        if any([output.requires_grad for output in outputs]):
             self._trains = True
             found = with_gradients(
                 outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S)
             )
             if found:
-                outputs, wanted = zip(*found)
-                torch.autograd.backward(outputs, wanted)
+                _run_engine(*zip(*found))
         elif self._trains is None:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 
@@ -408,6 +408,11 @@ class Stage:
     def _collect(self) -> None:
         if self._masters is not None:
             self._masters.collect()
+
+
+def _run_engine(outputs: Tensors, wanted: Tensors) -> None:
+    """Do as torch.autograd.backward, whose checks of arguments take as long as the backward of a small layer."""
+    _engine_run_backward(outputs, wanted, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _made(outputs: Any, loss: torch.Tensor | None) -> Tensors:
