@@ -101,7 +101,6 @@ class PendingWeights:
         """Record a ``gradient`` of ``parameter`` that I has made outside its layer; W adds it to its own."""
         self._made[parameter] = gradient
 
-    @torch.no_grad()
     def run(self) -> None:
         """Compute and accumulate everything pending, once, for W; hooks fire here. A parameter's uses in one graph task
         are summed in backward order before one accumulation, as in stock.
@@ -132,6 +131,9 @@ def _runs(work: list[_Work]) -> Iterator[tuple[tuple[nn.Parameter, ...], list[_W
         for parameter in one.graph.parameters:
             last.pop((one.task, id(parameter)), None)
             last[one.task, id(parameter)] = parameter
+    if len(tasks) == 1:
+        yield tuple(last.values()), work
+        return
     times = Counter([number for _, number in last])
     for task, uses in tasks.items():
         own = tuple([parameter for (of, number), parameter in last.items() if of == task and times[number] == 1])
@@ -203,8 +205,7 @@ class _Deferral:
                 "detach what is kept of a forward, or set recycle.split_backward to false"
             )
         self.held.add(graph, saved, gradient)
-        for parameter in graph.parameters:
-            self.put_off.add(id(parameter))
+        self.put_off.update(map(id, graph.parameters))
 
     def differentiated_twice(self, graph: LayerGraph) -> None:
         """Handle a backward that must have a graph itself, which this node cannot give."""
@@ -341,15 +342,15 @@ class DeferredWeights:
         if self._deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
         self._deferral.held = pending = PendingWeights()
-        store, weights = self._gradients, [*self._deferral.known.values()]
-        self._deferral.splits, before = True, store.swap([None] * len(weights))
+        store = self._gradients
+        self._deferral.splits, before = True, store.swap([None] * len(store.parameters))
         try:
             with engine_runs(self._refuse):
                 yield pending
         finally:
             self._deferral.splits, self._deferral.held = False, None
             made = store.swap(before)
-        for parameter, gradient in zip(weights, made):
+        for parameter, gradient in zip(store.parameters, made):
             if gradient is None:
                 continue
             # W adds it in its turn, after other micro-batches' or this one's deferred part
