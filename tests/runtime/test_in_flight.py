@@ -138,6 +138,29 @@ def test_the_plugins_own_sums_are_no_others():
     assert run(sums_between, 2) == [(3.0, 30.0)] * 2
 
 
+LARGEST_HALF = 65504.0  # of fp16
+
+
+def means_of_halves(script: Script) -> list[Any]:
+    """By ``all_reduce``, ``reduce`` and within the plugin's own sums: of numbers whose sum is too large for fp16; and
+    the largest error of bf16 numbers' average.
+    """
+    large = [torch.full((2,), LARGEST_HALF, dtype=torch.float16) for _ in range(3)]
+    dist.all_reduce(large[0], dist.ReduceOp.AVG)
+    dist.reduce(large[1], 0, dist.ReduceOp.AVG)
+    with script.session.thread.at_work(Instruction.parse("1REDUCE@1")):
+        dist.all_reduce(large[2], dist.ReduceOp.AVG)
+    of_all = (1 + torch.rand(3, 1000, generator=torch.Generator().manual_seed(5))).bfloat16()
+    fine = of_all[script.rank].clone()
+    dist.all_reduce(fine, dist.ReduceOp.AVG)
+    return [*(each.unique().tolist() for each in large), (fine - of_all.float().mean(0).bfloat16()).abs().max().item()]
+
+
+def test_averages_in_half_precision_are_summed_in_fp32():
+    """fp16 would overflow, and bf16 would round each sum."""
+    assert run(means_of_halves, 3) == [[[LARGEST_HALF]] * 3 + [0.0]] * 3
+
+
 # --- a member is lost --------------------------------------------------------------------------------
 
 

@@ -44,7 +44,8 @@ class Asked:
       ON_DEVICE: on the device). ``place`` has the position in the link of each logical member that takes part.
     * ``check``: called before each try; raises RecycleError if the result could not be right.
     * ``alone``: whether the operation runs for a single member too.
-    * ``adjust(tensor, count)``: changes each result in place, after ``count`` members took part.
+    * ``adjust(tensor, count)``: changes each result in place, after ``count`` members took part; the result may be of
+      a wider dtype than the tensor that gets it.
     * ``gives``: the same result to ALL members, its own to EACH, or a message to the ends of a :class:`Channel`.
     * ``given``: the other arguments of the call. ``writes``: ``tensors`` get the results. ``op``: the reduction, if
       any.

@@ -18,9 +18,7 @@ def mean(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             f"recycle_plugin.mean of a tensor of {tensor.dtype}: whole numbers have no average of their kind; convert "
             "it, for instance by .float()"
         )
-    total = tensor.detach().to(
-        torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True, memory_format=torch.contiguous_format
-    )
+    total = widened(tensor.detach().clone(memory_format=torch.contiguous_format))
     if dist.is_available() and dist.is_initialized():
         _average(total, group)
     return total.to(tensor.dtype)
@@ -32,6 +30,11 @@ def _average(total: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     else:  # not every backend knows averages
         dist.all_reduce(total, group=group)
         total /= dist.get_world_size(group)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return half-precision values in fp32, others as they are."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def scale_sum(total: torch.Tensor, count: int, size: int) -> None:

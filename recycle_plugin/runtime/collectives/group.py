@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.asked import ALL, EACH, SUMS, Adjust, Asked, Channel, Make
-from recycle_plugin.runtime.collectives.average import BACKEND, scale_sum
+from recycle_plugin.runtime.collectives.average import BACKEND, scale_sum, widened
 from recycle_plugin.runtime.collectives.callers import SCALE, Callers, calling_line, named
 from recycle_plugin.runtime.collectives.handles import BaseWork, Finished, PartOfWork, TorchWork
 from recycle_plugin.runtime.collectives.in_flight import Flight
@@ -120,7 +120,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         return self._run(
             Asked(
                 "all_reduce",
-                lambda held, _: AllReduce(held, _added(op)),
+                partial(_reduction, op),
                 tensors,
                 check,
                 adjust=self._adjust(op),
@@ -143,7 +143,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         return self._run(
             Asked(
                 "reduce",
-                lambda held, _: AllReduce(held, _added(op)),
+                partial(_reduction, op),
                 own,
                 check,
                 adjust=self._adjust(op),
@@ -439,6 +439,15 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _sum(held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
     return AllReduce(held, dist.ReduceOp(dist.ReduceOp.SUM))
+
+
+def _reduction(op: dist.ReduceOp, held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
+    """Return the link's operation. An average is summed in fp32 at least: in fp16 a sum may be infinite where the
+    average is not.
+    """
+    if _is_mean(op):
+        held[:] = [widened(each) for each in held]
+    return AllReduce(held, _added(op))
 
 
 def _is_mean(op: dist.ReduceOp) -> bool:

@@ -569,6 +569,7 @@ def _adjust(call: Call) -> None:
         with torch.no_grad(), call.order.kept():
             for tensor in call.held:
                 adjust(tensor, len(call.members))
+            call.held = [held.to(tensor.dtype) for held, tensor in zip(call.held, call.asked.tensors)]
 
 
 def _buffer(call: Call, tensor: torch.Tensor) -> torch.Tensor:
