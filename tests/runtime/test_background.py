@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import pytest
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed
 from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint
@@ -106,9 +109,14 @@ def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun,
     assert interval.due == due and not folders.published
 
 
+def share(found: StageFigures | None = None, error: str = "") -> list:
+    """What a worker brings to the end of a checkpoint."""
+    return [0.1, 1.0, 0.3, [], error, found]
+
+
 def all_have_written(coordinator, step: int) -> None:
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, 0.3, [], "", None]}, step + 2))
+    coordinator.tell(BarrierPassed(place, {"0": share()}, step + 2))
     coordinator.tell(Committed(step))
 
 
@@ -122,6 +130,10 @@ def test_a_checkpoint_has_its_name_once_all_have_written(begun, coordinator):
     assert folders.published == [f"automatic_step{step - 1}"]
 
 
+def figures(state_bytes: int) -> StageFigures:
+    return StageFigures(0, state_bytes, LogFigures())
+
+
 class Choice:
     """As runtime.worker.log_choice.LogChoice, of a worker that has measured nothing but how often it was asked."""
 
@@ -129,9 +141,9 @@ class Choice:
         self.begun = 0
         self.calls: list[object] = []
 
-    def begin(self) -> list:
+    def begin(self) -> StageFigures:
         self.begun += 1
-        return [self.begun]
+        return figures(self.begun)
 
     def __getattr__(self, name: str):
         return lambda *given: self.calls.append((name, *given)) or ((2, 0) if name == "choose" else None)
@@ -150,22 +162,18 @@ def choosing(session, interval):
 def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, interval, coordinator):
     background, _, choice, step = choosing
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(
-        BarrierPassed(place, {"0": [0.1, 1.0, 0.3, [], "", [1]], "1": [0.2, 1.0, 0.3, [], "", [5]]}, step + 2)
-    )
+    coordinator.tell(BarrierPassed(place, {"0": share(figures(1)), "1": share(figures(5))}, step + 2))
     background.conclude()
     (reached,) = coordinator.hear(BarrierReached)
-    assert reached.values["0"][-1] == [1], "what it had measured when the checkpoint began"
+    assert reached.values["0"][-1] == [0, 1, [*LogFigures()]], "what it had measured when the checkpoint began"
     (durable,) = coordinator.hear(Durable)
     assert (durable.step, durable.valid_from, durable.boundaries) == (step - 1, 4, (2, 0))
-    assert choice.calls == [("made",), ("choose", [[1], [5]], interval.every)]
+    assert choice.calls == [("made",), ("choose", [figures(1), figures(5)], interval.every)]
 
 
 def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordinator):
     background, _, choice, step = choosing
-    coordinator.tell(
-        BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, [], "full", [1]]}, step)
-    )
+    coordinator.tell(BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": share(error="full")}, step))
     background.conclude()
     assert choice.calls == []
 
@@ -175,6 +183,25 @@ def test_what_was_measured_with_other_members_is_forgotten(choosing):
     session.view.changed_behind, session.view.generation = step, generation(2, [0, 2])
     background.before(step + 1)
     assert choice.calls == [("forget",)]
+
+
+@pytest.mark.parametrize(
+    "brought, part",
+    [
+        (None, " is None"),
+        ([0.1, 1.0], " is [0.1, 1.0]"),
+        ([float("nan"), *share()[1:]], ".cost_s is nan"),
+        ([*share()[:3], ["x"], "", None], ".made[0] is 'x'"),
+        ([*share()[:5], [0, 1]], ".figures is [0, 1]"),
+    ],
+)
+def test_a_share_that_is_none_ends_the_job_in_one_line_that_names_its_rank(begun, coordinator, brought, part):
+    background, *_, step = begun
+    place = f"the end of checkpoint automatic_step{step - 1}"
+    coordinator.tell(BarrierPassed(place, {"0": share(), "7": brought}, step + 2))
+    with pytest.raises(RecycleError, match=re.escape(f"what rank 7 has brought to {place}{part}")) as refused:
+        background.conclude()
+    assert "\n" not in str(refused.value)
 
 
 def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):

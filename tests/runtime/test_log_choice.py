@@ -8,7 +8,7 @@ import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.log_figures import LogFigures
+from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.log_meter import LogMeter
 from recycle_plugin.planner.log_selection import Line
@@ -41,11 +41,12 @@ def choice(
     return LogChoice(session, boundaries, budget, 0, LogMeter(), lambda every: planned, lambda: 7)
 
 
-def brought(logged: int = 0, steps: int = EVERY) -> list[list]:
+def brought(logged: int = 0, steps: int = EVERY) -> list[StageFigures]:
     """By four workers, of which each computes for a second in a step."""
     ways = [(steps * SIZE * (stage < STAGES - 1), steps * SIZE * (stage > 0)) for stage in range(STAGES)]
     return [
-        [stage, 0, [steps, float(steps), down // 2, up // 2, logged // STAGES]] for stage, (down, up) in enumerate(ways)
+        StageFigures(stage, 0, LogFigures(steps, float(steps), down // 2, up // 2, logged // STAGES))
+        for stage, (down, up) in enumerate(ways)
     ]
 
 
@@ -122,11 +123,11 @@ def test_a_worker_brings_what_it_has_measured_since_the_last_checkpoint_that_is_
         meter.stepped()
 
     work(3)
-    assert made.begin() == [2, 7, list(LogFigures(1, 0.0, 3, 0, 3))]
+    assert made.begin() == StageFigures(2, 7, LogFigures(1, 0.0, 3, 0, 3))
     work(4)
-    assert made.begin()[2] == [2, 0.0, 7, 0, 7], "the first one has failed"
+    assert made.begin().figures == LogFigures(2, 0.0, 7, 0, 7), "the first one has failed"
     work(5)
     made.made()
-    assert made.begin()[2] == [1, 0.0, 5, 0, 5]
+    assert made.begin().figures == LogFigures(1, 0.0, 5, 0, 5)
     made.forget()
-    assert made.begin()[2] == [0, 0.0, 0, 0, 0]
+    assert made.begin().figures == LogFigures(0, 0.0, 0, 0, 0)

@@ -16,29 +16,45 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
 from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
+from recycle_plugin.core.messages.typed import Finite
+from recycle_plugin.core.vocabulary.log_figures import StageFigures
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval, Cost, Meter
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.brought import by_rank
 from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, unwatched
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 
 Write = Callable[[], None]
 
 
+class _Share(NamedTuple):
+    """What a worker brings to the end of a checkpoint. ``made``: the steps of the last ones that it has seen made;
+    ``error``: why its share is not written, or "".
+    """
+
+    cost_s: Finite
+    step_s: Finite
+    write_s: Finite
+    made: tuple[int, ...]
+    error: str
+    figures: StageFigures | None
+
+
 @dataclass
 class _Begun:
     """A ``checkpoint`` under way, of the state before ``step``, which ``members`` write as ``made``. ``arrived``: the
-    generation in which this worker last reported its share written, which took ``write_s`` seconds. ``brought``: its
-    figures for the choice of what is logged.
+    generation in which this worker last reported its share written, which took ``write_s`` seconds. ``figures``:
+    its own for the choice of what is logged.
     """
 
     step: int
@@ -50,7 +66,7 @@ class _Begun:
     error: str = ""
     arrived: int = -1
     write_s: float = 0.0
-    brought: list[Any] | None = None
+    figures: StageFigures | None = None
 
     @property
     def place(self) -> str:
@@ -162,7 +178,7 @@ class Background:
             self._drop()
             return
         self._meter.begin()
-        begun.brought = None if self._choice is None else self._choice.begin()
+        begun.figures = None if self._choice is None else self._choice.begin()
         self._begun, self._members = begun, begun.members
         begun.thread = self._writing = threading.Thread(
             target=self._write, args=(begun, write), name="recycle: checkpoint", daemon=True
@@ -192,14 +208,15 @@ class Background:
         session = self._session
         if begun.arrived != session.view.number:
             begun.arrived, begun.cost = session.view.number, begun.cost or self._meter.end()
-            said = [*begun.cost, begun.write_s, self._made, begun.error, begun.brought]
-            brought = {str(session.rank): said}
+            share = _Share(*begun.cost, begun.write_s, tuple(self._made), begun.error, begun.figures)
+            brought = {str(session.rank): share}
             session.send(BarrierReached(session.rank, session.view.number, begun.place, brought, beside=True))
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None
-        costs = [Cost(seconds, step_s) for seconds, step_s, *_ in met.values.values()]
-        error = next((error for *_, error, _ in met.values.values() if error), "")
+        shares = [*by_rank(_Share, met).values()]
+        costs = [Cost(share.cost_s, share.step_s) for share in shares]
+        error = next((share.error for share in shares if share.error), "")
         # if a member is lost, it may have been the first and published already
         first = self._session.view.is_first and begun.members <= self._live()
         if error:
@@ -210,14 +227,14 @@ class Background:
             return
         self._interval.made(begun.step, costs, met.from_step)
         # who has come back hears of those that it removes some time, if it is the first one
-        known = self._made or max((made for *_, made, _, _ in met.values.values()), key=len)
+        known = self._made or [*max((share.made for share in shares), key=len)]
         # one may be made again, once all have gone back to an older state
         self._made = [*(step for step in known if step != begun.step - 1), begun.step - 1]
-        write_s = max(each for _, _, each, *_ in met.values.values())
+        write_s = max(share.write_s for share in shares)
         if self._choice is not None:
             self._choice.made()
-        brought = [brought for *_, brought in met.values.values()]
-        if first and (error := self._publish(begun, max(costs), write_s, brought)):
+        figures = [share.figures for share in shares if share.figures is not None]
+        if first and (error := self._publish(begun, max(costs), write_s, figures)):
             self._made.remove(begun.step - 1)
             self._say_failed(begun, error)
         del self._made[: -self._keep]
@@ -230,8 +247,8 @@ class Background:
             f"{grows}",
         )
 
-    def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list[Any]) -> str:
-        """Put the checkpoint in place, and remove old ones. Returns why it failed, or "". ``brought``: log figures."""
+    def _publish(self, begun: _Begun, cost: Cost, write_s: float, figures: list[StageFigures]) -> str:
+        """Put the checkpoint in place, and remove old ones. Returns why it failed, or "". ``figures``: for the log."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {max(cost.seconds, 0.0):.3f} s with steps of "
             f"{cost.step_s:.3f} s, the next one before step {self._interval.due},"
@@ -241,7 +258,7 @@ class Background:
             return error
         if self._valid_from is not None:
             path = str((begun.checkpoint.folder / begun.checkpoint.tag).absolute())
-            logged = None if self._choice is None else self._choice.choose(brought, self._interval.every)
+            logged = None if self._choice is None else self._choice.choose(figures, self._interval.every)
             self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from(), write_s, logged))
         for step in self._made[: -self._keep]:
             old = begun.checkpoint.folder / tag_of(step)

@@ -13,6 +13,7 @@ from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointFormat
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.brought import by_rank
 from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, Latest, WrittenShare, saving_place
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
@@ -90,8 +91,8 @@ class JobCheckpoints:
         if self._folder is not None:
             return self._folder
         known = {str(self._session.rank): str(self._saved_to)} if self._saved_to is not None else {}
-        values = barrier("the choice of the last checkpoint's folder", known).values
-        return Path(values[min(values, key=int)]) if values else self._runs
+        folders = by_rank(str, barrier("the choice of the last checkpoint's folder", known))
+        return Path(folders[min(folders)]) if folders else self._runs
 
     def make_if_due(self, step: int) -> None:
         """Make an automatic checkpoint before ``step`` if due. Warn if the script trains on after a failed save."""

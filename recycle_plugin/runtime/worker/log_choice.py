@@ -7,11 +7,10 @@ worker has the figures of all, and chooses. The coordinator sends its choice to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, groups, in_words, stage_hosts
-from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
+from recycle_plugin.core.vocabulary.log_figures import StageFigures
 from recycle_plugin.core.worker.log_meter import LogMeter
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, measured
 from recycle_plugin.planner.log_selection import Line, Selection, choose_anew, in_bytes, selection
@@ -42,10 +41,10 @@ class LogChoice:
         self._steady = not self._auto  # the last checkpoint has changed nothing
         self._too_large = False
 
-    def begin(self) -> list[Any]:
+    def begin(self) -> StageFigures:
         """Return this worker's figures since the last checkpoint, for the barrier at the end of the next one."""
         self._begun = self._meter.total
-        return [self._stage, self._state_bytes(), list(self._begun.since(self._from))]
+        return StageFigures(self._stage, self._state_bytes(), self._begun.since(self._from))
 
     def made(self) -> None:
         """Count from the begin of the last checkpoint, which is whole."""
@@ -55,11 +54,10 @@ class LogChoice:
         """Count from now on: the membership has changed, and so has the duration of steps."""
         self._from = self._meter.total
 
-    def choose(self, brought: Iterable[list[Any]], every: int) -> tuple[int, ...]:
-        """Return the boundaries to log from now on, by the figures that all have ``brought`` and ``every`` steps
-        between checkpoints. Report the choice if it is news.
+    def choose(self, found: Sequence[StageFigures], every: int) -> tuple[int, ...]:
+        """Return the boundaries to log from now on, by the figures ``found`` by all and ``every`` steps between
+        checkpoints. Report the choice if it is news.
         """
-        found = [StageFigures(stage, size, LogFigures(*figures)) for stage, size, figures in brought]
         view, budget, hosts = self._session.view, self._budget, stage_hosts(self._session.view.roster)
         now = tuple(sorted(view.logged if view.logged is not None else range(len(hosts) - 1)))
         planned = self._planned(every)

@@ -32,6 +32,7 @@ from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.assembly import Assembled, assembled
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.brought import by_rank
 from recycle_plugin.runtime.worker.checkpoint_files import Latest, saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.entry import Entry
@@ -385,7 +386,7 @@ class Trainer:
         if self._loop is None:
             return
         self._checkpoints.conclude()
-        asked = self.barrier(place, {str(self._session.rank): value}).values
+        asked = by_rank(int, self.barrier(place, {str(self._session.rank): value}))
         if len(values := sorted(set(asked.values()))) > 1:
             raise RecycleError(
                 f"{place} was called with {', '.join(map(str, values))}: call it with the same number on every worker"
