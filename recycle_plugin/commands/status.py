@@ -84,8 +84,8 @@ def status(history: RunHistory, now: float) -> dict:
         "joining": [] if end(history) is not None else _joining(history, now),
         "copies": {str(stage): len(history.view.live_replicas(stage)) for stage in range(history.shape.stages)},
         "gone": [
-            {"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)}
-            for seat, why in history.gone.items()
+            {"seat": seat, "rank": one.rank, "why": one.why, "before_s": round(now - lost_at[seat], 1)}
+            for seat, one in history.gone.items()
         ],
         "step_s": {
             "now": _number(current),

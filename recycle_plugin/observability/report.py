@@ -97,7 +97,7 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
 
 def gone(history: RunHistory) -> list[tuple[str, str]]:
     """Return (worker, why) for each worker that is gone, named as in the events."""
-    return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
+    return [(named(absence.rank, seat), absence.why) for seat, absence in history.gone.items()]
 
 
 def back(history: RunHistory) -> list[tuple[str, str]]:
@@ -143,7 +143,7 @@ def charts(history: RunHistory) -> Iterator[Chart]:
 
 
 def failures(history: RunHistory) -> Table:
-    """Return a row for each lost worker: why, and the times until notice, regrouping and the next commit."""
+    """Return a row for each lost seat: why, and the times until notice, regrouping and the next commit."""
     redone = {event["time"]: event.get("redone_share", 0.0) for event in history.of("committed")}
     rows = []
     for failure in history.failures:

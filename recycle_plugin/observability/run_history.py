@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ CLOCKS_S = 60.0  # most difference between the clocks of events and of processes
 KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
 RECENT = 10  # steps over which "now" is the median
 NO_REASON = "ended, and the log does not say why"
+GO_ON = ("committed", "lost")  # events behind which a load has taken steps back
 KILLS = ("kill", "stop")  # kinds of faults that lose their worker
 
 
@@ -164,7 +165,9 @@ class RunHistory:
 
     @cached_property
     def _committed(self) -> Commits:
-        return Commits.of(self.events)
+        """The commits; the load of a best model after the last step takes none back."""
+        trains = max((place for place, event in enumerate(self.events) if event["event"] in GO_ON), default=-1)
+        return Commits.of(self.events[: trains + 1])
 
     @cached_property
     def _before(self) -> Commits:
@@ -197,7 +200,14 @@ class RunHistory:
 
     @cached_property
     def _absences(self) -> dict[int, Absence]:
-        return absences(self.events)
+        """The absences of seats by place in the events: a seat whose ranks go together is gone with the first."""
+        found: dict[int, Absence] = {}
+        last: dict[Seat, Absence] = {}
+        for place, one in absences(self.events).items():
+            before = last.get(one.seat)
+            if before is None or before.rank == one.rank or (before.back_at or inf) <= one.gone_at:
+                found[place] = last[one.seat] = one
+        return found
 
     @property
     def absences(self) -> tuple[Absence, ...]:
@@ -205,9 +215,9 @@ class RunHistory:
         return tuple(self._absences.values())
 
     @cached_property
-    def gone(self) -> dict[str, str]:
-        """{seat whose worker was lost or has left and was not replaced: why}"""
-        return {str(absence.seat): absence.why for absence in self.absences if not absence.is_over}
+    def gone(self) -> dict[str, Absence]:
+        """{seat whose worker was lost or has left and was not replaced: its absence}"""
+        return {str(absence.seat): absence for absence in self.absences if not absence.is_over}
 
     @property
     def returns(self) -> tuple[Absence, ...]:
@@ -223,7 +233,7 @@ class RunHistory:
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
-        return tuple(self._failure(place) for place, event in enumerate(self.events) if event["event"] == "lost")
+        return tuple(self._failure(place) for place in self._absences if self.events[place]["event"] == "lost")
 
     def _failure(self, place: int) -> Failure:
         lost, after = self.events[place], self.events[place + 1 :]

@@ -142,7 +142,8 @@ def model(history: RunHistory) -> str:
     counted = ((name, len(list(each))) for name, each in groupby(names))
     layers = ", ".join(f"{count} {name}" if count > 1 else name for name, count in counted)
     parameters = sum(event["parameters"] for event in told.values())
-    return f"{_count(len(names), 'layer')} ({layers}), {parameters:,} parameters"
+    counted_layers = f"{_count(len(names), 'layer')} ({layers}), " * bool(names)  # a replica's model names none
+    return f"{counted_layers}{parameters:,} parameters"
 
 
 def batch(history: RunHistory) -> str:

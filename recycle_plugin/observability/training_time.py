@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import inf, nan
 from typing import Any
 
-from recycle_plugin.observability.run_history import RunHistory, trained
+from recycle_plugin.observability.run_history import GO_ON, RunHistory, trained
 
 TIMED = 1000  # most undisturbed steps from which the usual step is taken
 
@@ -32,10 +32,14 @@ class TrainingTime:
         self._began = self._ended = nan
         self._step = self._batch = 0
         self._samples = 0
+        self._loaded: int | None = None  # the checkpoint from which nothing was trained yet
         self._sizes: list[tuple[int, int]] = []  # (step, samples of each from it on) of steps that stand
 
     def take(self, kind: str, details: Mapping[str, Any], now: float) -> None:
         """Count an event that happened at ``now``, in seconds since the epoch."""
+        if kind in GO_ON and self._loaded is not None:
+            self._take_back(self._loaded)
+            self._loaded = None
         match kind:
             case "start":
                 self._began, self._ended, self._batch = now, inf, max(1, details["job"]["batch"])
@@ -47,7 +51,7 @@ class TrainingTime:
                 if not self._sizes or self._sizes[-1][1] != size:
                     self._sizes.append((self._step, size))
             case "loaded":
-                self._take_back(details["step"])
+                self._loaded = details["step"]
             case "lost" | "leaving":
                 self._disturbed = True
             case "end" | "finished":

@@ -138,11 +138,50 @@ def test_only_committed_steps_are_shown(folder):
 
     def more(events: list[dict]) -> list[dict]:
         loss = {"time": 104.36, "event": "loss", "text": "", "step": 10, "loss": 77.0}
-        return [*events[:-2], loss, {"time": 104.37, "event": "loaded", "text": "", "step": 7}, *events[-2:]]
+        loaded = {"time": 104.37, "event": "loaded", "text": "", "step": 7}
+        return [*events[:-2], loss, loaded, *again, *events[-2:]]
+
+    again: list[dict] = []
+    assert sorted(rewrite(folder, more).commits) == list(range(1, 10)), "as of a best model, after the last step"
+    again = [{"time": 104.39, "event": "committed", "text": "", "step": 8}]
+    history = rewrite(folder, more)
+    assert sorted(history.commits) == sorted(history.curve) == list(range(1, 9))
+    assert all(max(drawn.points) <= 8 for drawn in report.charts(history))
+
+
+@pytest.mark.parametrize("back", (False, True))
+def test_a_seat_whose_ranks_are_lost_together_is_lost_once(folder, back):
+    """The first one's cause counts. A seat that is back is lost anew."""
+
+    def more(events: list[dict]) -> list[dict]:
+        start = next(event for event in events if event["event"] == "start")
+        start["others"] = {seat: [10 + first] for seat, first in start["seats"].items()}
+        place, first = next((place, event) for place, event in enumerate(events) if event["event"] == "lost")
+        other = {**first, "rank": 10 + first["rank"], "cause": "together", "how": "it goes with the other"}
+        both = [first, other]
+        if back:
+            returns = [{**each, "event": "rejoined", "step": 6, "time": each["time"] + 0.01} for each in both]
+            both += [*returns, *({**each, "time": each["time"] + 0.02} for each in (other, first))]
+        return [*events[:place], *both, *events[place + 1 :]]
 
     history = rewrite(folder, more)
-    assert sorted(history.commits) == sorted(history.curve) == list(range(1, 8))
-    assert all(max(drawn.points) <= 7 for drawn in report.charts(history))
+    how = next(event["how"] for event in history.of("lost"))
+    assert [failure.how for failure in history.failures] == [how, "it goes with the other"][: 1 + back]
+    assert [str(absence.seat) for absence in history.absences] == ["0.1"] * (1 + back)
+    assert history.gone["0.1"].rank == history.seats["0.1"] + 10 * back
+    assert ("2 times" in sentence(history)) == back
+
+
+def test_a_model_without_named_layers_has_parameters_only(folder):
+    def more(events: list[dict]) -> list[dict]:
+        built = [
+            {"time": 100.0, "event": "stage", "stage": stage, "layers": [], "parameters": 7, "precision": "fp32"}
+            for stage in range(RunHistory(tuple(events)).shape.stages)
+        ]
+        return [*events, *built]
+
+    history = rewrite(folder, more)
+    assert dict(facts(history))["model"] == f"{7 * history.shape.stages} parameters"
 
 
 def test_two_losses_in_one_step_have_one_mark_and_one_picture(folder):

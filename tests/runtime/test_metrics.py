@@ -228,8 +228,11 @@ def test_a_load_takes_back_what_its_steps_had(fed, to, samples):
     """Ten whole steps, of 1 s each, and then three without a replica."""
     for step in range(1, 14):
         fed.committed(step, float(step), **{"contributed": [0, 1, 2], "replicas": 4} if step > 10 else {})
+    before = ettr(fed, 16.0)
     fed.say("loaded", 14.0, step=to)
-    assert ettr(fed, 16.0) == pytest.approx(samples / 8 / 16)
+    assert ettr(fed, 16.0) == before, "a best model that is loaded at the end leaves all in place"
+    fed.committed(to + 1, 15.0)
+    assert ettr(fed, 16.0) == pytest.approx((samples / 8 + 1) / 16)
 
 
 def test_who_is_lost_before_a_step_was_timed_leaves_no_usual_pace(fed):
