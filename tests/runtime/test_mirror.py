@@ -33,6 +33,7 @@ from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.mirror import follow
+from recycle_plugin.runtime.system import clock
 from tests.support.coordinator_players import PATIENCE_S, Player, four_workers
 from tests.support.secret import SECRET, way
 
@@ -209,6 +210,20 @@ async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatc
         assert not known.board.lines and following.membership.lost
     finally:
         await following.close()
+
+
+async def test_the_jobs_time_goes_on_as_before_where_another_process_coordinates_or_this_one_was_stopped(monkeypatch):
+    """Deadlines would pass, and healthy newcomers be taken for gone with their hosts, before anybody is heard."""
+    moment = 1000.0
+    monkeypatch.setattr(clock, "now", lambda: moment)
+    known = mirror.Known(Switchboard(1, 1, "a job", 5000.0, "h"), 1, now=5000.0)  # by a clock that was set since
+    coordinator = Coordinator(0, 0, lambda event, now: None, SECRET, known=known)
+    assert coordinator._now() == 5000.0
+    moment += TICK_S
+    seconds = coordinator._seconds()
+    assert coordinator._now() == 5000.0 + TICK_S
+    moment += 1000.0
+    assert coordinator._now() == 5000.0 + TICK_S + LATE_S and coordinator._seconds() == seconds + LATE_S
 
 
 # --- on another host -----------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ class Exchange:
 
     def __init__(self, board: Switchboard, known: Known | None = None) -> None:
         self._board = board
-        self._last = 0.0 if known is None else known.now
-        self._shift_s = 0.0  # added to the clock: in this state another host's clock goes on
+        self._shift_s = 0.0  # added to the clock: in this state that of another process goes on
+        if known is not None and known.now:
+            self._shift_s = known.now - self._now()
         self._heard: dict[int, Port] = {}  # by line: where it is heard
         self._away: set[int] = set()  # lines whose other ends break them and come again
         self._told: dict[int, Port] = {}  # by line: where it is told
@@ -51,11 +52,11 @@ class Exchange:
     # --- what a server has --------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Return the time of the job, in seconds."""
+        """Return the time of the job, in seconds: it does not go on while this process is stopped."""
         raise NotImplementedError
 
     def _seconds(self) -> float:
-        """Return the seconds since some moment, by a clock that never goes back."""
+        """Return the seconds since some moment. They do not go back, nor on while this process is stopped."""
         raise NotImplementedError
 
     def _later(self, after_s: float, happen: Callable[[int], None], line: int) -> None:
@@ -98,10 +99,6 @@ class Exchange:
         for number, line in self._board.lines.items():
             back_s = GONE_S if gone and line.hello.host == gone else BACK_S
             self._later(back_s, self._see_whether_back, number)
-
-    def _leads(self) -> None:
-        """Go on as a former standby on another host, whose clock may show another time."""
-        self._shift_s = self._last - self._now() if self._last else 0.0
 
     def _follows(self) -> None:
         """Go on as a former standby on the coordinator's host."""

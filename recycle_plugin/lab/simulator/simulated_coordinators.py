@@ -83,7 +83,6 @@ class SimulatedCoordinator(Exchange, Process):
 
     def moved(self, gone: str) -> None:
         """Begin as a former standby on another host than the one that is ``gone``."""
-        self._leads()
         self.begin(gone)
 
     def took_over(self) -> None:

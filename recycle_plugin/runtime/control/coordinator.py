@@ -57,6 +57,7 @@ class Coordinator(Exchange):
         claim: Callable[[JobSpec, str], str] = lambda job, job_id: "",
         known: Known | None = None,
     ) -> None:
+        self._awake = clock.Awake(LATE_S)
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._serving: dict[asyncio.Task[Any], InLoop] = {}
@@ -82,10 +83,10 @@ class Coordinator(Exchange):
     # --- what it has for the exchange ----------------------------------------------------------------
 
     def _now(self) -> float:
-        return clock.now() + self._shift_s
+        return self._seconds() + self._shift_s
 
     def _seconds(self) -> float:
-        return time.monotonic()
+        return self._awake.now()
 
     def _later(self, after_s: float, happen: Callable[[int], None], line: int) -> None:
         self._loop.call_later(after_s, happen, line)
@@ -152,7 +153,6 @@ class Coordinator(Exchange):
     async def lead(self, entrance: Entrance, gone: str) -> None:
         """Go on as a former standby at ``entrance``, to which others have turned. Host ``gone`` is probably dead."""
         self._entrance = entrance
-        self._leads()
         try:
             self._heartbeats = await HeartbeatListener.listen(
                 entrance.address, self._take_datagram, self._refuse_datagram
@@ -198,10 +198,10 @@ class Coordinator(Exchange):
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     def _warn(self, text: str) -> None:
-        self._say(Event("warning", f"at the coordinator {text}"), self._now())
+        self._say(Event("warning", f"at the coordinator {text}"), clock.now())
 
     def _say_stranger(self, text: str, address: str) -> None:
-        self._say(Event("stranger", text, {"address": address}), self._now())
+        self._say(Event("stranger", text, {"address": address}), clock.now())
 
     @property
     def code(self) -> int:
@@ -286,7 +286,7 @@ class Coordinator(Exchange):
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """Tell the user if a connection has broken over bytes that are no message."""
         if control.broken is not None and control.broken.unreadable is not None:
-            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), self._now())
+            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), clock.now())
 
     def _refuse_datagram(self, sender: tuple[Any, ...], why: OSError | str) -> None:
         """Refuse a datagram, unless it may still be sealed for a coordinator that has died."""
@@ -301,6 +301,7 @@ class Coordinator(Exchange):
         if self._ticking is not None and self._loop.time() > self._ticking.when() + LATE_S:
             self._door.late()
         self._ticking = self._loop.call_later(TICK_S, self._tick)
+        self._seconds()  # looked at also while nobody asks
         self._pass_time()
 
 

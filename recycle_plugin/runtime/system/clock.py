@@ -10,3 +10,18 @@ _BEGAN = time.time() - time.monotonic()
 def now() -> float:
     """Return seconds since 1970 by a clock that is never set: deadlines stay right if the host's clock is set."""
     return _BEGAN + time.monotonic()
+
+
+class Awake:
+    """The time of day for a process that looks at it often. What is more than ``late_s`` seconds between two looks does
+    not count: the process was stopped, and could hear nobody.
+    """
+
+    def __init__(self, late_s: float) -> None:
+        self._late_s, self._looked, self._stopped_s = late_s, now(), 0.0
+
+    def now(self) -> float:
+        """Return seconds since 1970, less those for which the process was stopped."""
+        before, self._looked = self._looked, now()
+        self._stopped_s += max(0.0, self._looked - before - self._late_s)
+        return self._looked - self._stopped_s
