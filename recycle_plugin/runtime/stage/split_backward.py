@@ -78,7 +78,7 @@ class PendingWeights:
 
     def __init__(self) -> None:
         self._work: list[_Work] = []
-        self._made: dict[nn.Parameter, Tensor] = {}  # by I, outside the split layers
+        self._made: dict[Tensor, Tensor] = {}  # by I, outside the split layers
 
     def __len__(self) -> int:
         return len(self._work)
@@ -97,7 +97,7 @@ class PendingWeights:
         task, versions = torch._C._current_graph_task_id(), [one._version for one in saved]
         self._work.append(_Work(graph, saved, gradient, task, versions, gradient._version))
 
-    def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def join(self, parameter: Tensor, gradient: Tensor) -> None:
         """Record a ``gradient`` of ``parameter`` that I has made outside its layer; W adds it to its own."""
         self._made[parameter] = gradient
 
