@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,32 +35,14 @@ class Patch:
     versions: str
     source_sha256: str
     replacement: Callable
-    _original: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    @property
-    def applied(self) -> bool:
-        return bool(self._original)
 
     def apply(self) -> None:
         """Replace the target; a second call does nothing. Raises :class:`PatchMismatch`."""
-        if self.applied:
-            return
         self._check_version()
         owner, name = self._locate()
-        self._check_source(vars(owner)[name])
-        self._original.append(vars(owner)[name])
-        setattr(owner, name, self.replacement)
-
-    def revert(self) -> None:
-        """Put the original back, if it was replaced. Raises :class:`PatchMismatch` if the target was replaced again
-        since.
-        """
-        if not self.applied:
-            return
-        owner, name = self._locate()
         if vars(owner)[name] is not self.replacement:
-            raise PatchMismatch(f"{self.target}: can't be taken back, it was replaced again after this patch")
-        setattr(owner, name, self._original.pop())
+            self._check_source(vars(owner)[name])
+            setattr(owner, name, self.replacement)
 
     def _locate(self) -> tuple[Any, str]:
         """Return the module or class that holds the target, and the target's name in it."""

@@ -28,10 +28,3 @@ def apply() -> None:
             f"expected {RANGES['deepspeed']}; without it {EXTENSION} is compiled at every start"
         )
     table[EXTENSION] = False
-
-
-def revert() -> None:
-    """Drop the table, which DeepSpeed computes again when needed."""
-    import deepspeed
-
-    vars(deepspeed.ops).pop("__compatible_ops__", None)

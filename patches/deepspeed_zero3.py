@@ -54,8 +54,3 @@ def apply() -> None:
     """Apply both patches. Raises ``PatchMismatch``."""
     LENGTH.apply()
     NUMBERS.apply()
-
-
-def revert() -> None:
-    NUMBERS.revert()
-    LENGTH.revert()

@@ -45,7 +45,3 @@ def apply() -> None:
     """Apply the patch unless this job computes on CUDA. Raises ``PatchMismatch``."""
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         MEMORY_BUFFER.apply()
-
-
-def revert() -> None:
-    MEMORY_BUFFER.revert()

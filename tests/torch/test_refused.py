@@ -205,7 +205,6 @@ def deepspeed_alone(process_group):
         patch.setitem(os.environ, "LOCAL_RANK", "0")
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         yield deepspeed
-    deepspeed_cpu.revert()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
@@ -30,7 +30,6 @@ from recycle_plugin.adapters.deepspeed.model import keyed_forward, layers_of, ma
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Progress, Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
 from recycle_plugin.adapters.deepspeed.rank0 import replaced
-from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
@@ -350,13 +349,6 @@ class RecycleEngine(ComesBack, PipelineEngine):
             "engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave "
             "the call out"
         )
-
-    _INSTRUCTION_MAP: ClassVar[dict[Any, Any]] = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
-
-    def plan_schedule(self) -> PlanSchedule | None:
-        """Return this worker's current or last program as a DeepSpeed ``PipeSchedule``; None before the first step."""
-        program = self._trainer.program
-        return None if program is None else PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id)
 
     # --- what stock code calls -----------------------------------------------------------------------
 

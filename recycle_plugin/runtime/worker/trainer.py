@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.core.worker.loop_ports import DataEnded, StepProgram
+from recycle_plugin.core.worker.loop_ports import DataEnded
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control import notice
 from recycle_plugin.runtime.control.session import Session
@@ -271,11 +271,6 @@ class Trainer:
         self._parts.close()
 
     # --- what others ask of it -----------------------------------------------------------------------
-
-    @property
-    def program(self) -> StepProgram | None:
-        """The program that this worker runs, or ran last; None before the first step."""
-        return None if self._loop is None else self._made.worker.program
 
     @property
     def missing(self) -> tuple[Seat, ...]:
