@@ -33,7 +33,7 @@ from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.stage.ports import CheckpointShare, Scaler
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, CheckpointShare, Scaler
 from recycle_plugin.runtime.state.stage_state import StageState
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
@@ -42,7 +42,7 @@ FOLLOWING = frozenset(("places",))  # small parts that follow from the step and 
 
 
 @dataclass(frozen=True)
-class EngineFiles:
+class EngineFiles(CheckpointFormat):
     """DeepSpeed's CheckpointFormat, by stock code of ``engine`` and beside it. That code is methods of the engine,
     which write and read the state kept there.
 
@@ -124,9 +124,6 @@ class EngineFiles:
     def _without_optimizer(self) -> AbstractContextManager[None]:
         """A context in which stock code ignores the optimizer's state, if that has files of its own."""
         return nullcontext() if self.parts is None else replaced(self.engine, optimizer=None)
-
-    def complete(self, folder: Path) -> None:
-        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
         """Load this worker's stage from the checkpoint ``folder`` alone, as a newcomer does. Raises RecycleError."""

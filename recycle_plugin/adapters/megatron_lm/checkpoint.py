@@ -17,17 +17,16 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.stage.ports import CheckpointShare
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
-class MegatronFiles:
-    """The file of one worker's stage, made by Megatron's ``generate_state_dict`` (a CheckpointFormat). ``in_parts``:
-    write the optimizer's state as a distributed optimizer does. ``iteration``, ``operations``: as Megatron's loop
-    counts them.
+class MegatronFiles(CheckpointFormat):
+    """The file of one worker's stage, made by Megatron's ``generate_state_dict``. ``in_parts``: write the optimizer's
+    state as a distributed optimizer does. ``iteration``, ``operations``: as Megatron's loop counts them.
     """
 
     seat: Seat
@@ -47,13 +46,6 @@ class MegatronFiles:
         """Hand over the stage's file if this worker writes it."""
         if share.turn == 0:
             share.save(path / self._name / "model_optim_rng.pt", self._contents(state))
-
-    def dump(self, contents: Any, file: Any) -> None:
-        """Write one file."""
-        torch.save(contents, file)
-
-    def complete(self, folder: Path) -> None:
-        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: Megatron-LM loads at its start only."""

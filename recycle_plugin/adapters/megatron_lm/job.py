@@ -226,7 +226,6 @@ class Job:
             cursor=self._cursor,
             micro_batch_size=args.micro_batch_size,
             batch=self._samples,
-            next_batch=_no_iterator,
             forward=lambda seed, place: keyed(seed, device),
             clipping=float(args.clip_grad),
             state=(self._steps.state,),
@@ -237,7 +236,3 @@ class Job:
             layers=[layers],
             saves_last=False,
         )
-
-
-def _no_iterator(what: str) -> Any:
-    raise AssertionError(f"{what}: Megatron's data comes by index")

@@ -13,17 +13,17 @@ from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.stage.ports import CheckpointShare
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # the keys of each file
 
 
 @dataclass(frozen=True)
-class PlainFiles:
-    """The checkpoint file of one worker's stage, whose layers are ``module`` (a CheckpointFormat). ``kinds``: the class
-    names of the optimizer and the scheduler, the only ones that can read their state. ``shards``: how many workers hold
-    a seat together, each with a file of its own; ``shard``: this worker's number.
+class PlainFiles(CheckpointFormat):
+    """The checkpoint file of one worker's stage, whose layers are ``module``. ``kinds``: the class names of the
+    optimizer and the scheduler, the only ones that can read their state. ``shards``: how many workers hold a seat
+    together, each with a file of its own; ``shard``: this worker's number.
     """
 
     seat: Seat
@@ -37,13 +37,6 @@ class PlainFiles:
         """Hand over the stage's file if this worker writes it."""
         if share.turn == 0:
             share.save(path / self._name, self._contents(state))
-
-    def dump(self, contents: Any, file: Any) -> None:
-        """Write one file."""
-        torch.save(contents, file)
-
-    def complete(self, folder: Path) -> None:
-        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
         """Load everything from the checkpoint ``folder``. Raises RecycleError if it is not one of this job."""

@@ -133,7 +133,6 @@ class PlainJob(ComesBack):
             cursor=self._cursor,
             micro_batch_size=micro_batch_size,
             batch=lambda: batch,
-            next_batch=_no_iterator,
             forward=lambda seed, place: keyed(seed if shards is None else named(seed, f"shard {shard}"), device),
             clipping=clip,
             state=(scheduler_part(lambda: scheduler, lambda: optimizer), steps.counters),
@@ -221,7 +220,3 @@ def _files(
 
     weights = shards or Unsharded(dict(module.named_parameters()))
     return DistributedFiles(module, weights, optimizer, kinds, place.shard)
-
-
-def _no_iterator(what: str) -> Any:
-    raise AssertionError(f"{what}: a plain pipeline's data comes from its source")

@@ -138,11 +138,13 @@ class CheckpointFormat(Protocol):
 
     def dump(self, contents: Any, file: Any) -> None:
         """Write ``contents`` to an open file, in any thread."""
+        torch.save(contents, file)
 
     def complete(self, folder: Path) -> None:
-        """Write what is made of all workers' files, which are in ``folder``. The first live worker calls this, and
-        another again if that one is lost. Raises NotSaved.
+        """Write what is made of all workers' files, which are in ``folder``; nothing in most formats. The first live
+        worker calls this, and another again if that one is lost. Raises NotSaved.
         """
+        return
 
     def read(self, state: StageState, folder: Path) -> None:
         """Load the state of this worker's stage and optimizer from the checkpoint ``folder``, without the other
@@ -200,6 +202,10 @@ class MadeStage:
         return self.model.summed(self.masters)
 
 
+def _no_iterator(what: str) -> tuple[Any, Any]:
+    raise AssertionError(f"{what}: this job's data does not come from an iterator")
+
+
 @dataclass(frozen=True)
 class Framework:
     """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
@@ -233,8 +239,8 @@ class Framework:
     cursor: DataCursor
     micro_batch_size: int
     batch: Callable[[], int]
-    next_batch: Callable[[str], tuple[Any, Any]]
     forward: Callable[[int, int], AbstractContextManager[Any]]
+    next_batch: Callable[[str], tuple[Any, Any]] = _no_iterator
     clipping: float = 0.0
     state: Sequence[StatePart] = ()
     masters: Masters | None = None

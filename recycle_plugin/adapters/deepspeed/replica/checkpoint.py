@@ -20,7 +20,7 @@ from recycle_plugin.adapters.deepspeed.checkpoint import ShareEngine
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock, replaced
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import CheckpointShare
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 
@@ -45,10 +45,10 @@ def _add_scripts(engine: Any, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class ReplicaFiles:
-    """The files of a checkpoint that one rank writes (a CheckpointFormat), by stock code, which is methods of
-    ``engine``. ``stock``: DeepSpeed's checkpoint engine. ``client_state``, ``exclude_frozen_parameters``: as scripts
-    give them to ``save_checkpoint``.
+class ReplicaFiles(CheckpointFormat):
+    """The files of a checkpoint that one rank writes, by stock code, which is methods of ``engine``. ``stock``:
+    DeepSpeed's checkpoint engine. ``client_state``, ``exclude_frozen_parameters``: as scripts give them to
+    ``save_checkpoint``.
     """
 
     engine: Any
@@ -81,9 +81,6 @@ class ReplicaFiles:
     def dump(self, contents: Any, file: Any) -> None:
         """Write one file as stock does."""
         self.stock.save(contents, file)
-
-    def complete(self, folder: Path) -> None:
-        """Do nothing: no file is derived from others."""
 
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: no stage of such a job is replayed, since its log is refused."""

@@ -381,7 +381,6 @@ class ReplicaEngine(DeepSpeedEngine):
             cursor=DataCursor(topology.micro_batches),
             micro_batch_size=self.train_micro_batch_size_per_gpu(),
             batch=lambda: int(self.train_batch_size()),
-            next_batch=_no_iterator,
             forward=_no_forward,
             state=(
                 scheduler_part(lambda: self.lr_scheduler, lambda: self.shards.wrapped),
@@ -458,10 +457,6 @@ def _recalled(session: Session) -> Iterator[Any]:
 def _alone(world: int) -> dist.ProcessGroup:
     """Return a group of this rank alone. All ranks make all of these groups."""
     return [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
-
-
-def _no_iterator(what: str) -> Any:
-    raise AssertionError(f"{what}: the script pushes its micro-batches")
 
 
 def _no_forward(seed: int, place: int) -> Any:
