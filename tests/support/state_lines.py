@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import count
 
 import torch
 
@@ -22,9 +25,12 @@ PATIENCE_S = 30.0
 
 
 class Ends:
-    """A source's listener, and newcomers that come there."""
+    """A source's listener, and newcomers that come there. ``damaged``: the chunks, by number from 1 on, of which a byte
+    changes on its way.
+    """
 
-    def __init__(self, session, alone: bool = False, **given) -> None:
+    def __init__(self, session, alone: bool = False, damaged: Collection[int] = (), **given) -> None:
+        self._damaged, self._chunks = damaged, count(1)
         self.session, self.changed, self.noted = session, threading.Condition(), []
         self.secret = given.pop("secret", SECRET)  # of newcomers
         rate = Rate(lambda: alone, idle=lambda: 8.0)
@@ -33,7 +39,15 @@ class Ends:
 
     def line(self, newcomer: WorkerId = NEWCOMER) -> tuple[TcpOutlet, TcpInlet]:
         outlet = self.listener.expect(newcomer)
+        outlet._write = partial(self._write, outlet._write)
         return outlet, self.come(newcomer)
+
+    def _write(self, write: Callable[..., None], connection: socket.socket, parts: list[memoryview]) -> None:
+        if len(parts) > 1 and next(self._chunks) in self._damaged:  # what announces it, and its bytes
+            changed = bytearray(parts[1])
+            changed[len(changed) // 2] ^= 1
+            parts = [parts[0], memoryview(changed)]
+        write(connection, parts)
 
     def come(self, newcomer: WorkerId = NEWCOMER, job: str = "job") -> TcpInlet:
         made = TcpInlet(self.listener.address, Arrival(job, newcomer), self.secret, self.changed, self.noted.append)

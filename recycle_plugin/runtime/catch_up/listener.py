@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Collection
 
 import psutil
 
@@ -17,7 +16,7 @@ from recycle_plugin.authentication.handshake import Port, Proved
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
+from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import FRAMES, LONGEST_HELLO, Arrival
@@ -30,12 +29,11 @@ HELLO_S = 10.0  # for a caller to say who it is
 
 class StateListener:
     """Lets newcomers in to the worker of ``session``, on the setting ``interface``; ``rate``: for all of them together.
-    ``damaged``: numbers of chunks in which a test changes a byte. Raises RecycleError for an unusable interface.
+    Raises RecycleError for an unusable interface.
     """
 
-    def __init__(self, session: Session, interface: str | None, rate: Rate, damaged: Collection[int] = ()) -> None:
+    def __init__(self, session: Session, interface: str | None, rate: Rate) -> None:
         self._session, self._rate = session, rate
-        self._damaged = damaged_chunks(damaged)
         self._expected: dict[WorkerId, TcpOutlet] = {}
         self._lock = threading.Lock()
         host = address_of(interface) if interface else session.own_address
@@ -52,7 +50,7 @@ class StateListener:
 
     def expect(self, newcomer: WorkerId) -> TcpOutlet:
         """Return the line for an announced newcomer, before it comes; its earlier line ends."""
-        outlet = TcpOutlet(newcomer, self._rate, self._note, self._tell, self._damaged)
+        outlet = TcpOutlet(newcomer, self._rate, self._note, self._tell)
         with self._lock:
             self._expected = {one: each for one, each in self._expected.items() if not each.broken}
             before, self._expected[newcomer] = self._expected.get(newcomer), outlet

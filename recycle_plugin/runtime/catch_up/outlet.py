@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -35,7 +35,7 @@ LOOK_S = 1.0  # between two checks whether a blocked line has to end
 
 class TcpOutlet:
     """The line to ``newcomer``, which may connect later (:meth:`take`). ``note`` gets warnings for the user, ``tell``
-    the account at the end. ``damaged()``: whether to change a byte of the next chunk, for tests.
+    the account at the end.
     """
 
     def __init__(
@@ -44,9 +44,8 @@ class TcpOutlet:
         rate: Rate,
         note: Callable[[str], None],
         tell: Callable[[WorkerId, Served], None],
-        damaged: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.newcomer, self._rate, self._note, self._damaged = newcomer, rate, note, damaged
+        self.newcomer, self._rate, self._note = newcomer, rate, note
         self._served, self._tell, self._told = Served(), tell, False
         self._changed = threading.Condition()
         self._queue: deque[tuple[Item, Order]] = deque()  # the first one is being sent
@@ -185,9 +184,6 @@ class TcpOutlet:
         began = time.thread_time()
         data = raw(piece)
         chunk = Chunk(part, offset, data.nbytes, digest(begin, part, offset, data))
-        if self._damaged():
-            data = data.copy()
-            data[len(data) // 2] ^= 1
         self._write(connection, [memoryview(FRAMES.frame(chunk, self._seals.out)), data.data])
         if begin.kind != "sums":  # sums are not slowed down: each step brings as many again
             busy_s = time.thread_time() - began
@@ -230,18 +226,6 @@ class TcpOutlet:
             first, self._told = not self._told, True
         if first and self._served.bytes:
             self._tell(self.newcomer, self._served)
-
-
-def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:
-    """Return a function that says, chunk by chunk from 1 on, whether the chunk is among ``numbers``."""
-    count, lock = [0], threading.Lock()
-
-    def damaged() -> bool:
-        with lock:
-            count[0] += 1
-            return count[0] in numbers
-
-    return damaged
 
 
 def _await_room(connection: Connection) -> None:
