@@ -174,7 +174,7 @@ def record_norms(folder: str) -> None:
         framework, stepping = inside().framework, inside().stepping
         squares = sum(each.double().pow(2).sum().item() for each in framework.gradients.view())
         tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in framework.tied)
-        norm = stepping._clipping.norm(stepping._applying)
+        norm = stepping.clipping.norm(stepping._applying)
         if norm is not None:
             with path.open("a") as file:
                 file.write(f"{norm.item()!r} {squares!r} {tied!r}\n")

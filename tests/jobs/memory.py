@@ -72,7 +72,7 @@ def by_kind(trainer: Trainer) -> dict[str, int]:
         "optimizer": list(trainer.state.optimizer.kept().values()),
         "sums": sums,
         "contributions": [each.grad for each in every if each.grad is not None],
-        "blocks": stepping._gradients._blocks,
+        "blocks": stepping.gradients._blocks,
         "undo": stepping._undo,
         "other": [each for each in gc.get_objects() if isinstance(each, torch.Tensor)],
     }

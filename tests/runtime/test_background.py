@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,7 +53,17 @@ class Folders:
         pass
 
 
-LOOP = SimpleNamespace(settle=lambda: None, barrier=lambda place, values: None)
+def loop_by(settle: Callable[[], None], met: Callable[[str], object]) -> SimpleNamespace:
+    """A loop that settles so, and tells ``met`` the barriers that it comes to."""
+
+    def barrier(place: str, values: dict) -> Iterator[None]:
+        met(place)
+        return iter(())
+
+    return SimpleNamespace(settle=settle, training=SimpleNamespace(barrier=barrier))
+
+
+LOOP = loop_by(lambda: None, lambda place: None)
 
 
 @pytest.fixture
@@ -88,7 +99,7 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(se
         session.view.changed_behind = step - 2
         session.view.generation = generation(2, [0, 2])
 
-    loop = SimpleNamespace(settle=settle, barrier=lambda place, values: barriers.append(place))
+    loop = loop_by(settle, barriers.append)
     background = Background(session, loop, Folders(), interval, 1, lambda: None, lambda: 0)
     background.before(step)
     assert not barriers and interval.due == unstarted(step - 2) == step + 1

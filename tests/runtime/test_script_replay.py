@@ -7,9 +7,8 @@ import torch
 
 from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.worker.newcomer import NewcomersScript
+from recycle_plugin.runtime.worker.newcomer import NewcomersScript, ScriptReplay
 from recycle_plugin.runtime.worker.on_join import OnJoin
-from recycle_plugin.runtime.worker.script_replay import ScriptReplay
 
 
 class Counted:

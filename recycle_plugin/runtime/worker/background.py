@@ -29,7 +29,7 @@ from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval, C
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop, drain
 from recycle_plugin.runtime.worker.brought import by_rank
 from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, unwatched
 from recycle_plugin.runtime.worker.log_choice import LogChoice
@@ -172,7 +172,8 @@ class Background:
                 session.waiting.for_lease("a checkpoint")
                 begun = _Begun(step, checkpoint, checkpoint.path(session.view.number), self._live())
                 write = checkpoint.gather(begun.made, True).write
-            self._loop.barrier(f"checkpoint {checkpoint.tag}", {})  # all have copied the same step, or nobody writes
+            # all have copied the same step, or nobody writes
+            drain(self._loop.training.barrier(f"checkpoint {checkpoint.tag}", {}))
         except Interrupted:
             self._recover()
             self._drop()

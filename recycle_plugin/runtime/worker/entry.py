@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
+from recycle_plugin.core.worker import pushed
+from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.runtime.state.surroundings import SetByScript
-from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.blocking_loop import drain
 from recycle_plugin.runtime.worker.changed_state import StateCounts
 from recycle_plugin.runtime.worker.newcomer import NewcomersScript
 from recycle_plugin.runtime.worker.parts import Parts
@@ -16,8 +18,8 @@ from recycle_plugin.runtime.worker.parts import Parts
 
 class Entry:
     """The entry of the newcomer that has ``parts``. It ends when the newcomer is a member with its stage's state.
-    ``scripted``: what its script has set for its steps. ``ask()`` asks the coordinator for a place. ``prepared()``: the
-    loop by which it will train, made at the first call. ``let_in()`` is called when it is a member.
+    ``scripted``: what its script has set for its steps. ``ask()`` asks the coordinator for a place. ``prepared()``: its
+    way in, made at the first call. ``let_in()`` is called when it is a member.
     """
 
     def __init__(
@@ -25,14 +27,14 @@ class Entry:
         parts: Parts,
         scripted: SetByScript,
         ask: Callable[[], None],
-        prepared: Callable[[], BlockingLoop],
+        prepared: Callable[[], Newcomer],
         let_in: Callable[[], None],
     ) -> None:
         self._parts, self._scripted, self._ask, self._prepared, self._let_in = parts, scripted, ask, prepared, let_in
         self._script = NewcomersScript(
             parts.session, parts.framework.optimizer, StateCounts(parts.state), ask, self._follow
         )
-        self._loop: BlockingLoop | None = None
+        self._newcomer: Newcomer | None = None
 
     @property
     def evaluated(self) -> int:
@@ -75,46 +77,47 @@ class Entry:
         self._parts.session.hooks.check_not_refused()
         self._parts.feed.begin()
         self._ask()
-        self._begun().come_in()
+        drain(pushed.follow(self._begun(), self._parts.session.view))
         self._let_in()
 
     def meets(self, place: str) -> bool:
         """Whether the others may wait at ``place`` for this newcomer, whose stage nobody had; if so, it is a member."""
-        if self._loop is None or not self._loop.meets(place):
+        if self._newcomer is None or not drain(self._newcomer.meets(place)):
             return False
         self._let_in()
         return True
 
     def _follow(self, step: int) -> bool:
         """Wait until ``step`` is over, and return True. Return False if this worker, now a member, is to train it."""
-        loop = self._begun()
+        newcomer = self._begun()
         self._parts.feed.begin()
-        if loop.follow(step):
+        drain(newcomer.start())
+        if drain(newcomer.train(step)):
             return True
         self._let_in()
         return False
 
-    def _begun(self) -> BlockingLoop:
-        self._loop = self._prepared()
-        return self._loop
+    def _begun(self) -> Newcomer:
+        self._newcomer = self._prepared()
+        return self._newcomer
 
     # --- what the script sees of the state -----------------------------------------------------------
 
     @property
     def caught_up(self) -> bool:
         """Whether the state is that of the script's step."""
-        return self._loop is not None and self._loop.followed == self._script.position
+        return self._newcomer is not None and self._newcomer.clock == self._script.position
 
     @property
     def drops_changes(self) -> bool:
         """Whether the script's changes of the state are dropped, since the state arrives with the other scripts'
         changes. Not so if the stage may be replayed: nobody sends it then.
         """
-        return self._parts.log is None and (self._loop is None or not self._loop.enters)
+        return self._parts.log is None and (self._newcomer is None or not self._newcomer.enters)
 
     def check_trained(self) -> None:
         """Raise RecycleError if the state is arriving already: it is that of the parameters trained before."""
-        if self._loop is not None and self._loop.asked:
+        if self._newcomer is not None and self._newcomer.asked > 0:
             raise self._parts.session.hooks.refusal(
                 "the script of a worker that comes back freezes or thaws parameters, or adds groups, after step "
                 f"{self._script.position}, while the state of its stage is on its way: its next process gets that with "

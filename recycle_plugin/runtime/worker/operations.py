@@ -71,11 +71,11 @@ class TorchOperations:
 
     def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
         """Return the norm over all stages, from the share of each."""
-        return self.stepping.norm_of(shares)
+        return self.stepping.clipping.norm_of(shares)
 
     def tied_in_order(self, total: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return what TIE has made, in the form that all stages of the tie log."""
-        return self.stepping.tied_in_order(total)
+        return self.stepping.gradients.tied_in_order(total)
 
     def undo(self, step: int) -> None:
         """Undo ``step``, the last one."""
@@ -100,7 +100,7 @@ class TorchOperations:
         return self.stepping.reduce(instruction.step, rank, lambda: self.agree(instruction))
 
     def _tie(self, instruction: Instruction, holder: Seat | None) -> dict[int, torch.Tensor]:
-        return self.stepping.tie(instruction.step)
+        return self.stepping.gradients.tie(instruction.step)
 
     def _step(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         self.stepping.apply(instruction.step)

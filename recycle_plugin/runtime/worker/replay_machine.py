@@ -196,7 +196,7 @@ class ReplayMachine(LoggedWork):
     def tied_of(self, logged: Any) -> Any:
         """Return what TIE leaves here, from another stage's log: tensors in the order of the weights' names."""
         try:
-            return self._parts.stepping.tied_of(logged)
+            return self._parts.gradients.tied_of(logged)
         except ValueError as error:
             raise CantReplay("it shares weights with several stages, each of which has others of them") from error
 

@@ -8,7 +8,7 @@ are those that the optimizer applies: stock code clips after STEP has begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,9 +29,9 @@ from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
 class Stepping:
-    """Sums, applies and undoes the steps of one worker's ``optimizer``; ``undo`` is the undo record. ``prepared``: the
-    last step that was prepared. ``await_readers`` returns when nobody reads the state that a step or an undo is about
-    to change.
+    """Sums ``gradients``, and applies and undoes the steps of one worker's ``optimizer``, which ``clipping`` judges;
+    ``undo`` is the undo record. ``prepared``: the last step that was prepared. ``await_readers`` returns when nobody
+    reads the state that a step or an undo is about to change.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Stepping:
         await_readers: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer, self._stage, self._session = optimizer, stage, session
-        self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
+        self.gradients, self.clipping, self._scale, self._undo = gradients, clipping, scale, undo
         self._await_readers = await_readers
         self._contributing = LiveShare()
         ScaledRates(optimizer.wrapped, lambda: self._contributing.rate_factor)
@@ -65,7 +65,7 @@ class Stepping:
         live worker of the stage has the sum, or its contributions are unchanged. If the worker of rank ``holder`` has
         the sum from before a failure, the others get it from there. ``agree``: see Gradients.reduce.
         """
-        whole = self._gradients.reduce(step, holder, agree)
+        whole = self.gradients.reduce(step, holder, agree)
         if whole is not None and holder is None and not self._contributing.whole:
             torch._foreach_mul_(whole, self._contributing.sum_factor)
         if whole is not None:
@@ -74,35 +74,19 @@ class Stepping:
 
     def reduce_alone(self, step: int) -> list[torch.Tensor]:
         """Sum the stage's gradients in a replay, where one worker has the contributions of all."""
-        whole = self._gradients.reduce_alone()
+        whole = self.gradients.reduce_alone()
         self._stage.summed()
         return whole
-
-    def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return what :meth:`tie` returns, from another stage's log of it."""
-        return self._gradients.tied_of(totals)
-
-    def tied_in_order(self, totals: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the result of :meth:`tie` as it is logged: the same in all stages that share these weights."""
-        return self._gradients.tied_in_order(totals)
-
-    def tie(self, step: int) -> dict[int, torch.Tensor]:
-        """Sum tied weights' gradients over their stages. Returns one tensor for each weight, by its place."""
-        return self._gradients.tie(step)
-
-    def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Return the norm over all stages, from the squared share of each."""
-        return self._clipping.norm_of(shares)
 
     def apply(self, step: int) -> None:
         """Apply ``step``, or skip it if its norm is known and not finite."""
         self._await_readers()
         self._applying = step
-        skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
+        skips, scaled = self.clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else partial(self._optimizer.apply, self.clip)
-        if not skips and not self._gradients.any(step):  # a newcomer without any of its optimizer's state
+        if not skips and not self.gradients.any(step):  # a newcomer without any of its optimizer's state
             once = self._optimizer.pass_over
-        self._gradients.apply(step, self._optimizer.wrapped, once, scaled or self._clipping.clips(step))
+        self.gradients.apply(step, self._optimizer.wrapped, once, scaled or self.clipping.clips(step))
         # the cache may have outdated weights, cast, if a step ends in another one's train_batch
         torch.clear_autocast_cache()
         self._rescale(step, skips)
@@ -115,23 +99,23 @@ class Stepping:
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients of the step being applied. Returns its norm, None while it is not known."""
-        by = self._clipping.coefficient(self._applying)
+        by = self.clipping.coefficient(self._applying)
         if by is not None:
-            self._gradients.scale(lambda gradient: gradient * by)
-        return self._clipping.norm(self._applying)
+            self.gradients.scale(lambda gradient: gradient * by)
+        return self.clipping.norm(self._applying)
 
     def share(self, step: int) -> float:
         """Return this stage's squared share of the norm of ``step``, without the loss scale."""
-        with self._gradients.of(step):
-            return self._clipping.share() / self._scale.value**2
+        with self.gradients.of(step):
+            return self.clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        self._gradients.scale(partial(unscaled, scale=self._scale.value))  # the step may change the scale
+        self.gradients.scale(partial(unscaled, scale=self._scale.value))  # the step may change the scale
         self._optimizer.apply(self.clip)
 
     def _skip(self) -> None:
         """Count the step without changing a weight; to undo it there are only counts."""
-        self._gradients.empty()
+        self.gradients.empty()
         self._undo.before_step()
         self._optimizer.skip()
 
@@ -162,7 +146,7 @@ class Stepping:
 
     def forget_sums(self) -> None:
         """Drop all gradients that are not applied."""
-        self._gradients.empty()
+        self.gradients.empty()
         self._stage.forget_sums()
 
 

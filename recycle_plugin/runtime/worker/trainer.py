@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPass
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.losses import Loss, mean
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker import pushed
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
@@ -31,7 +32,7 @@ from recycle_plugin.runtime.stage.ports import CheckpointFormat, Framework, desc
 from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.assembly import Assembled, assembled
-from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop, drain
 from recycle_plugin.runtime.worker.brought import by_rank
 from recycle_plugin.runtime.worker.checkpoint_files import Latest, saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
@@ -86,7 +87,7 @@ class Trainer:
         self._entry: Entry | None = None
         if session.view.newcomer:
             assert self._scripted is not None, "a newcomer's steps may be replayed"
-            self._entry = Entry(parts, self._scripted, self._ask, lambda: self._made.loop, self._let_in)
+            self._entry = Entry(parts, self._scripted, self._ask, lambda: self._made.loop.newcomer, self._let_in)
         self.state.check()
         if settings.leave_on is not None:
             notice.watch(settings.leave_on, session)
@@ -161,7 +162,7 @@ class Trainer:
             step = self.step + 1
             try:
                 self._checkpoints.make_if_due(step)
-                loss = self._running.train(step)
+                loss = drain(self._running.training.train(step))
                 self.losses = self._session.view.losses(step)
             except JobEnded as end:
                 if self._framework.saves_last and self._saves_at(end):
@@ -210,7 +211,7 @@ class Trainer:
 
     def steps(self) -> Iterator[Any]:
         """Train step after step for a script that pushes micro-batches; yields what it needs (core.worker.pushed)."""
-        return self._running.steps()
+        return pushed.steps(self._running.training)
 
     @contextmanager
     def pushing(self, hear: Callable[[], None], joins: bool = False) -> Iterator[None]:
@@ -250,7 +251,7 @@ class Trainer:
             self.start()
             self.settle()
             self._framework.model.module.eval()
-            self.losses = self._running.evaluate(batches, count)
+            self.losses = drain(self._running.evaluations.run(batches, count))
             return mean(self.losses)
 
     def await_others(self) -> None:
@@ -258,7 +259,7 @@ class Trainer:
         self.settle()
         if self._parts.log is not None and self._assembled is not None:
             with self.lifted(), self._surroundings.restored():
-                self._assembled.loop.finish()
+                drain(self._assembled.loop.training.finish())
 
     def finish(self) -> None:
         """Wait until everybody's last step is committed, report, and close; then this worker may leave."""
@@ -294,7 +295,7 @@ class Trainer:
             return
         loop = self._made.loop
         self._ask()
-        loop.start()
+        drain(loop.training.start())
         if self._from_checkpoint:
             self._parts.say_fingerprint(loop.machine.stepped)
         self._begin(loop)
@@ -309,7 +310,7 @@ class Trainer:
     def _begin(self, loop: BlockingLoop) -> None:
         """Train by ``loop`` from now on."""
         session, self._loop = self._session, loop
-        loop.count_on(self._evaluated)
+        loop.evaluations.count_on(self._evaluated)
         # one worker of each stage reports it: nobody else knows what the stage trains
         if self.seat.replica == self._framework.shard == session.view.incarnation == 0:
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
@@ -352,7 +353,7 @@ class Trainer:
     def between_steps(self) -> None:
         """Recover from a membership change that the script meets outside a step, in an operation then repeated."""
         with self.lifted(), self._surroundings.restored():
-            self._running.catch_up()
+            drain(self._running.training.catch_up())
 
     def _changed(self) -> Iterator[torch.Tensor]:
         """Yield tensors that a step changes, and those that the rest of a step reads, a newcomer's excepted: buffers,
@@ -370,7 +371,7 @@ class Trainer:
         while True:
             self.settle()
             try:
-                return self._running.barrier(place, values or {})
+                return drain(self._running.training.barrier(place, values or {}))
             except Interrupted:
                 self.between_steps()
 
@@ -401,7 +402,7 @@ class Trainer:
         if self._loop is not None:
             self._loop.resize(self.topology, self._framework.batch())
         elif made is not None:  # a newcomer catches up with the others' resize
-            made.loop.plan_for(self.topology)
+            made.loop.training.plan_for(self.topology)
 
     def save(
         self,
@@ -465,7 +466,7 @@ class Trainer:
             self._made.worker.rewind(step)
             if whole or self._settings.undo != "inverse":  # it rounds: what is not loaded may differ
                 self._parts.say_fingerprint(step)
-            self._loop.loaded(step)
+            drain(self._loop.training.loaded(step))
             self._checkpoints.loaded(step)
 
     # --- coming back -------------------------------------------------------------------------------
@@ -492,7 +493,7 @@ class Trainer:
         self._evaluated, self._entry = self._entry.evaluated, None
         loop = self._made.loop
         self._begin(loop)
-        self._parts.on_join.joined(loop.machine.stepped, loop.handed)
+        self._parts.on_join.joined(loop.machine.stepped, loop.newcomer.handed)
 
     @property
     def _caught_up(self) -> bool:
