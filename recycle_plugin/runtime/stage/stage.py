@@ -323,7 +323,7 @@ class Stage:
         return gradients(stash.inputs)
 
     def _run_graph(self, outputs: Tensors, grads: Tensors) -> None:
-        if any([output.requires_grad for output in outputs]):
+        if any(output.requires_grad for output in outputs):
             self._trains = True
             found = with_gradients(
                 outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S)
