@@ -76,7 +76,7 @@ def attributes(thing: Any, seen: set) -> Iterator[tuple[str, Any]]:
         member(2),
         Roster((member(1), member(0))),
         Heartbeat(1, 2, 3, "waits", "", incarnation=4),
-        FailureDetector(Deadlines(), inf, 3.0),
+        FailureDetector(Deadlines(), inf, 4, 3.0),
     ],
     ids=repr,
 )

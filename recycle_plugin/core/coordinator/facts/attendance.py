@@ -197,7 +197,7 @@ class Attendance:
         """Start with the members of ``roster``, which are all there."""
         self.roster, self._shape, self.domain = roster, job.shape, job.domain
         self._seats = roster.seats_by_rank()
-        self.failure_detector = FailureDetector(job.deadlines, self.failure_detector.clock)
+        self.failure_detector = FailureDetector(job.deadlines, self.failure_detector.clock, len(roster))
         self.failure_detector.admit(roster.workers)
 
     def turn_away(self, worker: WorkerId, host: str, step: int, out: CoordinatorOutput) -> None:

@@ -33,14 +33,14 @@ from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.from_coordinator import Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.causes import Cause
-from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, Deadlines
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, WORKER_BEAT_S, Deadlines, paced_s
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 REMEMBERED = 20  # steps that count for the median
 BUSY = 0.2  # of a core: a process that uses more is at work
 Work = tuple[int, str]  # step, and what of it
-FRESH_S = 2.0  # an older heartbeat does not count for now
+FRESH = 2  # times the seconds between two heartbeats: an older one does not count for now
 
 
 class Suspicion(NamedTuple):
@@ -90,6 +90,7 @@ class FailureDetector:
 
     deadlines: Deadlines = Deadlines()
     clock: float = 0.0
+    ranks: int = 0  # at the start of the job
     _ticked: float | None = None
     _signs: dict[WorkerId, Sign] = field(default_factory=dict)
     _waiting: set[WorkerId] = field(default_factory=set)  # by their last heartbeat
@@ -97,6 +98,7 @@ class FailureDetector:
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _step_s: float = 0.0  # median of the intervals, 0 if unknown
     _lease_s: float = field(init=False)
+    _fresh_s: float = field(init=False)
     _committed_at: float | None = None
     _committed_step: int = 0
     _all_wait_since: float | None = None
@@ -104,6 +106,7 @@ class FailureDetector:
 
     def __post_init__(self) -> None:
         self._set_lease()
+        self._fresh_s = FRESH * paced_s(WORKER_BEAT_S, self.ranks, self.deadlines)
 
     def admit(self, workers: Iterable[WorkerId]) -> None:
         """Begin to observe ``workers``."""
@@ -159,7 +162,7 @@ class FailureDetector:
         sign = self._signs[worker]
         if sign.stopped:
             return "is stopped", "", self.clock - max(sign.supervisor_heartbeat, sign.heartbeat)
-        if sign.last is None or self.clock - sign.heartbeat >= FRESH_S:
+        if sign.last is None or self.clock - sign.heartbeat >= self._fresh_s:
             return "says nothing", "", self.clock - sign.heartbeat
         return sign.last.at, sign.last.what, self.clock - sign.since
 
@@ -228,7 +231,7 @@ class FailureDetector:
     def _everybody_waits(self) -> bool:
         """Return whether every worker has just reported that it waits. Looks at each worker while that is so."""
         return 0 < len(self._signs) == len(self._waiting) and all(
-            not sign.stopped and self.clock - sign.heartbeat < FRESH_S for sign in self._signs.values()
+            not sign.stopped and self.clock - sign.heartbeat < self._fresh_s for sign in self._signs.values()
         )
 
     @property
