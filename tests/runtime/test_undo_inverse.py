@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.rates import around_steps
 from recycle_plugin.runtime.state.undo import KINDS
+from recycle_plugin.runtime.worker.stepping import undo_record
 from tests.support.optimizers import INVERTIBLE, OTHERS, Lamb, Make, Subject, stage_state
 
 ROUNDINGS = 8  # of an element, at most, in a step and its way back
@@ -361,10 +363,41 @@ def test_what_a_scripts_hooks_change_behind_the_record_is_refused_before_the_ste
     subject.optimizer.register_step_pre_hook(halved)  # before the record: as applied
     around_steps(subject.optimizer, record.before_step)
     subject.step(subject.random(1))
-    for register in (subject.optimizer.register_step_pre_hook, subject.optimizer.register_step_post_hook):
+    optimizer = subject.optimizer
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_post_hook,
+    ):
         hook = register(clamped)
-        with pytest.raises(RecycleError, match="cannot take a step back that the script's hook clamped may change"):
+        try:
+            with pytest.raises(RecycleError, match="cannot take a step back that the script's hook clamped may change"):
+                subject.step(subject.random(2))
+        finally:
+            hook.remove()
+    subject.step(subject.random(3))
+
+
+def slowed(optimizer, *_) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("of_all", (False, True))
+@pytest.mark.parametrize("change", (clamped, slowed))
+def test_what_hooks_change_before_the_record_is_refused_but_for_gradients(change, of_all):
+    """It would be changed once more as the step is done again."""
+    subject = Subject(INVERTIBLE["adam"], "inverse", single())
+    subject.optimizer.register_step_pre_hook(halved)
+    register = register_optimizer_step_pre_hook if of_all else subject.optimizer.register_step_pre_hook
+    hook = register(lambda which, *_: change(which) if changes else None)
+    undo_record("inverse", subject.stage_state)
+    changes = False
+    subject.step(subject.random(1))
+    changes = True
+    try:
+        with pytest.raises(RecycleError, match="cannot take back what the script's hooks change before a step"):
             subject.step(subject.random(2))
+    finally:
         hook.remove()
     subject.step(subject.random(3))
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 from recycle_plugin.errors import RecycleError
@@ -235,17 +236,18 @@ def test_hooks_run_as_without_a_record(kind):
 
 
 @pytest.mark.parametrize("kind", ("snapshot", "host_snapshot"))
-@pytest.mark.parametrize("hooked", (False, True), ids=("wrapped", "hooked"))
-def test_what_a_hook_changes_before_a_step_is_taken_back_with_it(kind, hooked):
-    """Else the step that is done again has it twice."""
+@pytest.mark.parametrize("hooked", ("wrapped", "hooked", "all"))
+def test_what_a_hook_changes_before_a_step_is_taken_back_with_it(kind, hooked, request):
+    """Else the step that is done again has it twice; also a hook of ``all`` optimizers, which torch calls first."""
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    optimizer = adamw(parameters) if hooked else Wrapper(adamw(parameters))
+    optimizer = adamw(parameters) if hooked != "wrapped" else Wrapper(adamw(parameters))
 
     def decayed(*_: Any) -> None:
         parameters[0].data.mul_(0.5)
         optimizer.param_groups[0]["lr"] *= 0.5
 
-    (optimizer if hooked else optimizer._base).register_step_pre_hook(decayed)
+    of_one = (optimizer if hooked == "hooked" else getattr(optimizer, "_base", optimizer)).register_step_pre_hook
+    request.addfinalizer((register_optimizer_step_pre_hook if hooked == "all" else of_one)(decayed).remove)
     record = undo_record(kind, stage_state(parameters, optimizer))
     found = []
     for _ in range(2):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -116,12 +117,15 @@ def in_place(parameter: torch.nn.Parameter) -> None:
 
 @pytest.mark.parametrize("clipped", (False, True))
 @pytest.mark.parametrize("change", (other_tensor, in_place))
-def test_of_a_gradient_that_a_hook_changes_is_a_copy(change: Callable, clipped: bool):
+@pytest.mark.parametrize("of_all", (False, True))
+def test_of_a_gradient_that_a_hook_changes_is_a_copy(change: Callable, clipped: bool, of_all: bool, request):
     """What a peer may need stays as it is."""
 
     def make(parameters) -> torch.optim.Optimizer:
         optimizer = torch.optim.Adam(parameters, lr=0.01)
-        optimizer.register_step_pre_hook(lambda *_: change(parameters[1]))
+        register = register_optimizer_step_pre_hook if of_all else optimizer.register_step_pre_hook
+        hook = register(lambda which, *_: change(parameters[1]) if which is optimizer else None)
+        request.addfinalizer(hook.remove)
         return optimizer
 
     (kept, mine), (_, theirs) = (taken_back(keeps, make, 2.0 if clipped else None) for keeps in (True, False))

@@ -45,13 +45,12 @@ def around_steps(
 ) -> None:
     """Call ``before()`` and ``after()`` around each step of ``optimizer``; if ``first``, ``before()`` before all else.
 
-    Uses torch's hooks, which otherwise run after a script's. If torch calls none, since the class wraps another
-    optimizer and skips ``Optimizer.__init__``, the method is wrapped.
+    Uses torch's hooks, which run after a script's. The method is wrapped if ``first``, or if torch calls none, since
+    the class wraps another optimizer and skips ``Optimizer.__init__``.
     """
-    if getattr(type(optimizer).step, "hooked", False) and "_optimizer_step_pre_hooks" in vars(optimizer):
-        hook = optimizer.register_step_pre_hook(lambda *_: before())
-        if first:
-            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+    hooked = getattr(type(optimizer).step, "hooked", False) and "_optimizer_step_pre_hooks" in vars(optimizer)
+    if hooked and not first:
+        optimizer.register_step_pre_hook(lambda *_: before())
         optimizer.register_step_post_hook(lambda *_: after())
         return
     if not hasattr(optimizer.step, "calls"):

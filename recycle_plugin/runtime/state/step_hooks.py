@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
+from torch.optim import optimizer as optimizers
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], list[object]]:
-    """Return what torch calls before and after the optimizer's step, in order."""
+    """Return what torch calls before and after the optimizer's step, in order: also the hooks of all optimizers."""
     before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
-    return [*before.values()], [*after.values()]
+    return (
+        [*chain(optimizers._global_optimizer_pre_hooks.values(), before.values())],
+        [*chain(after.values(), optimizers._global_optimizer_post_hooks.values())],
+    )
 
 
 def is_scripts(hook: object) -> bool:

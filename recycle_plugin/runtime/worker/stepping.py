@@ -23,6 +23,7 @@ from recycle_plugin.runtime.stage.rates import ScaledRates, around_steps
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
+from recycle_plugin.runtime.state.undo.inverse import Inverse
 from recycle_plugin.runtime.state.undo.kept import Keeper
 from recycle_plugin.runtime.worker.scaling import LossScale, unscaled
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
@@ -153,6 +154,10 @@ class Stepping:
 def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> Undo:
     """Return ``state``'s undo record, made before each step. ``keeper``: has gradients until the commit."""
     record: Undo = KINDS[kind](state, keeper)
-    # an inverse goes by the gradients that hooks have left; a copy has what they change, else a redo has that twice
-    around_steps(state.optimizer.optimizer, record.before_step, first=record.exact)
+    optimizer = state.optimizer.optimizer
+    if isinstance(record, Inverse):  # goes by the gradients that hooks have left
+        around_steps(optimizer, record.before_hooks, first=True)
+        around_steps(optimizer, record.before_step)
+    else:  # also has what hooks change, else a redo has that twice
+        around_steps(optimizer, record.before_step, first=True)
     return record

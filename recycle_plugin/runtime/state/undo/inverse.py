@@ -20,7 +20,7 @@ import torch
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.putting import Putting
-from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.state.stage_state import StageState, as_text, marks
 from recycle_plugin.runtime.state.step_hooks import hooks_of, is_scripts
 from recycle_plugin.runtime.state.undo import rules
 from recycle_plugin.runtime.state.undo.kept import Keeper, KeptCopies, Small
@@ -48,6 +48,7 @@ class Inverse:
         self._kept: set[str] = set()  # names of gradients that the keeper has
         self._gradients = KeptCopies()  # all other gradients
         self._others = KeptCopies()  # state tensors that the rule does not invert: step counts
+        self._seen: object = None  # marks of the state before hooks of the script that run before the step
         # stock optimizers' own tensors are scratch
         stock = type(self._optimizer).__module__.startswith(("torch.", "deepspeed."))
         attributes = {} if stock else self._of.attributes.tensors()
@@ -64,10 +65,24 @@ class Inverse:
         self._small.forget()
 
     @torch.no_grad()
+    def before_hooks(self) -> None:
+        """Note the state, if hooks of the script are about to run: they may change gradients only."""
+        self._seen = self._marks() if any(map(is_scripts, hooks_of(self._optimizer)[0])) else None
+
+    def _marks(self) -> object:
+        return as_text(self._of.shared()), marks(self._whole.tensors(following=False))
+
+    @torch.no_grad()
     def before_step(self) -> None:
         """Keep gradients and what cannot be computed back; raises RecycleError if the step could not be taken back."""
         _check_groups(self._optimizer, self._rule)
         _check_hooks(self._optimizer)
+        seen, self._seen = self._seen, None
+        if seen is not None and seen != self._marks():
+            raise _refused(
+                "cannot take back what the script's hooks change before a step other than gradients",
+                'write "snapshot", or make the change between steps',
+            )
         parameters = self._of.parameters()
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if any(gradient.is_sparse for gradient in gradients.values()):
