@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from recycle_plugin.core.coordinator.mirror import Known
+from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_coordinator import Placed
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.mirroring import SentBack
+from recycle_plugin.core.messages.mirroring import Got, SentBack, Snapshot, Taken
 from recycle_plugin.runtime.control.connections import SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.in_process import InProcess
@@ -63,6 +65,27 @@ async def test_who_has_turned_is_sent_back_by_one_that_never_leads():
         made.send_all_back()
         assert await asyncio.to_thread(end.receive, PATIENCE_S) == SentBack()
         end.close()
+
+
+async def test_once_elected_it_takes_in_and_confirms_nothing_more(monkeypatch):
+    """The coordinator would let it out, perhaps a membership without those that have turned, and go on with that."""
+    fars: list[InProcess] = []
+    control = InLoop(InProcess(fars.append))
+    made = Candidate(way(("127.0.0.1", 1)), control, "127.0.0.1")
+    made.entrance.open()
+    elected = asyncio.create_task(made.elected())
+    try:
+        fars[0].send(Snapshot(json.dumps(dump(Switchboard(4, 1, "a job", 0.0, "h"))).encode(), True, 1))
+        while made._known is None or not isinstance(fars[0].receive(), Got):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(Known, "is_elected", lambda self, port, turned: True)
+        made._count()
+        fars[0].send(Taken("tick", 1.0, waits=True))
+        known = await asyncio.wait_for(elected, PATIENCE_S)
+        assert known is not None and known.count == 1 and fars[0].receive(0.1) is None
+    finally:
+        await made.entrance.close()
+        control.close()
 
 
 async def test_a_hello_that_comes_late_is_passed_on_like_those_before():

@@ -201,6 +201,7 @@ class Candidate:
     def _count(self) -> None:
         if self._turned.elect(self.entrance.address[1], self._known):
             self._enough.set()
+            self._control.close()  # what is confirmed from now on, the coordinator would go on with
 
 
 def _warn(text: str) -> None:
