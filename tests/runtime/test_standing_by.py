@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import pytest
+
+from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.coordinator.mirror import Known
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.switchboard import Switchboard
@@ -17,6 +22,7 @@ from recycle_plugin.runtime.control.connections import SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.processes import standing_by
+from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.standing_by import Candidate
 from tests.support.secret import way
 
@@ -102,3 +108,29 @@ async def test_a_hello_that_comes_late_is_passed_on_like_those_before():
         assert await asyncio.to_thread(ends[1].receive, PATIENCE_S) is None and ends[1].broken is not None
         for end in ends:
             end.close()
+
+
+@pytest.mark.parametrize("dead", (True, False))
+async def test_whose_connection_ends_goes_on_if_the_coordinator_is_dead_and_else_makes_room_for_the_next(
+    dead, monkeypatch
+):
+    """Its guard keeps one only: with one that never hears of the coordinator again, nobody would stand by."""
+
+    async def follow(way: object, learnt: list[Known]) -> None:
+        learnt.append(Known(Switchboard(4, 1, "a job", 0.0, "h"), 1))
+
+    async def go_on(*said: object) -> object:
+        return said[-1]
+
+    monkeypatch.setattr(standing_by, "_follow", follow)
+    monkeypatch.setattr(standing_by, "call_this", lambda name: None)
+    monkeypatch.setattr(standing_by.Hosted, "go_on", go_on)
+    monkeypatch.setattr(standing_by, "ALONE_S", PATIENCE_S if dead else 0.05)
+    (near, far), reader, secret = socket.socketpair(), asyncio.StreamReader(), SecretFile(Path("none"), given=False)
+    standing = asyncio.create_task(standing_by._here(("127.0.0.1", 1), secret, {}, Pipe(near), reader))
+    await asyncio.sleep(0)
+    if dead:
+        reader.feed_data(b'{"lead": "it was killed", "store": 7}\n')
+    assert await asyncio.wait_for(standing, PATIENCE_S) == ("it was killed" if dead else None)
+    near.close()
+    far.close()

@@ -30,6 +30,7 @@ from recycle_plugin.runtime.system.console import say
 
 CONNECT_S = 60.0  # how long a standby tries to reach the coordinator
 LOOK_S = 0.5  # s between tries
+ALONE_S = 30.0  # how long the guard may take to say that the coordinator at the end of a broken connection is dead
 Address = tuple[str, int]
 
 
@@ -52,10 +53,15 @@ def stand_by(environment: dict[str, str], line: socket.socket, address: Address 
 async def _here(
     address: Address, secret: SecretFile, environment: dict[str, str], guard: Pipe, reader: asyncio.StreamReader
 ) -> Hosted | None:
-    """Return the new host once the guard says so; None if no state is known to go on from: this process then ends."""
+    """Return the new host once the guard says so. None if no state is known to go on from, or if the connection has
+    ended and the guard says nothing: this process then ends, and the guard starts another one.
+    """
     learnt: list[Known] = []
     following = asyncio.create_task(_follow(ControlWay(address, secret), learnt))
-    said = json.loads(await reader.readline() or "{}")
+    hearing = asyncio.create_task(reader.readline())
+    await asyncio.wait((following, hearing), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((hearing,), timeout=ALONE_S if following.done() else None)
+    said = json.loads(hearing.result() or "{}") if hearing.done() else {}
     if "lead" not in said:
         return None
     await following
