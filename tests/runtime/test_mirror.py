@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
-from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken
+from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken, Turns
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 from recycle_plugin.runtime.control import coordinator as server
 from recycle_plugin.runtime.control.connections import connect
@@ -187,6 +187,24 @@ async def test_a_connection_that_is_made_again_at_the_same_coordinator_goes_on()
         while control.line in coordinator._board.lines:
             await asyncio.sleep(0.01)
         assert await asyncio.to_thread(control.resume, hello, PATIENCE_S) is None
+
+
+async def test_who_stays_away_once_more_may_stay_as_long_as_before(monkeypatch):
+    later: list = []
+    async with one_worker() as (coordinator, control, hello):
+        monkeypatch.setattr(coordinator, "_later", lambda after_s, happen, line: later.append((happen, line)))
+        for times in (1, 2):
+            control.send(Turns(0))
+            control.close()
+            while len(later) < times:
+                await asyncio.sleep(0.01)
+            if times == 1:
+                assert await asyncio.to_thread(control.resume, hello, PATIENCE_S)
+        (first, line), (second, _) = later
+        first(line)
+        assert line in coordinator._board.lines
+        second(line)
+        assert line not in coordinator._board.lines
 
 
 async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatch):

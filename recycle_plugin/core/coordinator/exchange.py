@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from recycle_plugin.core.coordinator.facts.output import Event
@@ -43,6 +44,7 @@ class Exchange:
             self._shift_s = known.now - self._now()
         self._heard: dict[int, Port] = {}  # by line: where it is heard
         self._away: set[int] = set()  # lines whose other ends break them and come again
+        self._absences, self._absent = 0, dict[int, int]()  # how many there were; by line, the number of its last one
         self._told: dict[int, Port] = {}  # by line: where it is told
         self._closing = False
         self.mirror = Mirror(
@@ -152,13 +154,15 @@ class Exchange:
         del self._heard[line]
         if line in self._away:
             self._away.remove(line)
-            self._later(BACK_S, self._see_whether_back, line)
+            self._absences += 1
+            self._absent[line] = self._absences
+            self._later(BACK_S, partial(self._see_whether_back, absence=self._absences), line)
         else:
             self._take("closed", line)
 
-    def _see_whether_back(self, line: int) -> None:
-        """Take a connection for broken whose other end has not come again."""
-        if not self._closing and line not in self._heard:
+    def _see_whether_back(self, line: int, absence: int = 0) -> None:
+        """Take a connection for broken whose other end has not come again. After another ``absence`` it may still."""
+        if self._absent.get(line, 0) == absence and line not in self._heard:
             self._take("closed", line)
 
     def _begin_term(self, address: str) -> None:
