@@ -78,7 +78,7 @@ def _section(command: list[str], *settings: str) -> dict[str, Any]:
         from recycle_plugin.settings.wording import SECTION  # slow to import
 
         found = json.loads(text).get(SECTION)
-    except (IndexError, OSError, ValueError, AttributeError):
+    except (IndexError, OSError, ValueError, AttributeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

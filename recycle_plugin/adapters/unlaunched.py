@@ -49,7 +49,7 @@ def _enables(path: str) -> bool:
         with open(path) as file:
             section = json.load(file)
         return bool(section.get("recycle", section)["enabled"])
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -32,8 +32,9 @@ def test_what_is_written_is_read(tmp_path):
     assert read(tmp_path / "tag") == places(4, 6) and read(tmp_path) == {}
 
 
-def test_a_file_that_is_no_place(tmp_path):
-    (tmp_path / "recycle_iterator_0.0.json").write_text("{}")
+@pytest.mark.parametrize("text", ("{}", "[" * 100_000), ids=("empty", "deep"))
+def test_a_file_that_is_no_place(tmp_path, text):
+    (tmp_path / "recycle_iterator_0.0.json").write_text(text)
     with pytest.raises(RecycleError, match=r"recycle_iterator_0\.0\.json can't be read"):
         read(tmp_path)
 

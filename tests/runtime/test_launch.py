@@ -51,12 +51,13 @@ def test_local_rank_goes_behind_the_script():
         ({"recycle": {"enabled": True, "placement": "apart"}}, "deepspeed"),  # which the workers refuse
         ({"placement": "spread"}, "deepspeed"),
         (["placement"], "deepspeed"),
+        ('{"placement": ' + "[" * 100_000, "deepspeed"),
     ],
 )
 @pytest.mark.parametrize("joined", (True, False))
 def test_placement_is_read_from_the_config_on_the_command_line(tmp_path, config, says, joined):
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
     named = [f"--deepspeed_config={path}"] if joined else ["--deepspeed_config", str(path)]
     assert placement(["train.py", "--steps", "3", *named, "--fp32"]) == says
 

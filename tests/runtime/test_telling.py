@@ -118,13 +118,14 @@ def committed(step: int) -> Event:
         ({"port": "x"}, "it.port is 'x', and it has to be int"),
         ({"port": 99999}, "it can't be: 99999 is no port"),
         ({"tls": 7}, "it.tls is 7, and it has to be str | None"),
-        (None, "it is no JSON"),
+        ("{", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
     ],
 )
 def test_a_way_to_a_job_that_is_malformed_is_refused_in_one_line(tmp_path, changed, said):
     access = OperatorAccess(("127.0.0.1", 1), SECRET)
     assert access.write(tmp_path) == "" and OperatorAccess.read(tmp_path).address == access.address
     path = tmp_path / FILE
-    path.write_text("{" if changed is None else json.dumps(json.loads(path.read_text()) | changed))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path} is no file of a job')}'s: {re.escape(said)}$"):
         OperatorAccess.read(tmp_path)

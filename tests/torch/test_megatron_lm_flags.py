@@ -76,7 +76,7 @@ def test_the_section_stands_alone_or_under_its_name(tmp_path: Path, text: str) -
     assert entry.read_section(str(tmp_path / "r.json")) == {"enabled": True}
 
 
-@pytest.mark.parametrize("text", (None, "[1]", "{"))
+@pytest.mark.parametrize("text", (None, "[1]", "{", "[" * 100_000))
 def test_a_file_that_has_no_section_is_refused_in_a_line(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "r.json").write_text(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.adapters.unlaunched import CONFIG, LAUNCHED, MEGATRON_SAID, SAID
+from recycle_plugin.adapters.unlaunched import CONFIG, LAUNCHED, MEGATRON_SAID, SAID, _enables
 
 ASKED_FIRST = "torch, importlib.util; importlib.util.find_spec('deepspeed.runtime.config')"  # as transformers does
 SCRIPT = """
@@ -17,6 +17,12 @@ import {first}
 from deepspeed.runtime.config import DeepSpeedConfig
 DeepSpeedConfig({{"train_batch_size": 1, "recycle": {section}}})
 """
+
+
+def test_a_file_that_is_no_section_switches_nothing_on(tmp_path: Path) -> None:
+    for text in ("{", "[]", "[" * 100_000):
+        (tmp_path / "r.json").write_text(text)
+        assert not _enables(str(tmp_path / "r.json"))
 
 
 @pytest.mark.parametrize(

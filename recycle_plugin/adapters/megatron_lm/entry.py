@@ -79,7 +79,7 @@ def read_section(path: str) -> dict[str, Any]:
     """Return the section in the JSON file ``path``: its value under "recycle", or the whole file."""
     try:
         section = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecycleError(f"{FLAG} {path}: {error}; {EXAMPLE}") from None
     if not isinstance(section, dict):
         raise RecycleError(f"{FLAG} {path} is no JSON object: {EXAMPLE}")

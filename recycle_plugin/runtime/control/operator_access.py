@@ -48,7 +48,7 @@ class OperatorAccess:
             said = read(_Said, json.loads(path.read_text()), "it")
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             said = Unreadable("it", "is no JSON")
         if isinstance(said, Unreadable):
             raise ValueError(f"{path} is no file of a job's: {said}")

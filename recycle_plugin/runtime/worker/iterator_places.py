@@ -62,7 +62,7 @@ def read(folder: Path) -> dict[int, IteratorPlace]:
     for file in sorted(folder.glob(f"{PREFIX}*.json")):
         try:
             place = IteratorPlace(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise RecycleError(f"load_checkpoint: {file} can't be read: {error}; load another checkpoint") from error
         found[place.replica] = place
     return found
