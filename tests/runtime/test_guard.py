@@ -144,6 +144,50 @@ def test_where_there_is_no_room_for_another_supervisor_it_comes_later(monkeypatc
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
+@pytest.mark.parametrize("host", (False, True))
+def test_where_there_is_no_room_at_the_start_the_guard_tries_again(monkeypatch, host):
+    """Both forks of rank 0's guard; the host, which is there before, is ready meanwhile."""
+    monkeypatch.setattr(guard, "os", Full(1, 3, 4) if host else Full(1, 2))
+    monkeypatch.setattr(guard, "NO_ROOM_S", 0.1)
+    pid = in_a_process(guard.Guard(introduced, ready if host else None).hold)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_where_there_is_no_room_for_long_the_guard_ends_in_one_line(monkeypatch):
+    monkeypatch.setattr(guard, "os", Full(*range(1000)))
+    monkeypatch.setattr(guard, "NO_ROOM_S", 0.01)
+    monkeypatch.setattr(guard, "WITHIN_S", 0.1)
+    read, write = os.pipe()
+
+    def hold() -> int:
+        sys.stderr = os.fdopen(write, "w")
+        code = guard.Guard(introduced).hold()
+        sys.stderr.flush()
+        return code
+
+    pid = in_a_process(hold)
+    os.close(write)
+    with open(read) as output:
+        (said,) = output.read().splitlines()
+    assert "error: there was no room for this rank's processes" in said and os.strerror(errno.EAGAIN) in said
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def introduced(line: socket.socket) -> int:
+    """Ends with code 7 once it is told what is held."""
+    return 7 if (heard := guard.Pipe(line).heard()) and "held" in heard[0] else 1
+
+
+def ready(line: socket.socket) -> int:
+    """Is ready, and ends once the supervisor has."""
+    end = guard.Pipe(line)
+    end.tell(ready=True)
+    while (heard := end.heard()) is not None:
+        if any("through" in message for message in heard):
+            return 0
+    return 1
+
+
 def killed_once(line: socket.socket, test: socket.socket) -> int:
     """Is killed, or ends with code 7, as the test says."""
     test.sendall(b"begun\n")

@@ -159,10 +159,14 @@ class Guard:
         if (signals := signal_info.opened()) is not None:
             signal_info.block()
             self._watch(signals, lambda: self._came(signal_info.heard(signals)))
-        if self._host is not None:
-            self._host_pid, self._hosted = self._fork(self._host, self._hear_host, HOST)
-            self._have_one_stand_by()
-        self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor, SUPERVISOR)
+        try:
+            if self._host is not None:
+                self._host_pid, self._hosted = self._first(self._host, self._hear_host, HOST)
+                self._have_one_stand_by()
+            self._supervisor_pid, self._supervisor = self._first(self._supervise, self._hear_supervisor, SUPERVISOR)
+        except OSError as error:
+            say(f"error: there was no room for this rank's processes for {WITHIN_S:.0f} s ({error.strerror})")
+            return 1
         self._introduce()
         while self._result is None:
             waits = self._copies.wait_s, _left_s(self._again_at), _left_s(self._begin_at)
@@ -212,6 +216,17 @@ class Guard:
         self._watch(near, hear)
         return pid, Pipe(near)
 
+    def _first(self, child: Child, hear: Callable[[], None], name: str) -> tuple[int, Pipe]:
+        """Fork a child as :meth:`_fork`, at the start; raises OSError if there is no room for it for WITHIN_S."""
+        until = time.monotonic() + WITHIN_S
+        while True:
+            try:
+                return self._fork(child, hear, name)
+            except OSError:
+                if time.monotonic() >= until:
+                    raise
+            self._serve(NO_ROOM_S)
+
     def _begin(self) -> None:
         """Start another supervisor. If there is no room for a process now, try again: the worker trains meanwhile."""
         try:
@@ -225,7 +240,7 @@ class Guard:
         self._introduce()
 
     def _introduce(self) -> None:
-        if self._ready:
+        if self._ready and self._supervisor_pid:
             held = {
                 "rank": self._rank,
                 "incarnation": self._incarnation,
