@@ -67,6 +67,20 @@ def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
     ]
 
 
+def test_an_answer_that_comes_again_or_behind_a_later_one_extends_nothing(coordinator):
+    """Nor one to a beat that was never sent; the thread that hears the coordinator goes on."""
+    heartbeats = coordinator.session(0).heartbeats
+    for _ in range(3):
+        heartbeats.beat()
+    heartbeats.heard(Lease(2, 60.0))
+    until = heartbeats.lease_until
+    for number in (2, 1, 7):
+        heartbeats.heard(Lease(number, 600.0))
+        assert heartbeats.lease_until == until
+    heartbeats.heard(Lease(3, 60.0))
+    assert heartbeats.lease_until >= until
+
+
 def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
     session = coordinator.session(0)
     session.waiting.for_lease("0REDUCE@4")  # nothing was promised yet, and nobody can have been given up

@@ -104,9 +104,12 @@ class Heartbeats:
             )
 
     def heard(self, answer: Lease) -> None:
-        """Extend the lease by the coordinator's answer; it counts from the time when the heartbeat was sent."""
+        """Extend the lease by the coordinator's answer; it counts from the time when the heartbeat was sent. An answer
+        that comes twice, or behind a later one, changes nothing.
+        """
         with self._lock:
-            sent = self._sent[answer.number]
+            if (sent := self._sent.get(answer.number)) is None:
+                return
             self._sent = {number: when for number, when in self._sent.items() if number > answer.number}
             self.lease_until = sent + answer.for_s
 
