@@ -54,11 +54,20 @@ class Plugin:
 
     def install(self) -> None:
         """Wrap the functions once they are imported. Call it before the training script runs."""
-        wrappers = {"deepspeed": self._wrap_deepspeed, "accelerate.accelerator": self._prepare_accelerate}
+        wrappers = {
+            "deepspeed": self._wrap_deepspeed,
+            "accelerate.accelerator": self._prepare_accelerate,
+            hugging_face.CHECKPOINTS: self._wrap_search,
+        }
         AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), **wrappers}).install()
 
     def _prepare_accelerate(self, module: ModuleType) -> None:
         hugging_face.imported(module, self.session)
+
+    def _wrap_search(self, module: ModuleType) -> None:
+        stock = module.get_last_checkpoint
+        wrapped = functools.wraps(stock)(partial(hugging_face.last_checkpoint, stock, self.session))
+        _put_in_place("transformers", stock.__name__, stock, wrapped)
 
     # --- torch -------------------------------------------------------------------------------------
 

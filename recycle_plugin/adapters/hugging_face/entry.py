@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,8 @@ from recycle_plugin.versions import HUGGING_FACE, releases
 TRAINER, LOOP = "Hugging Face's Trainer", "Hugging Face's Accelerate"
 DRIVERS = {"transformers": TRAINER, "accelerate": LOOP}
 MODELS = "transformers.modeling_utils"
+CHECKPOINTS = "transformers.trainer_utils"
+STATE = "trainer_state.json"  # which a Trainer writes last into its checkpoint
 IMPLIED = {"batch": "shrink", "rejoin": "never"}
 
 
@@ -72,6 +76,29 @@ def imported(module: ModuleType, session: Session) -> None:
 
     loop.note_trackers(module, session)
     one_process.install(session)
+
+
+def last_checkpoint(stock: Callable[[str], str | None], session: Session, folder: str) -> str | None:
+    """Return the last checkpoint in ``folder``, as ``stock`` does; in a newcomer whose script has imported the Trainer,
+    the last one that is whole: the others may be writing one.
+    """
+    last = stock(folder)
+    if last is None or not session.view.newcomer or "transformers.trainer" not in sys.modules:
+        return last
+    kind = Path(last).name.rpartition("-")[0]
+    numbers = [
+        number for path in Path(folder).glob(f"{kind}-*") if (number := path.name.rpartition("-")[2]).isdecimal()
+    ]
+    by_number = (str(Path(folder, f"{kind}-{number}")) for number in sorted(numbers, key=int, reverse=True))
+    return next(filter(_is_whole, by_number), None)
+
+
+def _is_whole(checkpoint: str) -> bool:
+    try:
+        json.loads(Path(checkpoint, STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _returns(settings: Settings) -> bool:
