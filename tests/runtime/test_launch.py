@@ -535,13 +535,19 @@ async def no_room(*_: object) -> int:
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
+def no_witness() -> None:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 def test_where_there_is_no_room_for_a_process_it_is_said_in_one_line(capsys, monkeypatch):
     """As the store's, of a coordinator or of who takes its place, or a worker of a launcher for one host."""
     assert hosted.in_one_line(no_room) == 1
     monkeypatch.setattr(one_host.Launcher, "run", no_room)
     assert one_host.main(one_host.Launcher(["train.py"], 1, 1, "deepspeed", {}, None)) == 1
+    monkeypatch.setattr(one_host, "Witness", no_witness)
+    assert one_host.main(one_host.Launcher(["train.py"], 1, 1, "deepspeed", {}, None)) == 1
     line = "recycle: error: [Errno 11] Resource temporarily unavailable\n"
-    assert capsys.readouterr().err == 2 * line
+    assert capsys.readouterr().err == 3 * line
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,9 @@ class Launcher:
 
 def main(launcher: Launcher) -> int:
     """Run the launcher's job in an event loop and return the exit code. Prints what could not be started."""
-    witness = Witness()
+    witness: Witness | None = None
     try:
+        witness = Witness()
         return asyncio.run(launcher.run(witness))
     except (BadMaster, OSError, NoCredentials, TooFewDescriptors) as error:
         say(f"error: {error}")
@@ -147,4 +148,5 @@ def main(launcher: Launcher) -> int:
     except asyncio.CancelledError:
         return 1
     finally:
-        witness.close()
+        if witness is not None:
+            witness.close()
