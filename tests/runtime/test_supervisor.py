@@ -144,6 +144,18 @@ async def test_without_a_coordinator_its_worker_is_told_to_end(monkeypatch):
         assert worker.signals == [signal.SIGTERM]
 
 
+async def test_a_worker_that_no_signal_ends_holds_nobody_up(monkeypatch, capsys):
+    """Its process may be stuck in a driver for good."""
+    monkeypatch.setattr(supervisor, "KILLED_S", 0.01)
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        worker.send_signal = worker.signals.append
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        assert worker.signals[:2] == [signal.SIGTERM, signal.SIGKILL]
+        far.close()
+    assert "warning: the process of rank 1 does not end, though it was killed" in capsys.readouterr().err
+
+
 async def test_one_that_can_not_hear_any_more_ends_its_worker_and_says_why(monkeypatch, capsys):
     async def resume(*_: object) -> None:
         raise RuntimeError("can't start new thread")

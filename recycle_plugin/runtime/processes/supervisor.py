@@ -69,6 +69,7 @@ ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 JOIN_S = 10.0  # how long a supervisor that joins tries to reach the coordinator
 NOBODY = -1  # the rank of a supervisor that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
+KILLED_S = 60.0  # how long the end of a killed worker may take, with much memory to give back
 
 
 async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: float | None = None) -> T | None:
@@ -416,7 +417,8 @@ class Supervisor:
             if self._alone and number == signal.SIGTERM:  # the worker has not said so
                 say(f"the job ends: {COORDINATOR_GONE}; the process of {named(self._rank)} runs on, and is ended")
             worker.send_signal(number)
-        await exit_code
+        if not (await asyncio.wait({exit_code}, timeout=KILLED_S))[0]:  # it is stuck in a driver, say
+            say(f"warning: the process of {named(self._rank)} does not end, though it was killed")
 
     async def _send_heartbeats(self, worker: Process) -> None:
         """Report at intervals the state of the worker's process; also by datagram if the last report is held up."""
