@@ -33,6 +33,7 @@ from recycle_plugin.core.messages.from_workers import (
     Ready,
     Serving,
     StateHash,
+    SupervisorHeartbeat,
     SurvivorReport,
 )
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
@@ -150,6 +151,7 @@ def test_who_does_not_report_in_time_is_called_off_and_announced_again():
     generations: list[Generation] = []
     while not generations:
         assert played.now < 1100, "the others wait for good"
+        played.membership.receive(SupervisorHeartbeat(2, False, 0.0, incarnation=1), played.now)
         for rank in STAYING:
             played.signs(rank)
         generations = said(played.tick(TICK_S), Generation)
