@@ -456,6 +456,15 @@ def test_a_newcomer_of_whose_host_nothing_is_heard_any_more_leaves_a_seat():
     assert not orders(dies(membership, 1)), "its host is back, and the seat is another's"
 
 
+def test_a_newcomer_whose_host_was_silent_for_a_while_has_a_successor_there_once_that_is_heard_of():
+    membership = newcomer(heartbeat_timeout_s=3.0)
+    membership.receive(SupervisorHeartbeat(2, False, incarnation=1), 20.0)
+    out = membership.tick(23.5)
+    assert kinds(out, "not_restarted") and not orders(out)
+    assert orders(dies(membership, 1)) == [(2, 2, 2.0)]
+    assert not orders(dies(membership, 1)), "once"
+
+
 def test_all_of_it_survives_being_written_down():
     membership = newcomer(replicas=4, stages=1, heartbeat_timeout_s=3.0)
     dies(membership, 1)

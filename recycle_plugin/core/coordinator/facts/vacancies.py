@@ -122,8 +122,15 @@ class Vacancies:
         self._fill(seat, ending, now, out)
 
     def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
-        """Handle the end of a process that is no member. Return the newcomers that are ended with it."""
+        """Handle the end of a process that is no member. Return the newcomers that are ended with it. If its host was
+        taken for gone, that is heard of again, and starts the next process.
+        """
+        seat = self._seats[message.rank]
         if not self.is_newcomer(message.worker):
+            if seat.silent and seat.vacancy is not None and seat.vacancy.before == message.worker:
+                seat.silent = False
+                self._goes_with(message)
+                self._fill(seat, ending, now, out)
             return []
         self._goes_with(message)
         return self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
@@ -173,7 +180,7 @@ class Vacancies:
         """Have the supervisors of ``seats``, of one unit, start its next holders, unless one of them can't."""
         if any(seat.away or seat.host in self._drained for seat in seats):
             return
-        unguarded = any(seat.unguarded for seat in seats)
+        unguarded = any(seat.unguarded or seat.silent for seat in seats)
         for seat in seats:
             assert seat.vacancy is not None and seat.vacancy.before is not None, "somebody has held it"
             before, how = seat.vacancy.before, seat.vacancy.how
@@ -263,7 +270,7 @@ class Vacancies:
         gone: list[WorkerId] = []
         for worker in self.newcomers:
             if self.is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
-                self._seats[worker.rank].unguarded = True
+                self._seats[worker.rank].silent = True
                 out.fence(worker, "its host is gone")
                 gone += [worker, *self._in_vain(worker, "its host is gone", ending, now, out)]
         while self._spares and not ending and (ranks := self._gone(unreachable, now)):
