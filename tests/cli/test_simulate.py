@@ -75,15 +75,6 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
     )
 
 
-def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
-    steps = {}
-    for placement in ("alone", "stage"):
-        more = f"--dp 6 --micro-batches 4 --mtbf 1h --hours 2 --placement {placement} --json"
-        assert main(f"{SIZED} {more}".split()) == 0
-        steps[placement] = json.loads(capsys.readouterr().out)["segments"][0]["step_s"]
-    assert steps["stage"] < steps["alone"], "sums stay inside the host"
-
-
 def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
     degraded = {}
     for cap in ("2GiB", "auto"):
@@ -100,7 +91,6 @@ def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
         ("--mtbf 10m --machine moon", "one of local, cluster, free"),
         ("--mtbf 10m --hours 0", "more than 0"),
         ("--mtbf 1m --hours 5 --back never", "without a worker"),
-        ("--mtbf 10m --placement stage", "--preset"),
         ("--mtbf 10m --png x.png", "go with --fault"),
         ("--mtbf 10m --restart", "go with --fault"),
         ("--fault nonsense", "is no fault"),

@@ -125,7 +125,6 @@ def test_no_json(tmp_path: Path) -> None:
         profile.read(tmp_path / "x")
 
 
-def test_placement_decides_which_line_is_used() -> None:
-    alone, replica, stage = (MEDIUM.costs(4, 6, placement=placement) for placement in ("alone", "replica", "stage"))
-    assert alone.communication == stage.communication == replica.communication_across > replica.communication
-    assert stage.reduce[0] < alone.reduce[0] < replica.reduce[0], "inside the host, a line of one's own, a shared line"
+def test_a_link_without_bandwidth_is_refused() -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        Wire(0, 0)

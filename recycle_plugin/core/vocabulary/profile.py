@@ -160,18 +160,15 @@ class Profile:
         rows[-1] = (*rows[-1], self.last)
         return tuple(rows)
 
-    def costs(self, stages: int, replicas: int, fused: bool = False, placement: str = "alone") -> CostModel:
-        """Return the cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
-
-        ``placement``: who shares a host. "alone": nobody; "replica": a replica's stages, whose sums share the host's
-        line; "stage": a stage's replicas, whose sums stay inside. ``fused``: B as measured; otherwise I + W.
+    def costs(self, stages: int, replicas: int, fused: bool = False) -> CostModel:
+        """Return the cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring. ``fused``: B as
+        measured; otherwise I + W. Each worker has a host of its own.
         """
         rows = self.parts(stages)
 
         def each(name: str) -> tuple[int, ...]:
             return tuple(round(sum(getattr(part, name) for part in row)) for row in rows)
 
-        ring = self.inside if placement == "stage" else self.across
         gradients = [
             self.gradient_bytes_each * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows
         ]
@@ -179,11 +176,8 @@ class Profile:
             each("forward_us"),
             each("input_us"),
             each("weight_us"),
-            communication=(self.inside if placement == "replica" else self.across).transfer_us(self.boundary_bytes),
-            communication_across=self.across.transfer_us(self.boundary_bytes) if placement == "replica" else None,
-            reduce=tuple(
-                ring_us(ring, size * (stages if placement == "replica" else 1), replicas) for size in gradients
-            ),
+            communication=self.across.transfer_us(self.boundary_bytes),
+            reduce=tuple(ring_us(self.across, size, replicas) for size in gradients),
             step=each("step_us"),
             backward=each("backward_us") if fused else (),
             activation_bytes=each("activation_bytes"),
@@ -242,13 +236,10 @@ def read(path: str | Path) -> Profile:
         raise ValueError(f"{path} is no profile: {error}") from None
 
 
-def read_costs(path: str | Path) -> Profile | CostModel:
-    """Return the profile in the JSON file ``path``, or the stages' :class:`CostModel`. Raises as :func:`read`."""
-    return read_measured(path)[0]
-
-
 def read_measured(path: str | Path) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
-    """Return what :func:`read_costs` does, and the measured bytes of each stage, if the file has them."""
+    """Return the profile in the JSON file ``path``, or the stages' :class:`CostModel`, and the measured bytes of each
+    stage, if the file has them. Raises as :func:`read`.
+    """
     try:
         found = json.loads(Path(path).read_text())
         if not isinstance(found, dict) or "forward" not in found:

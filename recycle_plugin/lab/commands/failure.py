@@ -18,14 +18,12 @@ DRAWN_COLUMNS = 120
 def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     """Play the steps, write and print what is asked for, and return the exit code. Raises ValueError."""
     from recycle_plugin import planner
-    from recycle_plugin.lab.simulator.network import between
     from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 
     faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:
         raise ValueError(f"--steps {found.steps}: at least 1")
-    lines = between(given.profile, found.placement, given.view.topology.stages)
-    job = SimulatedJob(given.view, given.costs, given.policy, machine, lines)
+    job = SimulatedJob(given.view, given.costs, given.policy, machine)
     try:
         ran = job.run(found.steps, faults)
         restarted = replace(job, keep=False).run(found.steps, faults) if found.restart else None

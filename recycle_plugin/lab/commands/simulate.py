@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from recycle_plugin.commands.given import JobArguments, add_job, job
@@ -30,7 +30,6 @@ in step 1; "kill 1.2 after 2STEP@1": behind its optimizer's step.
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
 of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
 """
-PLACEMENTS = ("alone", "replica", "stage")
 RESTARTED = "1s"  # until a supervisor starts the next process of a lost worker
 _SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -52,13 +51,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="with --fault: print beside it what is run again where an interrupted step starts anew, and nothing of it "
         "is kept",
-    )
-    made.add_argument(
-        "--placement",
-        default="alone",
-        choices=PLACEMENTS,
-        help="with a profile or preset, who shares a host and its one line: nobody (default), a replica's stages, a "
-        "stage's replicas",
     )
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
@@ -95,7 +87,7 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
     changes, length_s = failures(found, len(given.view.live))
     try:
-        result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed, found.placement)
+        result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed)
     except planner.PlanError as error:
         raise ValueError(str(error)) from None
     result["machine"] = {"name": found.machine, **asdict(costs)}
@@ -104,16 +96,10 @@ def run(found: argparse.Namespace) -> int:
 
 
 def given_job(found: argparse.Namespace) -> JobArguments:
-    """Return the job that the arguments describe, with the costs of its placement. Raises ValueError for bad input."""
+    """Return the job that the arguments describe. Raises ValueError for bad input."""
     from recycle_plugin.lab.planner import analytic
 
-    given = job(found, milliseconds=True, taken=analytic.preset(found.preset) if found.preset else None)
-    if found.placement == "alone":
-        return given
-    if given.profile is None:
-        raise ValueError(f"--placement {found.placement} needs the sizes of tensors: give --profile or --preset")
-    shape = given.view.topology
-    return replace(given, costs=given.profile.costs(shape.stages, shape.replicas, found.no_split, found.placement))
+    return job(found, milliseconds=True, taken=analytic.preset(found.preset) if found.preset else None)
 
 
 def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
@@ -143,21 +129,17 @@ def span(text: str, name: str) -> float:
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
-def simulate(
-    given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int, placement: str
-) -> dict:
+def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
     """Simulate a job's hours and return everything to print: times in seconds, throughput in samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
-    from recycle_plugin.lab.simulator.network import between
 
     shape = given.view.topology
-    lines = between(given.profile, placement, shape.stages)
     states = () if given.profile is None else given.profile.state_bytes(shape.stages)
     copies = [costs.copy.transfer_us(size) for size in states]
-    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, lines)
+    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed)
     history = trainer.run(changes, length_s)
-    stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B), lines).of(given.view)
+    stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B)).of(given.view)
     samples = shape.replicas * shape.micro_batches * (1 if given.profile is None else given.profile.micro_batch)
 
     def rate(period_us: int) -> float:

@@ -34,10 +34,8 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.machine_constants import MachineCosts
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.lab.simulator.network import Network
 from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.lab.simulator.predict import predict
-from recycle_plugin.lab.simulator.virtual import Conditions
 
 # the most (stage, micro-batch) pairs of a step that is simulated; a larger step has its plan's time
 SIMULATED = 4_000
@@ -62,9 +60,8 @@ class StepPeriod:
 class StepPeriods:
     """The step times by membership, worked out once for all numberings of the replicas."""
 
-    def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
-        """Begin without any. ``network`` opens a membership's lines; steps above SIMULATED never wait for a line."""
-        self._costs, self._policy, self._network = costs, policy, network
+    def __init__(self, costs: CostModel, policy: Policy) -> None:
+        self._costs, self._policy = costs, policy
         self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], StepPeriod] = {}
 
     def __len__(self) -> int:
@@ -82,7 +79,7 @@ class StepPeriods:
         shape = view.topology
         if shape.stages * shape.replicas * shape.micro_batches > SIMULATED:
             return StepPeriod(max(plan.span_us, plan.period_us), plan.period_us, plan.bound_us)
-        predicted = predict(plan, self._costs, STEPS, Conditions(self._network() if self._network else None))
+        predicted = predict(plan, self._costs, STEPS)
         return StepPeriod(predicted.first_step_us, predicted.period_us, plan.bound_us)
 
 
@@ -186,7 +183,7 @@ class SimulatedHistory:
 
 class SimulatedTrainer:
     """A trainer that plays changes of the membership. ``copy_us``: time to copy each stage's state to one worker.
-    ``normalise``: move workers if that pays. ``network``: opens the lines of a membership.
+    ``normalise``: move workers if that pays.
     """
 
     def __init__(
@@ -198,11 +195,10 @@ class SimulatedTrainer:
         copy_us: Sequence[int] | None = None,
         normalise: bool = True,
         seed: int = 0,
-        network: Callable[[], Network] | None = None,
     ) -> None:
         self.costs, self.policy, self.machine = costs, policy, machine
         self.copy_us = tuple(copy_us or (0,) * topology.stages)
-        self.periods = StepPeriods(costs, policy, network)
+        self.periods = StepPeriods(costs, policy)
         self.view = topology.full()
         self._normalise, self._random = normalise, random.Random(seed)
         self._full = self.periods.of(self.view)

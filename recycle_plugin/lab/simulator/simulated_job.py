@@ -25,7 +25,6 @@ from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, surviving, unfinished
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.lab.simulator.network import Network
 from recycle_plugin.lab.simulator.virtual import Conditions, VirtualState, VirtualWorld
 
 
@@ -65,15 +64,14 @@ class _Record:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job to be simulated. ``network()`` opens the lines of a generation; None: ``costs.transfer`` without
-    contention. ``keep``: survivors keep what they have of an unfinished step; otherwise it starts from its beginning.
+    """A job to be simulated. ``keep``: survivors keep what they have of an unfinished step; otherwise it starts from
+    its beginning.
     """
 
     view: ClusterView
     costs: CostModel
     policy: Policy
     machine: MachineCosts
-    network: Callable[[], Network] | None = None
     keep: bool = True
 
     def run(
@@ -90,14 +88,12 @@ class SimulatedJob:
         if a peer dies in a REDUCE. PlanError if a stage has lost all its workers; Deadlock; Torn.
         """
         scripts = {seat: FaultScript(tuple(faults), seat) for seat in {fault.seat for fault in faults}}
-        conditions = Conditions(None, self.machine.commit_us, self.machine.detection_us, scripts, dict(deaths or {}))
+        conditions = Conditions(self.machine.commit_us, self.machine.detection_us, scripts, dict(deaths or {}))
         conditions = replace(conditions, torn=torn) if torn else conditions
         view, first, record = self.view, 0, _Record()
         plan = planner.plan(view, self.costs, self.policy)
         state = VirtualState.fresh(plan, 0, parameters)
         while True:
-            if self.network is not None:
-                conditions = replace(conditions, network=self.network())
             running = world(plan, self.costs, steps - first, first, conditions, state)
             record.spans += running.run()
             done = running.committed()

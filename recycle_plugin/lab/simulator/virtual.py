@@ -1,7 +1,7 @@
 """A world in virtual time: one process drives every seat through core.worker.executor.execute.
 
 Data is where it was made or sent to; a seat waits until what ``requires`` names is there. A transfer occupies no
-worker; the network says how long it takes. REDUCE joins its stage's live workers, TIE those of all stages that share
+worker. REDUCE joins its stage's live workers, TIE those of all stages that share
 weights, VALIDATE all. Nothing else joins seats. Steps are applied by core/vocabulary/commit_rule.py.
 
 A worker dies at a named instruction or at a given time, and never ends what it is at. Once that is detected, every
@@ -35,7 +35,6 @@ from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.executor import Interrupted, execute
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.lab.simulator.network import Network, Uncontended
 from recycle_plugin.planner import lowered
 
 
@@ -61,13 +60,12 @@ Key = tuple[Seat, Datum] | Joint
 class Conditions:
     """The conditions around the workers; times in microseconds.
 
-    ``network``: None for ``costs.transfer`` without contention. ``commit_us``: from the last worker's step until all
+    ``commit_us``: from the last worker's step until all
     know it. ``detection_us``: from a death until all know it. ``scripts``: named faults, by seat. ``deaths``: when
     seats die. ``start_us``: the clock at the beginning. ``torn``: who has no result if a peer's death overlaps its
     REDUCE.
     """
 
-    network: Network | None = None
     commit_us: int = 0
     detection_us: int = 0
     scripts: Mapping[Seat, FaultScript] = field(default_factory=dict)
@@ -126,7 +124,6 @@ class VirtualWorld:
         self.dead: dict[Seat, int] = {}
         self.stopped: dict[Seat, int] = {}
         self.interrupted_us: int | None = None
-        self._network = conditions.network or Uncontended(costs)
         self._spent = {seat: {op: costs.of(op, seat.stage, seat) for op in Op} for seat in plan.programs}
         self._now, self._ticket = conditions.start_us, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
@@ -224,7 +221,7 @@ class VirtualWorld:
         if op in SENDS:
             (datum,) = self.store[seat].requires(instruction)
             assert instruction.peer is not None, f"{instruction} goes to nobody"
-            arrival = self._network.arrival(self._now, seat, instruction)
+            arrival = self._now + self.costs.transfer(seat, instruction.peer)
             self._schedule(arrival, partial(self._arrive_at, instruction.peer, datum, self.store[seat][datum]))
             return
         if op not in RECEIVES:
