@@ -12,12 +12,12 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.lab.planner.cp_sat import exact
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.climb import climb, measure
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.moves import opened
 from recycle_plugin.planner.search import net
+from tests.support.cp_sat import exact
 from tests.support.small_jobs import small_case
 
 IMPROVABLE = Topology(1, 3, 3).full(), CostModel((3,) * 3, (2, 1, 2), (3,) * 3, step=(1,) * 3), Policy(activation_cap=4)

@@ -9,8 +9,8 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.lab.planner.cp_sat import exact, exists
 from recycle_plugin.planner.make import prepare, solve
+from tests.support.cp_sat import exact, exists
 
 CAPS = (1.0, 1.5, 2.0)
 

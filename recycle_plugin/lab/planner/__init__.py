@@ -1,1 +1,1 @@
-"""Comparisons of plans: an oracle, and many cases."""
+"""Analytic profiles of named models, for the planner."""

@@ -33,38 +33,11 @@ ASSUMPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class DeviceRates:
-    """The rates of a device per second; ``product_share`` and ``memory_share`` of them are achieved."""
-
-    name: str
-    flops: float
-    product_share: float
-    bytes_per_s: float
-    memory_share: float
-    memory_bytes: int
-    inside: Wire
-    across: Wire
-
-    def product_us(self, operations: float) -> float:
-        """Return the microseconds of ``operations`` floating-point operations in matrix products."""
-        return 1e6 * operations / (self.flops * self.product_share)
-
-    def memory_us(self, size: float) -> float:
-        """Return the microseconds to read or write ``size`` bytes of memory."""
-        return 1e6 * size / (self.bytes_per_s * self.memory_share)
-
-
-A100 = DeviceRates(
-    "A100 80 GB, 80 Gbit/s between hosts",
-    312e12,
-    0.5,
-    2.0e12,
-    0.8,
-    80 << 30,
-    Wire(5, 0.8 * 300_000),
-    Wire(30, 0.9 * 10_000),
-)
+DEVICE = "A100 80 GB, 80 Gbit/s between hosts"
+FLOPS, PRODUCT_SHARE = 312e12, 0.5  # of the device per second, and the share of them that is achieved
+MEMORY_BYTES_PER_S, MEMORY_SHARE = 2.0e12, 0.8  # likewise
+DEVICE_BYTES = 80 << 30
+INSIDE, ACROSS = Wire(5, 0.8 * 300_000), Wire(30, 0.9 * 10_000)
 
 
 @dataclass(frozen=True)
@@ -110,14 +83,14 @@ def preset(name: str, micro_batch: int = 1) -> Profile:
     return profile(SHAPES[shape], micro_batch, checkpointing=saved == "ckpt")
 
 
-def profile(shape: GptShape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
-    """Return the analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences on ``device``."""
+def profile(shape: GptShape, micro_batch: int = 1, checkpointing: bool = False) -> Profile:
+    """Return the analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences."""
     tokens, h, v = micro_batch * shape.sequence, shape.hidden, shape.vocabulary
     boundary = 2 * tokens * h
     return Profile(
         name=f"{shape.name} ({shape.parameters / 1e9:.3g}B parameters)",
         origin="analytic",
-        device=device.name,
+        device=DEVICE,
         date=WRITTEN,
         command="recycle_plugin/lab/planner/analytic.py",
         dtype="bf16",
@@ -125,24 +98,24 @@ def profile(shape: GptShape, micro_batch: int = 1, checkpointing: bool = False, 
         sequence=shape.sequence,
         checkpointing=checkpointing,
         layers=shape.layers,
-        first=_embedding(tokens, (v + shape.sequence) * h, h, shape.tensor, device),
-        layer=_layer(shape, tokens, boundary, checkpointing, device),
-        last=_head(tokens, v * h, v, h, shape.tensor, device),
+        first=_embedding(tokens, (v + shape.sequence) * h, h, shape.tensor),
+        layer=_layer(shape, tokens, boundary, checkpointing),
+        last=_head(tokens, v * h, v, h, shape.tensor),
         boundary_bytes=boundary,
         gradient_bytes_each=4,
-        inside=device.inside,
-        across=device.across,
+        inside=INSIDE,
+        across=ACROSS,
         gpus_per_worker=shape.tensor,
-        device_bytes=device.memory_bytes,
+        device_bytes=DEVICE_BYTES,
         assumptions=ASSUMPTIONS,
     )
 
 
-def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool, device: DeviceRates) -> LayerProfile:
+def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool) -> LayerProfile:
     h, t = shape.hidden, shape.tensor
-    product = device.product_us(2 * 12 * h * h * tokens / t)
-    scores = device.product_us(4 * shape.sequence * h * tokens / t)
-    joined = 2 * ring_us(device.inside, boundary, t)
+    product = _product_us(2 * 12 * h * h * tokens / t)
+    scores = _product_us(4 * shape.sequence * h * tokens / t)
+    joined = 2 * ring_us(INSIDE, boundary, t)
     forward = product + scores + joined
     again = forward if checkpointing else 0.0
     gradient = product + 2 * scores + joined + again
@@ -153,36 +126,44 @@ def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool, dev
         gradient,
         product,
         gradient + product,
-        _adam(parameters, t, device),
+        _adam(parameters, t),
         parameters,
         held,
         32 * h * tokens // t,
     )
 
 
-def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
+def _embedding(tokens: int, parameters: int, hidden: int, tensor: int) -> LayerProfile:
     """Return the profile of an embedding: F reads, adds and writes rows; W adds gradient rows into the table."""
-    moved = device.memory_us(6 * hidden * tokens)
-    return LayerProfile(
-        moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens
-    )
+    moved = _memory_us(6 * hidden * tokens)
+    return LayerProfile(moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor), parameters, 0, 2 * hidden * tokens)
 
 
-def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
-    product = device.product_us(2 * parameters * tokens / tensor)
-    loss = device.memory_us(10 * vocabulary * tokens / tensor)
+def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int) -> LayerProfile:
+    product = _product_us(2 * parameters * tokens / tensor)
+    loss = _memory_us(10 * vocabulary * tokens / tensor)
     held, pending = (2 * hidden + 6 * vocabulary // tensor) * tokens, (2 * hidden + 2 * vocabulary // tensor) * tokens
     return LayerProfile(
         product + loss,
         product + loss,
         product,
         2 * product + loss,
-        _adam(parameters, tensor, device),
+        _adam(parameters, tensor),
         parameters,
         held,
         pending,
     )
 
 
-def _adam(parameters: int, tensor: int, device: DeviceRates) -> float:
-    return device.memory_us(30 * parameters / tensor)
+def _adam(parameters: int, tensor: int) -> float:
+    return _memory_us(30 * parameters / tensor)
+
+
+def _product_us(operations: float) -> float:
+    """Return the microseconds of ``operations`` floating-point operations in matrix products."""
+    return 1e6 * operations / (FLOPS * PRODUCT_SHARE)
+
+
+def _memory_us(size: float) -> float:
+    """Return the microseconds to read or write ``size`` bytes of memory."""
+    return 1e6 * size / (MEMORY_BYTES_PER_S * MEMORY_SHARE)
