@@ -374,7 +374,7 @@ def test_a_seat_comes_back_when_all_its_shards_have_caught_up(monkeypatch) -> No
 
 def test_confused_workers_cost_only_themselves() -> None:
     """A few; more of them with ``recycle campaign --confused``."""
-    report = campaign.confused(range(CONFUSED_SEEDS))
+    report = campaign.campaign(range(CONFUSED_SEEDS), run_one=campaign.run_confused)
     assert_clean(report)
     assert report.exercised[ProtocolRule.REFUSED_WORD] and report.exercised[ProtocolRule.CONFUSED]
 

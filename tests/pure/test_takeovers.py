@@ -15,7 +15,7 @@ SEEDS = 40
 @pytest.mark.timeout(600)
 def test_whoever_takes_the_coordinators_place_knows_all_that_was_heard() -> None:
     """More of them with ``recycle campaign --takeovers``."""
-    report = campaign.takeovers(range(SEEDS))
+    report = campaign.campaign(range(SEEDS), run_one=campaign.run_takeover)
     assert not report.violations, [(one.name, one.faults, one.violations) for one in report.violations]
     assert all(report.exercised[rule] for rule in OF_TAKEOVERS)
 

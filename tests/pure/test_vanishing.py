@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -15,8 +16,9 @@ from recycle_plugin.core.messages.from_workers import BarrierReached, Exited, He
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator import campaign
-from recycle_plugin.lab.simulator.scenario import MILLISECOND, Trouble
-from recycle_plugin.lab.simulator.seeded import with_vanishing
+from recycle_plugin.lab.simulator.drawn_troubles import CALM_US
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator.seeded import scenario
 from tests.support.membership import said, started, step
 from tests.support.replaying import decisions, logging
 
@@ -132,6 +134,18 @@ def test_a_mistake_is_found(monkeypatch, mistake):
     else:
         monkeypatch.setattr(vanishing, "_goes_on", lambda state, worker: False)
     assert campaign.run("x", ONE).violations
+
+
+def with_vanishing(seed: int) -> Scenario:
+    """Return a seed's scenario in which scripts vanish, at the end or any time; every second has no other trouble."""
+    given, random = scenario(seed), Random(f"vanishing in {seed}")
+    if random.random() < 0.5:
+        given = replace(given, troubles=(), faults=(), heavy=())
+    seats = given.shape.seats
+    at = 0 if random.random() < 0.7 else random.randrange(1, CALM_US // 2)
+    most = len(seats) - (at > 0)  # if all vanish in mid-job, the job ends
+    some = tuple(seats) if not at and random.random() < 0.5 else tuple(random.sample(seats, random.randint(1, most)))
+    return replace(given, troubles=(*given.troubles, Trouble("vanish", at, some)), pushes=False)
 
 
 def test_drawn_jobs_in_which_scripts_vanish():

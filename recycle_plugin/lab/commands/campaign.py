@@ -9,6 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 DRAWN_TICKS = 120
+EVERY = {
+    "--every-instant": "4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction",
+    "--every-return": "2 stages x 3 replicas, 4 micro-batches: the same in all steps in which another worker comes "
+    "back",
+    "--every-replay": "3 stages without replicas, 4 micro-batches: the same where a stage is lost and replayed from "
+    "logs",
+    "--every-source": "2 stages x 2 replicas, 2 micro-batches: kill a newcomer's only source at each point of serving "
+    "it",
+    "--every-shrink": "2 stages x 3 replicas, 4 micro-batches: the same where a replica is lost whole, and the batch "
+    "shrinks",
+    "--every-push": "3 replicas of 2 ranks, whose scripts run their own loops: the same where a replica comes back",
+}
+"""{option: which job is run again and again, and where workers are killed}"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -26,36 +39,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seeds", type=int, metavar="N", help="so many random jobs (default 300)")
     what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
-    what.add_argument(
-        "--every-instant",
-        action="store_true",
-        help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction",
-    )
-    what.add_argument(
-        "--every-return",
-        action="store_true",
-        help="2 stages x 3 replicas, 4 micro-batches: the same in all steps in which another worker comes back",
-    )
-    what.add_argument(
-        "--every-replay",
-        action="store_true",
-        help="3 stages without replicas, 4 micro-batches: the same where a stage is lost and replayed from logs",
-    )
-    what.add_argument(
-        "--every-source",
-        action="store_true",
-        help="2 stages x 2 replicas, 2 micro-batches: kill a newcomer's only source at each point of serving it",
-    )
-    what.add_argument(
-        "--every-shrink",
-        action="store_true",
-        help="2 stages x 3 replicas, 4 micro-batches: the same where a replica is lost whole, and the batch shrinks",
-    )
-    what.add_argument(
-        "--every-push",
-        action="store_true",
-        help="3 replicas of 2 ranks, whose scripts run their own loops: the same where a replica comes back",
-    )
+    for option, about in EVERY.items():
+        what.add_argument(option, dest="every", action="store_const", const=option, help=about)
     parser.add_argument(
         "--confused",
         action="store_true",
@@ -92,12 +77,9 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin.lab.simulator import campaign
 
     if found.kill is not None and (found.seed, found.seeds) != (None, None):
-        raise ValueError(
-            "--kill is one of --every-instant, --every-return, --every-replay, --every-source, --every-shrink or "
-            "--every-push: leave out --seed and --seeds"
-        )
+        raise ValueError(f"--kill is one of {', '.join(EVERY)}: leave out --seed and --seeds")
     for option, given in (("--confused", found.confused), ("--takeovers", found.takeovers)):
-        if given and (found.kill is not None or found.every_instant or any(_kinds(found).values())):
+        if given and (found.kill is not None or found.every):
             raise ValueError(f"{option} is for random jobs, those of --seeds and --seed: leave out the other")
     if found.confused and found.takeovers:
         raise ValueError("--confused and --takeovers are different jobs: leave out one of them")
@@ -111,18 +93,17 @@ def run(found: argparse.Namespace) -> int:
     ):
         raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
     planner.warm()
+    run_one = campaign.run_confused if found.confused else campaign.run_seed
+    run_one = campaign.run_takeover if found.takeovers else run_one
     if found.seed is not None:
-        one = campaign.run_confused if found.confused else campaign.run_seed
-        return _story((campaign.run_takeover if found.takeovers else one)(found.seed))
-    instants = next((kind for kind, asked in _kinds(found).items() if asked), campaign.LOSS)
+        return _story(run_one(found.seed))
+    instants = campaign.EVERY[found.every or campaign.LOSS.option]
     if found.kill is not None:
         return _story(instants.run(found.kill))
-    if found.every_instant or instants is not campaign.LOSS:
+    if found.every:
         report = campaign.every_instant(instants, found.stride, found.jobs)
     else:
-        many = campaign.confused if found.confused else campaign.campaign
-        many = campaign.takeovers if found.takeovers else many
-        report = many(range(found.first, found.first + seeds), found.jobs)
+        report = campaign.campaign(range(found.first, found.first + seeds), found.jobs, run_one)
     if found.json:
         wrong = [
             {"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations}
@@ -147,19 +128,6 @@ def run(found: argparse.Namespace) -> int:
         if report.violations:
             print(_drawn(report.violations[0]))
     return 1 if report.violations else 0
-
-
-def _kinds(found: argparse.Namespace) -> dict[Any, bool]:
-    """Return {kind of jobs that kill workers around each instruction: whether it was asked for}."""
-    from recycle_plugin.lab.simulator import campaign
-
-    return {
-        campaign.RETURN: found.every_return,
-        campaign.REPLAY: found.every_replay,
-        campaign.SOURCE: found.every_source,
-        campaign.SHRINK: found.every_shrink,
-        campaign.PUSH: found.every_push,
-    }
 
 
 def _story(outcome) -> int:

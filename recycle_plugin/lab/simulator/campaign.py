@@ -2,7 +2,7 @@
 
 lab/simulator/seeded.py draws a job and its troubles from a seed, lab/simulator/cluster.py runs it, and
 lab/simulator/checkers.py finds what was wrong. While anything may happen, safety is checked. Once nothing new goes
-wrong, progress is demanded. In :func:`takeovers` the coordinator itself dies (lab/simulator/takeovers.py).
+wrong, progress is demanded. In :func:`run_takeover` the coordinator itself dies (lab/simulator/takeovers.py).
 :func:`every_instant` kills every worker of one job before and after each of its instructions: of a step (``LOSS``), or
 of all steps in which another worker comes back (``RETURN``) or another stage is replayed (``REPLAY``), and so on.
 """
@@ -164,19 +164,9 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
     )
 
 
-def campaign(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """Run the scenarios of all ``seeds`` in ``jobs`` processes."""
-    return _report(run_seed, seeds, jobs)
-
-
 def run_seed(seed: int) -> ScenarioOutcome:
     """Run the scenario of ``seed``."""
     return run(f"--seed {seed}", scenario(seed))
-
-
-def confused(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """Run the scenarios of all ``seeds``, each with a confused worker, in ``jobs`` processes."""
-    return _report(run_confused, seeds, jobs)
 
 
 def run_confused(seed: int) -> ScenarioOutcome:
@@ -184,14 +174,16 @@ def run_confused(seed: int) -> ScenarioOutcome:
     return run(f"--confused --seed {seed}", with_confusion(seed))
 
 
-def takeovers(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """Run the scenarios of all ``seeds``, in which others take the coordinator's place, in ``jobs`` processes."""
-    return _report(run_takeover, seeds, jobs)
-
-
 def run_takeover(seed: int) -> ScenarioOutcome:
     """Run the scenario of ``seed`` in which others take the coordinator's place."""
     return run(f"--takeovers --seed {seed}", with_a_takeover(seed))
+
+
+def campaign(
+    seeds: Iterable[int], jobs: int = 1, run_one: Callable[[int], ScenarioOutcome] = run_seed
+) -> CampaignReport:
+    """Run the scenarios of all ``seeds``, each by ``run_one``, in ``jobs`` processes."""
+    return _report(run_one, seeds, jobs)
 
 
 @dataclass(frozen=True)
@@ -299,6 +291,7 @@ SOURCE = Instants(
     range(3, 4),
     Seat(0, 1),
 )
+EVERY = {each.option: each for each in (LOSS, RETURN, REPLAY, SOURCE, SHRINK, PUSH)}
 
 
 def every_instant(instants: Instants, every: int = 1, jobs: int = 1) -> CampaignReport:

@@ -42,6 +42,8 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.lab.simulator.drawn_troubles import CALM_US
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 REMEMBERED = 40  # messages of each worker
 WORDS = 0.5  # share of a confused worker's messages that come with a wrong one
@@ -162,3 +164,19 @@ def _is_over(word: OfWorker, worker: WorkerId, membership: Membership) -> bool:
     replays = membership.state.replay.is_companion(worker)  # then its message may be right
     is_member = membership.roster.member(worker) is not None
     return is_member and not replays and word.BY == WORKER and getattr(word, "step", 0) <= membership.committed
+
+
+# --- drawn from seeds ------------------------------------------------------------------------------
+
+
+def with_confused_workers(given: Scenario, random: Random) -> Scenario:
+    """Confuse workers in one job of sixteen."""
+    return confused(given, random) if random.random() < 1 / 16 else given
+
+
+def confused(given: Scenario, random: Random) -> Scenario:
+    """Return the job with one worker, or in a third of the cases two, confused from some time on."""
+    seats = random.sample(given.shape.seats, random.choice((1, 1, 2)))
+    at = random.randrange(CALM_US)
+    confusion = Trouble("confused", at, tuple(seats), for_us=random.choice((300, 2_000, 20_000)) * MILLISECOND)
+    return replace(given, troubles=given.troubles + (confusion,))

@@ -14,13 +14,13 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology, tied
+from recycle_plugin.lab.simulator.confusion import confused, with_confused_workers
 from recycle_plugin.lab.simulator.drawn_troubles import CALM_US, SETTLED_US, add_trouble, costs_of
 from recycle_plugin.lab.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
-from recycle_plugin.lab.simulator.seeded_confused import confused, with_confused_workers
 from recycle_plugin.lab.simulator.seeded_replicas import with_pushing
-from recycle_plugin.lab.simulator.seeded_slow import with_slow_replicas
 from recycle_plugin.lab.simulator.simulated_spec import DEADLINES, SILENCE_S
+from recycle_plugin.lab.simulator.slow_replicas import with_slow_replicas
 from recycle_plugin.planner import lowered, plan
 
 LONG = 25  # steps with pauses, long enough for a host to be taken for gone, and more
@@ -91,18 +91,6 @@ def with_confusion(seed: int) -> Scenario:
     random = Random(f"confused in {seed}")
     calm = replace(given, troubles=(), faults=(), heavy=()) if random.random() < 0.5 else given
     return confused(calm, random)
-
-
-def with_vanishing(seed: int) -> Scenario:
-    """Return a seed's scenario in which scripts vanish, at the end or any time; every second has no other trouble."""
-    given, random = scenario(seed), Random(f"vanishing in {seed}")
-    if random.random() < 0.5:
-        given = replace(given, troubles=(), faults=(), heavy=())
-    seats = given.shape.seats
-    at = 0 if random.random() < 0.7 else random.randrange(1, CALM_US // 2)
-    most = len(seats) - (at > 0)  # if all vanish in mid-job, the job ends
-    some = tuple(seats) if not at and random.random() < 0.5 else tuple(random.sample(seats, random.randint(1, most)))
-    return replace(given, troubles=(*given.troubles, Trouble("vanish", at, some)), pushes=False)
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:
