@@ -35,10 +35,6 @@ class Blocks:
         """Return the block of ``micro_batch``."""
         return Block(micro_batch.replica, micro_batch.index // self.size)
 
-    def before(self, micro_batch: MicroBatch) -> MicroBatch | None:
-        """Return the micro-batch whose weight gradient is added right before this one's; None for the block's first."""
-        return MicroBatch(micro_batch.replica, micro_batch.index - 1) if micro_batch.index % self.size else None
-
     def members(self) -> dict[Block, tuple[MicroBatch, ...]]:
         """Return the micro-batches of every block, in the order in which their weight gradients are added."""
         found: dict[Block, list[MicroBatch]] = {}

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.worker.filled_stage import FilledStage
 
 
 class Inlet(Protocol):
@@ -33,25 +34,6 @@ class Inlet(Protocol):
 
     def close(self) -> None:
         """Close the line."""
-
-
-class FilledState(Protocol):
-    """A worker's state of its stage while it is filled by sources (core/worker/filled_stage.py)."""
-
-    def begin(self, step: int, head: Any) -> None:
-        """Take what goes by value of the state after ``step``, and make room for units."""
-
-    def write(self, name: str, value: Any) -> None:
-        """Write a unit."""
-
-    def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
-        """Apply the step that ``marker`` commits, with ``sums`` by unit; units without a sum stay."""
-
-    def take_settings(self, settings: Any) -> None:
-        """Have the next step applied with these settings."""
-
-    def hash_after(self, step: int, settings: Any) -> None:
-        """Begin to hash the state after ``step`` with these ``settings``; later changes wait for the hash."""
 
 
 @dataclass
@@ -81,7 +63,7 @@ class _Stream:
 class CatchingUp:
     """The catching up of one newcomer, which fills ``state``. ``wants_script()``: its script wants a peer's state."""
 
-    def __init__(self, state: FilledState, wants_script: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, state: FilledStage, wants_script: Callable[[], bool] = lambda: False) -> None:
         self._state, self._wants_script = state, wants_script
         self._handed: Handed | None = None
         self._streams: dict[WorkerId, _Stream] = {}

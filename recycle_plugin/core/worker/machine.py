@@ -99,10 +99,15 @@ class Machine(Protocol):
         """What this worker knows of the control plane."""
 
     def wait(
-        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words. Raises Interrupted or
-        JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
+        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words; ``at_least_s``: the
+        least deadline, in seconds. Raises Interrupted or JobEnded as ``ControlView.check`` does; if not
+        ``interruptible``, only JobEnded.
         """
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
@@ -128,6 +133,9 @@ class Machine(Protocol):
 
     def keep_only(self, members: Iterable[str]) -> None:
         """Drop the connections to all workers except those at these addresses."""
+
+    def clock(self) -> float:
+        """Return the time in seconds."""
 
     def now_us(self) -> int:
         """Return the machine's clock, in integer microseconds."""

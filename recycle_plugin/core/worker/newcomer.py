@@ -16,10 +16,12 @@ from recycle_plugin.core.messages.from_coordinator import Generation, Replay
 from recycle_plugin.core.messages.from_workers import CatchUp, CaughtUp, Note, Serving, Unreplayable
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.iterator_draws import Place
-from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
+from recycle_plugin.core.worker.catching_up import CatchingUp, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
-from recycle_plugin.core.worker.loop_ports import DataEnded, LoopPort
+from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.loop_ports import DataEnded
+from recycle_plugin.core.worker.machine import Machine
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.training_loop import TrainingLoop
@@ -46,9 +48,9 @@ class Newcomer:
 
     def __init__(
         self,
-        port: LoopPort,
+        port: Machine,
         loop: TrainingLoop,
-        state: FilledState,
+        state: FilledStage,
         open_line: Callable[[Serving], Inlet],
         skip: Callable[[Place, bool], None] = lambda place, enters: None,
         wants_script: Callable[[], bool] = lambda: False,

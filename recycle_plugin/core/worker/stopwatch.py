@@ -5,24 +5,15 @@ other replicas took, and for how long it waited for nobody. All by its own clock
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.loop_ports import StepProgram
+from recycle_plugin.core.worker.machine import Machine
 from recycle_plugin.core.worker.observer import Observer
-
-
-class Clock(Protocol):
-    """The clock of a worker."""
-
-    def now_us(self) -> int:
-        """Return the time, in integer microseconds."""
-
-    def waited_us(self) -> int:
-        """Return how long this worker has waited for others so far, in integer microseconds."""
 
 
 class Stopwatch(Observer):
@@ -30,7 +21,7 @@ class Stopwatch(Observer):
     whoever computes for it.
     """
 
-    def __init__(self, costs: CostModel, clock: Clock) -> None:
+    def __init__(self, costs: CostModel, clock: Machine) -> None:
         self._costs, self._clock = costs, clock
         self._taken: dict[int, ComputeTime] = {}  # of the last applied step, until it is reported
         self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])

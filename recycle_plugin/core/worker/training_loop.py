@@ -46,7 +46,9 @@ from recycle_plugin.core.worker.collector import no_collections
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.lockstep import Lockstep
-from recycle_plugin.core.worker.loop_ports import LEAVE, DataEnded, LoopPort, Planner, Slowness, StepProgram, StepRunner
+from recycle_plugin.core.worker.loop_ports import LEAVE, DataEnded, Planner, Slowness, StepProgram
+from recycle_plugin.core.worker.machine import Machine
+from recycle_plugin.core.worker.worker import Worker
 
 PLANS = 4  # that a worker keeps: each is as large as the job
 
@@ -56,8 +58,8 @@ class TrainingLoop:
 
     def __init__(
         self,
-        port: LoopPort,
-        runner: StepRunner,
+        port: Machine,
+        runner: Worker,
         planner: Planner,
         topology: Topology,
         seat: Seat,

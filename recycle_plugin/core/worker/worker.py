@@ -120,7 +120,7 @@ class Worker:
         for each in self._observers:
             each.loaded(step)
 
-    # core.worker.loop_ports.StepRunner
+    # what its training loop asks for (core/worker/training_loop.py)
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Run ``program`` after providing its data. Raises Interrupted."""
