@@ -20,10 +20,9 @@ class CheckFreq(RestartFromCheckpoint):
     name: str = "CheckFreq"
     source: str = "FAST'21: profiled interval, overhead held under 5%; rates assumed (peers/peer_machine.py)"
 
-    def speed(self, state: int) -> float:
-        """Return the samples per second with ``state`` workers, snapshots included."""
-        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
-        return self._whole(whole) * (1 - self.snapshot_s / self.every_s)
+    @property
+    def trained_share(self) -> float:
+        return 1 - self.to_host_s / self.every_s
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
@@ -31,11 +30,6 @@ class CheckFreq(RestartFromCheckpoint):
         return count_after(state, change), self._restart(change, lost_s)
 
     @cached_property
-    def snapshot_s(self) -> float:
-        """How long one worker's state takes to host memory, in seconds."""
-        return self.job.largest_state / self.costs.host_rate
-
-    @cached_property
     def every_s(self) -> float:
         """The seconds between snapshots: as the overhead allows, but not before the last one is written."""
-        return max(self.snapshot_s / self.overhead, self.save_s, self.job.fault_free_us / 1e6)
+        return max(self.to_host_s / self.overhead, self.save_s, self.job.fault_free_us / 1e6)

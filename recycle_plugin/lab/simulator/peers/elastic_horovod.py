@@ -19,20 +19,14 @@ class ElasticHorovod(RestartFromCheckpoint):
     name: str = "Elastic Horovod"
     source: str = "its documentation: commit, restore, sync; interval and reset assumed (peers/peer_machine.py)"
 
-    def speed(self, state: int) -> float:
-        """Return the samples per second with ``state`` workers, commits included."""
-        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
-        return self._whole(whole) * (1 - self.commit_s / self.every_s)
+    @property
+    def trained_share(self) -> float:
+        return 1 - self.to_host_s / self.every_s
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
         lost_s = trained_s % self.every_s if change.lost else 0.0
         return count_after(state, change), PeerTransition(self.costs.reset_s + self.sync_s, lost_s, "reset and sync")
-
-    @cached_property
-    def commit_s(self) -> float:
-        """How long one worker's state takes to host memory, in seconds."""
-        return self.job.largest_state / self.costs.host_rate
 
     @cached_property
     def sync_s(self) -> float:
@@ -41,4 +35,4 @@ class ElasticHorovod(RestartFromCheckpoint):
 
     @cached_property
     def every_s(self) -> float:
-        return self.commit_steps * self.job.fault_free_us / 1e6 + self.commit_s
+        return self.commit_steps * self.job.fault_free_us / 1e6 + self.to_host_s

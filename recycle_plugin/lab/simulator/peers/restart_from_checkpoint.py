@@ -31,7 +31,12 @@ class RestartFromCheckpoint:
     def speed(self, state: int) -> float:
         """Return the samples per second with ``state`` workers, saves included."""
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
-        return self._whole(whole) * self.every_s / (self.every_s + self.save_s)
+        return self._whole(whole) * self.trained_share
+
+    @property
+    def trained_share(self) -> float:
+        """The share of the time that saves leave."""
+        return self.every_s / (self.every_s + self.save_s)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         """Return the next state, and the change's cost. ``trained_s``: seconds since the last transition's end."""
@@ -52,6 +57,11 @@ class RestartFromCheckpoint:
     def save_s(self) -> float:
         """How long one worker's state takes to storage, or back, in seconds."""
         return self.job.largest_state / self.costs.storage_rate
+
+    @property
+    def to_host_s(self) -> float:
+        """How long one worker's state takes to host memory, in seconds."""
+        return self.job.largest_state / self.costs.host_rate
 
     def _whole(self, pipelines: int) -> float:
         if pipelines not in self._speeds:
