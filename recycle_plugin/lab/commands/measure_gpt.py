@@ -30,9 +30,8 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights, Pending
 WARM_UP = 3
 IN_A_ROW = 4  # micro-batches between two waits for an accelerator: with one, the start of its kernels would be timed
 PARTS = ("first", "layer", "last")  # of a GPT: embedding, one layer, head with loss
-INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; only placements on one host use it
+INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%
 WAIT_S = 300.0
-SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces that give a link's latency and bandwidth
 
 
 class Case(NamedTuple):
@@ -68,8 +67,8 @@ class DeviceClock:
         return over.since(begun) / self.in_a_row
 
 
-def measure(found: argparse.Namespace) -> Profile | None:
-    """Return the profile of ``recycle profile``'s arguments, None on every rank but 0. Raises ValueError."""
+def measure(found: argparse.Namespace) -> Profile:
+    """Return the profile of ``recycle profile``'s arguments. Raises ValueError."""
     if (kind := found.device or kinds()[-1]) not in kinds():
         raise ValueError(f"--device {kind}: torch finds only {' and '.join(kinds())} here")
     device = torch.device(kind)
@@ -79,20 +78,15 @@ def measure(found: argparse.Namespace) -> Profile | None:
     if not isinstance(job.model, GPTModel):
         raise ValueError(f"--model {found.model}: not a GPT")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[found.dtype or ("fp32" if device == HOST else "bf16")]
-    with_group = _group(device)
+    with_group = _group()
     try:
-        across, said = _across(found, device)
-        if dist.get_rank():
-            return None
-        return _profile(found, job.model, device, dtype, across, said)
+        return _profile(found, job.model, device, dtype)
     finally:
         if with_group:
             dist.destroy_process_group()
 
 
-def _profile(
-    found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Wire, said: str
-) -> Profile:
+def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype) -> Profile:
     memory, whose = _memory_of(device)
     cases = _cases(model, found.micro_batch, device, dtype, found.checkpointing)
     parts = {name: _part(case, DeviceClock(device), found.repeat) for name, case in cases.items()}
@@ -111,9 +105,13 @@ def _profile(
         boundary_bytes=boundary.numel() * boundary.element_size(),
         gradient_bytes_each=dtype.itemsize,
         inside=INSIDE,
-        across=across,
+        across=Wire(found.latency, 1e3 * found.bandwidth),
         device_bytes=memory,
-        assumptions=(said, whose, "inside a host: NVLink of an A100 at 80%, not measured"),
+        assumptions=(
+            "link between hosts: stated by --bandwidth and --latency, not measured",
+            whose,
+            "inside a host: NVLink of an A100 at 80%, not measured",
+        ),
         **parts,
     )
 
@@ -124,7 +122,7 @@ def layer(
     """Return the costs of a transformer layer of the model ``name``, for a micro-batch of ``batch`` sequences."""
     model = compose([f"model={name}"]).model
     assert isinstance(model, GPTModel), f"{name} is no GPT"
-    with_group = _group(device)
+    with_group = _group()
     try:
         return _part(
             _cases(model, batch, device, dtype, checkpointing, ("layer",))["layer"], DeviceClock(device), repeat
@@ -262,38 +260,15 @@ def _step(module: nn.Module, clock: DeviceClock, repeat: int) -> float:
     return median([clock.of(step) for _ in range(WARM_UP + repeat)][WARM_UP:])
 
 
-# --- links and names -------------------------------------------------------------------------------------
+# --- group and names -------------------------------------------------------------------------------------
 
 
-def _group(device: torch.device) -> bool:
-    """Make a process group (torchrun's, or of this process alone) if there is none; return whether it was made."""
+def _group() -> bool:
+    """Make a process group of this process alone if there is none; return whether it was made."""
     if dist.is_initialized():
         return False
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group(dist.get_default_backend_for_device(device))
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return True
-
-
-def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]:
-    """Return the link between hosts, and the source of its figures."""
-    members = dist.get_world_size()
-    if members == 1:
-        return Wire(
-            found.latency, 1e3 * found.bandwidth
-        ), "link between hosts: stated by --bandwidth and --latency, not measured"
-    small, large = (_all_reduce(size, device, found.repeat) for size in (SMALL, LARGE))
-    rate = 2 * (members - 1) / members * (LARGE - SMALL) / max(1e-3, large - small)
-    latency = max(0.0, small / (2 * (members - 1)) - SMALL / members / rate)
-    return Wire(latency, rate), f"link between hosts: from all-reduces of 1 and 64 MiB over {members} processes"
-
-
-def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
-    buffer = torch.ones(size // 4, device=device)
-    return 1e6 * median(
-        [DeviceClock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:]
-    )
 
 
 def _memory_of(device: torch.device) -> tuple[int, str]:

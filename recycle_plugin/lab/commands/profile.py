@@ -21,9 +21,8 @@ gpt3_6_7b, gpt_18_4b, gpt_39_1b, gpt_76_1b, gpt_145_6b, each also with -ckpt for
 
 A job takes it with "recycle": {"costs": "gpt3_medium.json", "activation_cap": "auto"}.
 
-Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so.  Started on
-several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one process each, their all-reduce is
-measured instead.
+Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so
+(scripts/check_cluster measures them).
 """
 
 
@@ -49,20 +48,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="measured runs of each part, after 3 that do not count (default: 20)",
     )
-    made.add_argument(
-        "--bandwidth",
-        type=float,
-        default=9.0,
-        metavar="GB/S",
-        help="between hosts, where it is not measured (default: 9)",
-    )
-    made.add_argument(
-        "--latency",
-        type=float,
-        default=30.0,
-        metavar="US",
-        help="between hosts, where it is not measured (default: 30)",
-    )
+    made.add_argument("--bandwidth", type=float, default=9.0, metavar="GB/S", help="between hosts (default: 9)")
+    made.add_argument("--latency", type=float, default=30.0, metavar="US", help="between hosts (default: 30)")
     made.add_argument("--out", type=Path, default=None, metavar="FILE", help="write the profile as JSON")
 
 
@@ -79,8 +66,6 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin.lab.planner import analytic
 
     taken = analytic.preset(found.preset, found.micro_batch) if found.preset else measure_gpt.measure(found)
-    if taken is None:  # a rank other than 0
-        return 0
     print(report(taken))
     if found.out is not None:
         profile.write(taken, found.out)
