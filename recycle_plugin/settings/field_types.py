@@ -70,6 +70,7 @@ Number = Annotated[int, Field(ge=0, le=cap.MOST)]
 Cap = Annotated[
     Count | Annotated[tuple[Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
 ]
+Seconds = Annotated[float, Field(le=LONGEST_S, allow_inf_nan=False)]
 Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
 Folder = Annotated[str, Field(min_length=1), AfterValidator(_checked_folder)]
 Address = Annotated[str, AfterValidator(_checked_address)]

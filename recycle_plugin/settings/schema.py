@@ -26,7 +26,6 @@ from recycle_plugin.settings.contradictions import refuse_contradictions, refuse
 from recycle_plugin.settings.field_types import (
     BOOL,
     CAP,
-    LONGEST_S,
     STRICT,
     Address,
     Bytes,
@@ -37,6 +36,7 @@ from recycle_plugin.settings.field_types import (
     Norm,
     Number,
     Rejoin,
+    Seconds,
     ShellCommand,
     setting,
 )
@@ -264,17 +264,15 @@ class Settings(BaseModel):
         f"a list of faults such as [{FAULT}]",
         "Faults to inject, each at a named instruction or point, to measure their cost for your job.",
     )
-    heartbeat_timeout_s: float = setting(
+    heartbeat_timeout_s: Seconds = setting(
         15.0,
         "a number of seconds, at least 2",
         "A host that is silent for this long is given up with its workers. A worker that hears nothing from "
         "the coordinator for eight times as long ends. A shorter time finds a lost host sooner, but costs a "
         "healthy one if a switch fails over or a virtual machine moves.",
         ge=2,
-        le=LONGEST_S,
-        allow_inf_nan=False,
     )
-    progress_timeout_s: float = setting(
+    progress_timeout_s: Seconds = setting(
         20.0,
         "a number of seconds, at least 1",
         "A worker is given up if its process is stopped, or uses no CPU, and it has been at one instruction "
@@ -282,43 +280,33 @@ class Settings(BaseModel):
         "healthy worker if an instruction is slow now and then. If all wait for each other for twice as "
         "long, all regroup.",
         ge=1,
-        le=LONGEST_S,
-        allow_inf_nan=False,
     )
-    busy_timeout_s: float = setting(
+    busy_timeout_s: Seconds = setting(
         120.0,
         "a number of seconds, at least 1",
         "The same for a worker whose process uses the CPU, as in a long micro-batch or an endless loop.",
         ge=1,
-        le=LONGEST_S,
-        allow_inf_nan=False,
     )
-    last_worker_timeout_s: float = setting(
+    last_worker_timeout_s: Seconds = setting(
         300.0,
         "a number of seconds, at least 1",
         "The same for a stage's last worker, whatever it does. With a `log` its stage is then replayed, "
         "else the job ends.",
         ge=1,
-        le=LONGEST_S,
-        allow_inf_nan=False,
     )
-    idle_timeout_s: float = setting(
+    idle_timeout_s: Seconds = setting(
         600.0,
         "a number of seconds, more than 0",
         "The same for work that may take long while others wait: the script's own code, data, a checkpoint, "
         "the first step, and an instruction for which a worker was given up before.",
         gt=0,
-        le=LONGEST_S,
-        allow_inf_nan=False,
     )
-    wait_timeout_s: float = setting(
+    wait_timeout_s: Seconds = setting(
         900.0,
         "a number of seconds, more than 0",
         "The longest that a worker waits for anything; then the job ends. The survivors of a failure wait for"
         " each other until halfway between `idle_timeout_s` and this.",
         gt=0,
-        le=LONGEST_S,
-        allow_inf_nan=False,
     )
     costs: Folder | None = setting(
         None,
