@@ -17,21 +17,14 @@ from typing import Any, Protocol
 from recycle_plugin.core.messages.from_coordinator import Replay
 from recycle_plugin.core.messages.from_workers import Accompanied, Unreplayable
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.control_view import ControlPort
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.stage_work import CantReplay
 from recycle_plugin.core.worker.step_store import StepStore
 
 
-class CompanionMachine(Protocol):
+class CompanionMachine(ControlPort, Protocol):
     """The part of a live worker's machine that a companion needs beside that of its replay."""
-
-    @property
-    def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
-
-    def send(self, message: object) -> None:
-        """Send ``message`` to the coordinator."""
 
     def forget_sums(self, after: int) -> None:
         """Drop the weight gradients of the steps after ``after`` that were summed here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.from_coordinator import (
@@ -352,3 +352,14 @@ class ControlView:
                 self.changed_behind = self.since
             if self.pending is generation:
                 self.pending, self._next = self._next, None
+
+
+class ControlPort(Protocol):
+    """What a worker's machine has for all its parts: the control plane as the worker knows it, and the way there."""
+
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""

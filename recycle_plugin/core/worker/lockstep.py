@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction, Op
-from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.control_view import ControlPort
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 
 T = TypeVar("T")
@@ -44,12 +44,8 @@ class Word(NamedTuple):
     past: int = -1
 
 
-class SeatPort(Protocol):
+class SeatPort(ControlPort, Protocol):
     """How a shard waits, and talks to the others of its seat."""
-
-    @property
-    def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True

@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
-from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.control_view import ControlPort
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.serving import Outlet, SharedState
@@ -79,7 +79,7 @@ class Hashing(Protocol):
         """Return when no hash is being made: what follows changes the state."""
 
 
-class Machine(Protocol):
+class Machine(ControlPort, Protocol):
     """The machine that a worker runs on."""
 
     @property
@@ -93,10 +93,6 @@ class Machine(Protocol):
     @property
     def hashing(self) -> Hashing:
         """Hashes of that."""
-
-    @property
-    def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
 
     def wait(
         self,
@@ -115,9 +111,6 @@ class Machine(Protocol):
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         """Yield until ``step`` is committed, before the next one is applied."""
-
-    def send(self, message: object) -> None:
-        """Send ``message`` to the coordinator."""
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a value to the peer at ``target``, whose ``arrivals`` yield it. ``valid_from``: of the data here."""

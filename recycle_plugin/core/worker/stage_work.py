@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.control_view import ControlPort
 from recycle_plugin.core.worker.executor import Waits, execute
 from recycle_plugin.core.worker.step_log import CommittedStep, ReplayLogs
 from recycle_plugin.core.worker.step_store import StepStore
@@ -39,15 +39,8 @@ class WorkingMachine(Protocol):
         """Make what LOAD, F, I, W, B or STEP provides, from the store's data."""
 
 
-class ReplayingMachine(WorkingMachine, Protocol):
+class ReplayingMachine(ControlPort, WorkingMachine, Protocol):
     """The part of a worker's machine that a replay needs; generators as in core.worker.machine.Machine."""
-
-    @property
-    def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
-
-    def send(self, message: object) -> None:
-        """Send ``message`` to the coordinator."""
 
     def clock(self) -> float:
         """Return the time in seconds."""
