@@ -11,8 +11,7 @@ from recycle_plugin.lab.simulator.peers.elastic_batching import ElasticBatching
 from recycle_plugin.lab.simulator.peers.elastic_horovod import ElasticHorovod
 from recycle_plugin.lab.simulator.peers.fault_scaled import FaultScaled
 from recycle_plugin.lab.simulator.peers.oobleck import Oobleck
-from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
-from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
+from recycle_plugin.lab.simulator.peers.peer_job import PeerJob, Transitions
 from recycle_plugin.lab.simulator.peers.policy import (
     PeerPolicy,
     PeerTransition,

@@ -18,7 +18,7 @@ class CheckFreq(RestartFromCheckpoint):
 
     overhead: float = 0.05
     name: str = "CheckFreq"
-    source: str = "FAST'21: profiled interval, overhead held under 5%; rates assumed (peers/peer_machine.py)"
+    source: str = "FAST'21: profiled interval, overhead held under 5%; rates assumed (peers/peer_job.py)"
 
     @property
     def trained_share(self) -> float:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
-from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
+from recycle_plugin.lab.simulator.peers.peer_job import PeerJob, Transitions
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
 

@@ -17,7 +17,7 @@ class ElasticHorovod(RestartFromCheckpoint):
 
     commit_steps: int = 10
     name: str = "Elastic Horovod"
-    source: str = "its documentation: commit, restore, sync; interval and reset assumed (peers/peer_machine.py)"
+    source: str = "its documentation: commit, restore, sync; interval and reset assumed (peers/peer_job.py)"
 
     @property
     def trained_share(self) -> float:

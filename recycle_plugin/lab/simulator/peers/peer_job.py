@@ -1,4 +1,7 @@
-"""A training job as the policies see it: a profile (measured or analytic) on a topology."""
+"""A training job as the policies see it, a profile (measured or analytic) on a topology; and the costs of changes on a
+cluster, under other systems and under our runtime. The costs were written down before any comparison was run, and not
+changed to meet a published point.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.machine_constants import CLUSTER, MachineCosts
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S
 
 STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 
@@ -85,3 +90,20 @@ class PeerJob:
         each = -(-whole.replicas * whole.micro_batches // count)
         costs = self.profile.costs(whole.stages, count)
         return 1e6 * self.batch / plan(Topology(count, whole.stages, each).full(), costs, STOCK).period_us
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """The costs of changes. ``machine``: under our runtime, with its source. All others are assumed."""
+
+    machine: MachineCosts = CLUSTER
+    restart_s: float = 60.0  # assumed: end and start of all processes, with framework imports
+    reset_s: float = 15.0  # assumed: an elastic framework's re-initialisation inside live processes
+    storage_rate: float = STORAGE_BYTES_PER_S  # assumed, of each worker, to persistent storage
+    host_rate: float = 12e9  # assumed, bytes per second from accelerator to host memory
+    mean_between_s: float = 1800.0  # assumed: what a user expects between failures, for the checkpoint interval
+
+    @property
+    def own_s(self) -> float:
+        """The seconds from a worker's death to the next instruction under our runtime, without state copies."""
+        return (self.machine.detection_us + self.machine.pause_us) / 1e6

@@ -15,8 +15,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy as Techniques
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.lab.simulator.peers.normalise import normalise
-from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
-from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
+from recycle_plugin.lab.simulator.peers.peer_job import PeerJob, Transitions
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange
 from recycle_plugin.planner import PlanError, PlanStore
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
-from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
+from recycle_plugin.lab.simulator.peers.peer_job import PeerJob, Transitions
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
 
@@ -21,7 +20,7 @@ class RestartFromCheckpoint:
     job: PeerJob
     costs: Transitions = Transitions()
     name: str = "restart from checkpoint"
-    source: str = "common practice; restart, storage and interval assumed (peers/peer_machine.py)"
+    source: str = "common practice; restart, storage and interval assumed (peers/peer_job.py)"
     validated: str = ""
 
     def start(self) -> int:
