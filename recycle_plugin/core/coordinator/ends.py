@@ -5,7 +5,7 @@ part in, or only another state.
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.facts.joining import NewcomerRecord, Phase
+from recycle_plugin.core.coordinator.facts.joining import Phase
 from recycle_plugin.core.coordinator.facts.vacancies import OVER
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End
@@ -104,9 +104,5 @@ def send_away(state: JobState, why: str) -> None:
     for newcomer in state.joining:
         if newcomer.member.worker not in state.roster.workers:
             state.joining.forget(newcomer.member.worker)
-            _tell_away(state, newcomer, why)
-
-
-def _tell_away(state: JobState, newcomer: NewcomerRecord, why: str) -> None:
-    """Tell a newcomer on which nobody counts any more to end, without an error."""
-    state.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
+            text = f"{why}, and this worker was coming back"
+            state.tell(newcomer.member.worker, End(0, text, failed=False))  # nobody counts on it

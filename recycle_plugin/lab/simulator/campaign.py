@@ -228,23 +228,24 @@ class Instants:
         return replace(self.job, faults=(*self.job.faults, Fault.parse(fault)), torn=sum(map(ord, fault)))
 
 
-def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), shrinks: bool = False, **more: Any) -> Scenario:
+def _job(shape: Topology, steps: int, fault: str = "", shrinks: bool = False, **more: Any) -> Scenario:
+    """Return a job in which ``fault``, if there is one, kills a worker, which comes back."""
     costs = CostModel.uniform(shape.stages, 5_000, 5_000, 5_000, 500, 3_000, 2_000)
     policy = Policy(split_backward=shape.stages > 1, activation_cap=2 * shape.stages, shrinks=shrinks)
-    return Scenario(shape, costs, policy, steps, faults=tuple(map(Fault.parse, faults)), **more)
+    if fault:
+        more |= {"faults": (Fault.parse(fault),), "rejoin": "always"}
+    return Scenario(shape, costs, policy, steps, **more)
 
 
 SERVED = (("told", 1), *(("given", number) for number in range(1, 9)), ("hash", 1))
 LOSS = Instants("--every-instant", _job(Topology(3, 4, 6), 3), range(2, 3))
 REGROUPINGS = 4  # for a start, a loss and a return
 # from the newcomer's first message to the first step in which it has work again (a test checks that)
-RETURN = Instants(
-    "--every-return", _job(Topology(3, 2, 4), 24, ("kill 2.1 before 1F2.0@2",), rejoin="always"), range(11, 20)
-)
+RETURN = Instants("--every-return", _job(Topology(3, 2, 4), 24, "kill 2.1 before 1F2.0@2"), range(11, 20))
 # a replica is lost, and its step with it if not all have their sums; it comes back whole
 SHRINK = Instants(
     "--every-shrink",
-    _job(Topology(3, 2, 4), 30, ("kill 2.1 before 1F2.0@2",), rejoin="always", unit="replica", shrinks=True),
+    _job(Topology(3, 2, 4), 30, "kill 2.1 before 1F2.0@2", shrinks=True, unit="replica"),
     range(1, 27),
 )
 # a replica of two ranks is lost whole, and comes back to scripts with loops of their own
@@ -253,8 +254,7 @@ PUSH = Instants(
     _job(
         Topology(3, 1, 2),
         40,
-        ("kill 2.0 before 0F2.0@2",),
-        rejoin="always",
+        "kill 2.0 before 0F2.0@2",
         unit="replica",
         shards=2,
         pushes=True,
@@ -269,8 +269,7 @@ REPLAY = Instants(
     _job(
         Topology(1, 3, 4, ((0, 2),)),
         7,
-        ("kill 0.1 before 1F0.2@4",),
-        rejoin="always",
+        "kill 0.1 before 1F0.2@4",
         logs=True,
         clip=30.0,
         between=((1, "save"),),
@@ -283,8 +282,7 @@ SOURCE = Instants(
     _job(
         Topology(2, 2, 2),
         60,
-        ("kill 1.1 before 1F1.0@3",),
-        rejoin="always",
+        "kill 1.1 before 1F1.0@3",
         logs=True,
         between=((1, "save"), *((step, "pause") for step in range(2, 60))),
     ),
