@@ -145,7 +145,7 @@ class Stage:
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """Return the results of F, I, W or B, by datum; with ``boundary_only`` I returns the boundary tensor alone."""
         op, stage, step, one = instruction.op, instruction.stage, instruction.step, instruction.works_on
-        key, wgrad = (step, one), Datum("wgrad", stage, one, step)
+        key = step, one
         if op is Op.F:
             data, received = Datum("data", stage, one, step), Datum("act", stage - 1, one, step)
             made, stash, loss = self.forward(key, have.get(data, LoadedBatch()), have.get(received, ()))
@@ -153,11 +153,11 @@ class Stage:
             return found if loss is None else {**found, Datum("loss", stage, one, step): loss}
         if op is Op.W:
             self.backward_weight(key, have[Datum("inner", stage, one, step)])
-            return {wgrad: None}
+            return {Datum("wgrad", stage, one, step): None}
         stash, grads = have[Datum("stash", stage, one, step)], have.get(Datum("grad", stage + 1, one, step))
         grad = Datum("grad", stage, one, step)
         if op is Op.B:
-            return {grad: self.backward(key, stash, grads), wgrad: None}
+            return {grad: self.backward(key, stash, grads), Datum("wgrad", stage, one, step): None}
         if boundary_only:
             return {grad: self.backward_input_boundary_only(key, stash, grads)}
         made, inner = self.backward_input(key, stash, grads)
