@@ -96,19 +96,22 @@ class CostModel:
 
     def of(self, op: Op, stage: int, seat: Seat | None = None) -> int:
         """Return the microseconds of ``op`` on ``stage``, at ``seat``'s own speed if given; 0 for transfers."""
-        if op in (Op.REDUCE, Op.TIE, Op.STEP):
-            return self.dispatch + {Op.REDUCE: self.reduce[stage], Op.TIE: self.tie, Op.STEP: self.step[stage]}[op]
-        if op not in (Op.F, Op.I, Op.W, Op.B):
-            return 0
-        spent = (
-            self.dispatch
-            + {
-                Op.F: self.forward[stage],
-                Op.I: self.input[stage],
-                Op.W: self.weight[stage],
-                Op.B: self.backward[stage] if self.backward else self.input[stage] + self.weight[stage],
-            }[op]
-        )
+        match op:
+            case Op.F:
+                spent = self.forward[stage]
+            case Op.I:
+                spent = self.input[stage]
+            case Op.W:
+                spent = self.weight[stage]
+            case Op.B:
+                spent = self.backward[stage] if self.backward else self.input[stage] + self.weight[stage]
+            case Op.REDUCE | Op.STEP:
+                return self.dispatch + (self.reduce if op is Op.REDUCE else self.step)[stage]
+            case Op.TIE:
+                return self.dispatch + self.tie
+            case _:
+                return 0
+        spent += self.dispatch
         percent = self.percent(seat) if seat is not None else 100
         return spent if percent == 100 else -(-spent * percent // 100)
 

@@ -25,8 +25,7 @@ class Stopwatch(Observer):
         self._costs, self._clock = costs, clock
         self._taken: dict[int, ComputeTime] = {}  # of the last applied step, until it is reported
         self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
-        self._meant: dict[int, frozenset[Instruction]] = {}
-        self._done: dict[int, set[Instruction]] = defaultdict(set)
+        self._meant: dict[int, set[Instruction]] = {}  # to be run here, and not run yet
         self._exchanged: dict[int, int | None] = {}  # by step, what its sum took; None: it was interrupted
         self._since: tuple[int, int] | None = None  # the clock at the last step, and the time waited by then
 
@@ -35,10 +34,9 @@ class Stopwatch(Observer):
         one is of recovery. Nothing of the step before the last one will run again: it is committed
         (core/vocabulary/commit_rule.py).
         """
-        for kept in (self._meant, self._done):
-            for old in [step for step in kept if step < program.step - 1]:
-                del kept[old]
-        self._meant.setdefault(program.step, frozenset(program.instructions))
+        for old in [step for step in self._meant if step < program.step - 1]:
+            del self._meant[old]
+        self._meant.setdefault(program.step, set(program.instructions))
         if program.resumed:
             self._exchanged[program.step] = None
 
@@ -46,11 +44,13 @@ class Stopwatch(Observer):
         """Count the time of an instruction that has run, if it computes for a step."""
         one, took = span.instruction, span.end_us - span.start_us
         if one.op in COMPUTE and one.step > 0:
-            spent, done = self._spent[one.step], self._done[one.step]
+            spent, meant = self._spent[one.step], self._meant[one.step]
             spent[0] += took
             spent[1] += self._costs.of(one.op, one.stage)
-            spent[2] += took if one in done or one not in self._meant[one.step] else 0
-            done.add(one)
+            if one in meant:
+                meant.remove(one)
+            else:
+                spent[2] += took
 
     def summed(self, instruction: Instruction, took_us: int) -> None:
         """Count what the sum of a step with the other replicas took."""
