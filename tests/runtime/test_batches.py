@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.movers.batches import described, packed, unpacked
+from recycle_plugin.runtime.stage.ports import StageModel
+from recycle_plugin.runtime.stage.stage import Stage
 
 
 def test_tensors_in_tuples_and_lists_come_back_with_the_label():
@@ -25,7 +30,8 @@ def test_neither_the_iterator_nor_the_model_can_change_what_is_kept():
     ids = torch.zeros(3)
     tensors = packed((ids, None))
     ids += 1  # an iterator that uses its buffer again
-    unpacked(tensors)[0].fill_(2)  # a model that works in place
+    stage = Stage(StageModel(torch.nn.Identity(), None, 1, True, False, CPU), None, lambda *_: nullcontext())
+    stage.load(unpacked(tensors)).data.fill_(2)  # a model that works in place
     assert unpacked(tensors)[0].tolist() == [0, 0, 0]
 
 

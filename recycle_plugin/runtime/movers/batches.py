@@ -27,12 +27,14 @@ def described(tensors: Tensors) -> Any:
 
 
 def unpacked(tensors: Tensors) -> Any:
-    """Return the batch that was packed, as copies, since a model may change it; lists have become tuples."""
+    """Return the batch that was packed, in the same memory: a stage copies what a model may change. Lists have become
+    tuples.
+    """
 
     def value(description: Any) -> Any:
         if isinstance(description, list):
             return tuple(map(value, description))
-        return None if description is None else tensors[1 + description].clone()
+        return None if description is None else tensors[1 + description]
 
     return value(json.loads(bytes(tensors[0].numpy()))[1])
 

@@ -84,11 +84,13 @@ class ScriptsIterator:
                 raise RecycleError(str(ended)) from None
 
     def _read(self, what: str) -> Any:
-        with (
-            self._session.heartbeats.at(ELSEWHERE, "the data iterator"),
-            self._session.thread.at_work(f"the data {what}"),
-        ):
+        heartbeats, thread = self._session.heartbeats, self._session.thread
+        was_at, work = heartbeats.turn_to((ELSEWHERE, "the data iterator")), thread.turn_to(f"the data {what}")
+        try:
             return self._next_batch(what)
+        finally:
+            thread.work = work
+            heartbeats.turn_to(was_at)
 
     def draw_of(self, batch: Tensors) -> Draw:
         """Return the draw of a packed batch."""
