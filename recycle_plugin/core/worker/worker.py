@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking, Place
 from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -357,33 +357,29 @@ class Worker:
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Carry ``instruction`` out: compute, send, sum, validate or step."""
-        return self._perform(instruction) if self._lockstep is None else self._perform_together(instruction)
-
-    def _perform_together(self, instruction: Instruction) -> Iterator[Any]:
-        assert self._lockstep is not None, "others hold the seat with this worker"
+        if self._left_out is not None:
+            return
+        machine, op = self._machine, instruction.op
         try:
-            if self._left_out is None:
-                yield from self._perform(instruction)
-        except Interrupted:
-            yield from self._lockstep.stop()
-
-    def _perform(self, instruction: Instruction) -> Iterator[Any]:
-        self._machine.begin(instruction)
-        try:
-            yield from self._machine.spend(instruction)
-            match instruction.op:
-                case Op.REDUCE | Op.TIE:
-                    yield from self._add_up(instruction)
-                case Op.VALIDATE:
-                    yield from self._validate(instruction.step)
-                case Op.STEP:
-                    self._step(instruction)
-                case op if op in SENDS:
-                    self._send(instruction)
-                case op if op not in RECEIVES:
+            machine.begin(instruction)
+            try:
+                yield from machine.spend(instruction)
+                if op in COMPUTE or op is Op.LOAD:
                     self._compute(instruction)
-        finally:
-            self._machine.end(instruction)
+                elif op in SENDS:
+                    self._send(instruction)
+                elif op is Op.REDUCE or op is Op.TIE:
+                    yield from self._add_up(instruction)
+                elif op is Op.VALIDATE:
+                    yield from self._validate(instruction.step)
+                elif op is Op.STEP:
+                    self._step(instruction)
+            finally:
+                machine.end(instruction)
+        except Interrupted:
+            if self._lockstep is None:
+                raise
+            yield from self._lockstep.stop()
 
     def record(self, span: Span) -> None:
         """Record the time span of an instruction that has run, for the observers and the machine's trace."""
