@@ -59,7 +59,7 @@ def send(datum: Datum, target: Seat) -> Instruction:
 
 def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
     """Return the program that ``seat`` executes in ``step`` by ``plan``. Raises KeyError for an unknown seat."""
-    return tuple(one.at(step) for one in _template(plan, seat))
+    return tuple([one.at(step) for one in _template(plan, seat)])
 
 
 def _template(plan: Plan, seat: Seat) -> tuple[Instruction, ...]:

@@ -111,7 +111,7 @@ def provides(instruction: Instruction) -> tuple[Datum, ...]:
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
 
     def made(*kinds: str) -> tuple[Datum, ...]:
-        return tuple(Datum(kind, stage, micro_batch, step) for kind in kinds)
+        return tuple([Datum(kind, stage, micro_batch, step) for kind in kinds])
 
     match op:
         case Op.LOAD:

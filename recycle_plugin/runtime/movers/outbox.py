@@ -44,7 +44,7 @@ class Message(NamedTuple):
         tensors = self.tensors.wait(self.timeout_s)
         return [
             memoryview(FRAMES.frame(Header(self.datum, self.valid_from, shapes_of(tensors)), seal)),
-            *(raw(tensor) for tensor in tensors if tensor.numel()),
+            *[raw(tensor) for tensor in tensors if tensor.numel()],
         ]
 
     def poll(self) -> bool:

@@ -15,6 +15,8 @@ from recycle_plugin.runtime.lines.frames import Framing, Nonsense
 LONGEST_HEADER = 1 << 20  # bytes; longer ones are invalid
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 @dataclass(frozen=True)
 class Sender:
@@ -59,7 +61,7 @@ FRAMES = Framing(LANGUAGE)
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the dtype and shape of each tensor, as in a header."""
-    return tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+    return tuple([(NAMES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors])
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -184,14 +184,12 @@ class _Deferral:
             if not fits:
                 self.unfit.update(one for one in module._parameters.values() if one is not None)
 
-    @contextmanager
-    def splitting(self) -> Iterator[None]:
-        """Return a context in which uses of the layers are split."""
+    def __enter__(self) -> None:
+        """Begin a context in which uses of the layers are split."""
         self.splits = True
-        try:
-            yield
-        finally:
-            self.splits = False
+
+    def __exit__(self, *error: object) -> None:
+        self.splits = False
 
     def take(self, graph: LayerGraph, saved: list[Tensor], gradient: Tensor) -> None:
         """Record the weight half of a node's backward if that backward is for weights. Such a backward is for all
@@ -320,7 +318,7 @@ class DeferredWeights:
     def forward(self) -> AbstractContextManager[Any]:
         """Return a context for a forward whose backward runs in :meth:`hold`; uses of converted layers are split."""
         self._deferral.unfit.clear()
-        return self._deferral.splitting()
+        return self._deferral
 
     def unfit(self, asked: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """Fuse the layers that the last forward used in ways that cannot be split; returns their names.

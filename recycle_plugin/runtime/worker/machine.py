@@ -244,11 +244,10 @@ class TorchMachine:
             self._wait_taken()
             self._session.waiting.for_lease(instruction)
         step, stepping = instruction.step, self.operations.stepping
-        if instruction.op in COMPUTE and step > 0 and step != stepping.prepared:
+        if step != stepping.prepared and step > 0 and instruction.op in COMPUTE:
             stepping.prepare(step, self.control_view.committed)
-        heartbeats, thread = self._session.heartbeats, self._session.thread
-        was_at = heartbeats.turn_to((ELSEWHERE if instruction.op is Op.LOAD else COMPUTES, instruction))
-        self._before = was_at, thread.turn_to(instruction)
+        was_at = self._session.heartbeats.turn_to((ELSEWHERE if instruction.op is Op.LOAD else COMPUTES, instruction))
+        self._before = was_at, self._session.thread.turn_to(instruction)
 
     def end(self, instruction: Instruction) -> None:
         """Report the activity before the instruction again."""

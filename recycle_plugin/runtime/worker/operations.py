@@ -91,7 +91,7 @@ class TorchOperations:
 
     def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.works_on
-        (data,) = provides(instruction)
+        data = Datum("data", instruction.stage, one, step)
         drawn = have.requires(instruction)  # an iterator's batch, or an evaluation's
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
 

@@ -20,7 +20,7 @@ class AsMade:
         return value
 
     def weigh(self, kept: Tensors) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        return sum([tensor.nbytes for tensor in kept])
 
 
 class Host:
