@@ -65,7 +65,7 @@ class DatagramDoor(Generic[Sender]):
         body, seal = data[:-SEAL], data[-SEAL:]
         known = self._known.get(name)
         if known is None or not hmac.compare_digest(hmac.digest(known.key, body, "sha256")[:SEAL], seal):
-            raise Stranger("a datagram that nobody of this job has sealed")
+            raise Stranger("a datagram that no process of this job has sealed")
         if number <= known.last:
             return None
         known.last = number

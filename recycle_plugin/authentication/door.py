@@ -87,8 +87,8 @@ class Door:
                 return
             self._said.add(address)
         many = ", one of many addresses," * (address == OTHERS)
-        reason = why if isinstance(why, Stranger | str) else f"it has gone ({why.strerror})"
-        self._say(f"{self.place} what comes from {peer[0]}:{peer[1]}{many} was refused: {reason}", address)
+        reason = why if isinstance(why, Stranger | str) else f"it has disconnected ({why.strerror})"
+        self._say(f"{self.place} a caller at {peer[0]}:{peer[1]}{many} was refused: {reason}", address)
 
     def _proved(self, connection: socket.socket) -> None:
         with self._lock:

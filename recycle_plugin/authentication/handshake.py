@@ -299,13 +299,13 @@ def _no_tls(failure: TlsFailure) -> Stranger:
 
 
 def _late(had: bytes) -> Stranger:
-    return Stranger(f"it has not said in time who it is{_beginning(had)}", not had)
+    return Stranger(f"it has not proved in time who it is{_beginning(had)}", not had)
 
 
 def _gone(had: bytes) -> Stranger:
     if had.startswith(TLS_ALERT):
         return Stranger("it asks for TLS, and recycle.tls is not set here", advice=ALIKE)
-    return Stranger(f"it has gone before it has said who it is{_beginning(had)}", not had)
+    return Stranger(f"it disconnected before it had proved who it is{_beginning(had)}", not had)
 
 
 def _beginning(had: bytes) -> str:

@@ -137,7 +137,7 @@ class SecretFile:
             status = folder.lstat()
             own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS
             if not (self._given or own):
-                raise NoSecret(f"{folder} is not this user's alone, and the job's secret is to be in it: remove it")
+                raise NoSecret(f"{folder}, for the job's secret, is not this user's, or others can use it: remove it")
             write_own(self.path, self._made)
         except OSError as error:
             raise NoSecret(f"the job's secret can't be written to {self.path} ({error.strerror}): {WHERE}") from None
@@ -178,9 +178,7 @@ class SecretFile:
             try:
                 self._secret = Secret(_checked(self.path), self._tls)
             except FileNotFoundError:
-                raise NotThere(
-                    f"its secret is not at {self.path}; where this is not the master's host, {WHERE}"
-                ) from None
+                raise NotThere(f"its secret is not at {self.path}; if this is not the master's host, {WHERE}") from None
             except OSError as error:
                 raise NoSecret(f"the job's secret at {self.path} can't be read ({error.strerror})") from None
         return self._secret
@@ -194,7 +192,7 @@ def check_heeded(secret_file: str | None, tls: str | None, environment: Mapping[
     ):
         if set_ and variable not in environment:
             raise NoSecret(
-                f"recycle.{name} says {what}, which they had to know before this config was there: put it into a "
+                f"recycle.{name} says {what}, which they had to know before this config was read: put it into a "
                 f"file, and name that on the script's command line with --deepspeed_config; or set {variable}"
             )
 
@@ -217,7 +215,7 @@ def _checked(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & OTHERS:
-            raise NoSecret(f"{path} can't be the job's secret: it has to be a file of this user's, of mode 0600")
+            raise NoSecret(f"{path} can't be the job's secret: it has to be a file of this user, with mode 0600")
         text = file.read(LONGEST).strip()
     if len(text) < SHORTEST:
         raise NoSecret(f"{path} has {len(text)} characters, and the job's secret has at least {SHORTEST}")

@@ -33,7 +33,7 @@ WRONG = {
     9: ("is not valid yet, by this host's clock", "set the clock, or make a certificate that is valid now"),
     10: (f"has expired, or the {CA} beside it has", "make one that is valid as long as the job runs"),
     26: (
-        "is not for both ends of a connection",
+        "is not valid for both ends of a connection",
         "make one whose extended key usage has serverAuth and clientAuth, or that has none",
     ),
 }  # by OpenSSL's error number of a certificate's verification

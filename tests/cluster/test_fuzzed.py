@@ -234,7 +234,7 @@ def test_no_bytes_from_strangers_change_anything(launch, tmp_path, seconds, pyte
     kinds = {event["event"] for event in result.events}
     assert not kinds & {"late", "suspected", "leaving", "terminate", "operator", "spare", "error"}, kinds
     assert max(grown.kib) < GROWTH_KIB, grown.kib
-    assert {event["text"].partition(" what comes")[0] for event in result.of("stranger")} == doors_of(run)
+    assert {event["text"].partition(" a caller at ")[0] for event in result.of("stranger")} == doors_of(run)
 
 
 def test_nor_while_a_stage_is_replayed_and_its_workers_come_back(launch, tmp_path, seconds, pytestconfig):
@@ -271,7 +271,7 @@ def test_nor_while_a_stage_is_replayed_and_its_workers_come_back(launch, tmp_pat
     assert (len(result.of("replayed")), len(result.of("rejoined"))) == (cycles, 2 * cycles), result.output[-6000:]
     assert "Traceback" not in result.output and "never retrieved" not in result.output, result.output[-6000:]
     assert max(grown.kib) < GROWTH_KIB, grown.kib
-    doors = {event["text"].partition(" what comes")[0] for event in result.of("stranger")}
+    doors = {event["text"].partition(" a caller at ")[0] for event in result.of("stranger")}
     logs = {f"at the logs in {folder}" for folder in result.folder.glob("log-of-*")}
     states = {door for door in doors if door.endswith(", for the stage's state,")}
     assert len(logs) == 4 and states and doors == logs | states | doors_of(run)

@@ -83,5 +83,5 @@ def test_no_port_of_a_job_minds_strangers(launch, reference, tmp_path):
     result = run.finish()
     assert_same_training(result, reference())
     assert "Traceback" not in result.output and "never retrieved" not in result.output, result.output[-6000:]
-    told = [event["text"].partition(" what comes from ")[0] for event in result.of("stranger")]
+    told = [event["text"].partition(" a caller at ")[0] for event in result.of("stranger")]
     assert sorted(told) == ["at the coordinator", *(f"at worker {rank}" for rank in range(4))], told

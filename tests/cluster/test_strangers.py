@@ -86,7 +86,7 @@ def test_nobody_at_the_coordinators_port_is_believed(attacked):
 
     run = attacked(attack)
     (told_of,) = run.of("stranger")
-    assert told_of["text"].startswith("at the coordinator what comes from 127.0.0.1:")
+    assert told_of["text"].startswith("at the coordinator a caller at 127.0.0.1:")
     assert told_of["address"] == "127.0.0.1"
 
 
@@ -107,7 +107,7 @@ def test_no_strangers_tensor_is_trained_on_or_kept(attacked):
 
     run = attacked(attack)
     told_of = [event["text"] for event in run.of("stranger")]
-    assert {text.partition(" what comes")[0] for text in told_of} == {f"at worker {rank}" for rank in range(4)}
+    assert {text.partition(" a caller at ")[0] for text in told_of} == {f"at worker {rank}" for rank in range(4)}
 
 
 @pytest.mark.plain_too(deepspeed=False)

@@ -78,7 +78,7 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
     (tmp_path / "go").touch()
     result, whole = run.finish(), reference(f"steps={LONG}", *more)
     assert_came_back(result, whole, "1.1", exact=True)
-    first = {event["text"].partition(" what comes")[0]: event["text"] for event in reversed(result.of("stranger"))}
+    first = {event["text"].partition(" a caller at ")[0]: event["text"] for event in reversed(result.of("stranger"))}
     assert {"at the coordinator", *(f"at worker {rank}" for rank in (0, 1, 2))} <= first.keys(), first
     assert "it does not speak TLS 1.3, which is set here" in first["at the coordinator"], first
     assert "Traceback" not in result.output, result.output[-6000:]

@@ -126,7 +126,7 @@ def test_a_folder_of_ours_that_others_can_write_to_is_not_used(tmp_path):
     file.make()
     file.path.parent.mkdir(mode=0o777)
     file.path.parent.chmod(0o777)
-    with pytest.raises(NoSecret, match="is not this user's alone"):
+    with pytest.raises(NoSecret, match="is not this user's, or others"):
         file.put()
 
 
@@ -250,8 +250,8 @@ def with_peer(work: Callable[[socket.socket], object], said: bytes, ends: bool =
     "said, why",
     [
         (b"GET / HTTP/1.1", "begins with b'GET ', which can't be understood"),
-        (b"", "gone before it has said who it is"),
-        (MAGIC + b"half", "gone before it has said who it is, but b'half'"),
+        (b"", "disconnected before it had proved who it is"),
+        (MAGIC + b"half", "disconnected before it had proved who it is, but b'half'"),
         (MAGIC + bytes(NONCE + PROOF), "does not know this job's secret"),
     ],
 )
@@ -262,7 +262,7 @@ def test_strangers_are_told_apart_by_what_they_do(said, why):
 
 def test_who_says_nothing_in_time_is_a_stranger_and_one_that_answers_nothing_may_be_busy():
     found = with_peer(lambda near: answer(near, SECRET, Port.CONTROL, 0.05), MAGIC, ends=False)
-    assert isinstance(found, Stranger) and "has not said in time who it is" in str(found)
+    assert isinstance(found, Stranger) and "has not proved in time who it is" in str(found)
     found = with_peer(lambda near: call(near, SECRET, Port.CONTROL, 0.05), b"", ends=False)
     assert not isinstance(found, Stranger)
     found = with_peer(lambda near: call(near, SECRET, Port.CONTROL, 0.05), b"HTTP", ends=False)
@@ -283,8 +283,8 @@ def test_each_address_is_said_once():
         mine.refuses(("10.0.0.1", number), "no reason")
     mine.refuses(("10.0.0.2", 7), Stranger("it is odd"))
     assert said == [
-        ("here what comes from 10.0.0.1:0 was refused: no reason", "10.0.0.1"),
-        ("here what comes from 10.0.0.2:7 was refused: it is odd", "10.0.0.2"),
+        ("here a caller at 10.0.0.1:0 was refused: no reason", "10.0.0.1"),
+        ("here a caller at 10.0.0.2:7 was refused: it is odd", "10.0.0.2"),
     ]
 
 

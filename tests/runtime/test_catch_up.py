@@ -184,7 +184,7 @@ def test_strangers_are_not_let_in_and_that_is_said_once(ends, coordinator):
     outlet.send(Marker(4))
     assert ends.received(ends.come(), 1) == [Marker(4)], "who is expected still gets in"
     (note,) = [note for note in coordinator.hear(Note) if note.kind == "stranger"]
-    assert "for the stage's state, what comes from 127.0.0.1:" in note.text and not outlet.broken
+    assert "for the stage's state, a caller at 127.0.0.1:" in note.text and not outlet.broken
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -245,13 +245,15 @@ async def test_over_a_network_it_says_from_where():
             with suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
             stranger.close()
-        with pytest.raises(Stranger, match="it has gone before it has said who it is|does not know this job's secret"):
+        with pytest.raises(
+            Stranger, match="it disconnected before it had proved who it is|does not know this job's secret"
+        ):
             await asyncio.to_thread(
                 connect, ControlWay(address, Secret("another job's secret, of as many letters")), 1.0
             )
         control.close()
     (event,) = [event for event in said if event.kind == "stranger"]
-    assert event.text.startswith("at the coordinator what comes from 127.0.0.1:")
+    assert event.text.startswith("at the coordinator a caller at 127.0.0.1:")
     assert event.text.endswith(f" was refused: it begins with {encode(Over(0))[:4]!r}, which can't be understood")
 
 

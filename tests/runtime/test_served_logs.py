@@ -175,7 +175,7 @@ def test_who_does_not_know_the_secret_is_not_answered(server, folder, complaints
                 exactly(connection, 1)
     until(lambda: strangers, "word of it")
     ((text, address),) = strangers
-    assert text.startswith(f"at the logs in {folder} what comes from 127.0.0.1:") and not complaints
+    assert text.startswith(f"at the logs in {folder} a caller at 127.0.0.1:") and not complaints
     assert f"it begins with {asks[:4]!r}" in text and address == HERE
 
 

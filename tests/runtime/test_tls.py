@@ -126,7 +126,12 @@ def test_over_a_network_what_is_said_in_a_handshake_waits_for_no_acknowledgement
             "its certificate is refused: self-signed",
             "it refuses this end's certificate, or its TLS: tlsv1 alert",
         ),
-        (OURS, Secret("x" * 40, BETA.tls), "it does not know this job's secret", "gone before it has said who it is"),
+        (
+            OURS,
+            Secret("x" * 40, BETA.tls),
+            "it does not know this job's secret",
+            "disconnected before it had proved who it is",
+        ),
     ],
     ids=("plain to TLS", "TLS to plain", "another ca", "another secret"),
 )
@@ -183,9 +188,12 @@ def anybodys(most: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORTED) -> ssl.SSL
         (shakes(anybodys()), "its TLS fails: peer did not return a certificate"),
         (shakes(anybodys(ssl.TLSVersion.TLSv1_2)), "it does not speak TLS 1.3, which is set here"),
         (says(b"GET / HTTP/1.1\r\n\r\n"), "it does not speak TLS 1.3, which is set here"),
-        (says(b""), "it has gone before it has said who it is"),
+        (says(b""), "it disconnected before it had proved who it is"),
         (says(b"\x16\x03\x01\x00\x10" + bytes(16)), "its TLS fails: unexpected message"),
-        (says(b"\x16\x03\x01\x40\x00" + bytes(99)), "gone before it has said who it is, but b'\\x16\\x03\\x01@"),
+        (
+            says(b"\x16\x03\x01\x40\x00" + bytes(99)),
+            "it had proved who it is, but b'\\x16\\x03\\x01@",
+        ),
     ],
     ids=("no certificate", "TLS 1.2", "HTTP", "nothing", "no hello", "half a record"),
 )
@@ -197,7 +205,7 @@ def test_who_has_no_certificate_is_told_apart_by_what_it_does(stranger, why):
 def test_who_says_nothing_has_no_longer_than_without_tls():
     near, far = socket.socketpair()
     with near, far:
-        with pytest.raises(Stranger, match="has not said in time who it is"):
+        with pytest.raises(Stranger, match="has not proved in time who it is"):
             answer(near, OURS, Port.CONTROL, 0.05)
         with pytest.raises(OSError) as silent:
             call(far, OURS, Port.CONTROL, 0.05)
@@ -378,7 +386,7 @@ def test_boundary_tensors_travel_in_it(sessions, coordinator):
         assert isinstance(ends[0]._outboxes[ends[1].address]._connection, TlsSocket)
         ends[2].send(ends[1].address, act(9), There((torch.ones(1),)), 0)
         stranger = next(note for note in coordinator.hear(Note) if note.kind == "stranger")
-        assert "at worker 1 what comes from" in stranger.text and "does not speak TLS 1.3" in stranger.text
+        assert "at worker 1 a caller at" in stranger.text and "does not speak TLS 1.3" in stranger.text
         ends[0].send(ends[1].address, act(10), There((torch.ones(1),)), 0)
         inbox.wait(act(10))
         assert act(9) not in inbox.take()

@@ -78,7 +78,7 @@ def wrong() -> dict[str, tuple[Path, str]]:
         ),
         "for one end": (
             files(extensions=ONE),
-            "/tls.crt is not for both ends of a connection (its certificate is refused: unsuitable certificate "
+            "/tls.crt is not valid for both ends of a connection (its certificate is refused: unsuitable certificate "
             "purpose); make one whose extended key usage has serverAuth and clientAuth, or that has none",
         ),
     }
