@@ -106,7 +106,7 @@ def verify(path: Path) -> None:
     except Exception as error:  # from changed bytes zipfile raises anything
         raise RecycleError(f"{path} is damaged: {str(error) or type(error).__name__}") from error
     if damaged is not None:
-        raise RecycleError(f"{path} is damaged: the CRC of {damaged} is another one")
+        raise RecycleError(f"{path} is damaged: the CRC of {damaged} is wrong")
 
 
 def named_by(latest: Path) -> Path:
@@ -121,7 +121,7 @@ def unread(error: Exception) -> str:
     """Return why a checkpoint can't be read, in our words instead of the library's that raised ``error``."""
     if isinstance(error, OSError) and error.strerror:
         return f"can't be read ({error.strerror})"
-    return "is damaged, not whole, or none of such a job's"
+    return "is damaged, incomplete, or not of such a job"
 
 
 def unfit(error: Exception) -> str:

@@ -14,9 +14,9 @@ from recycle_plugin.adapters.unlaunched import AfterImport
 from recycle_plugin.runtime.control.session import Session
 
 SAID = (
-    "the script's optimizer steps, and the plugin has no part in it so far: no deepspeed.initialize has met a config "
-    "with a recycle section, nor is there a Pipeline or Replicas of the plugin's. Unless one follows, the loss of a "
-    "worker ends the job. Where the plugin is to be left out, start the script without recycle_plugin.launch"
+    "the script's optimizer steps without the plugin so far: deepspeed.initialize was not called with a config that "
+    "has a recycle section, and there is no Pipeline or Replicas of the plugin's. Unless one follows, the loss of a "
+    "worker ends the job. To train without the plugin, start the script without recycle_plugin.launch"
 )
 SEVERAL = 3  # optimizer steps: a script may try its optimizer out before, or train a helper
 

@@ -27,15 +27,15 @@ CASES = {
     "ZeRO 2": "zero_optimization.stage 2 does not work with pipelines",
     "ZeRO 3": "zero_optimization.stage 3 does not work with pipelines",
     "tensor parallelism": "tensor parallelism above 1 is not supported yet",
-    "tied layers": "the layers tied as 'both' name different weights, weight and bias, so that stages would add up "
-    "different things",
+    "tied layers": "the layers tied as 'both' name different weights, weight and bias, so stages would add up "
+    "gradients of different weights",
     "fp16": "fp16.enabled: DeepSpeed has no fp16 on this device, cpu; set bf16.enabled to true instead",
     "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
-    "placement unknown at the start": 'recycle.placement "spread" is about ranks, which were given out before this '
-    "config was there: put it into a file",
+    "placement unknown at the start": 'recycle.placement "spread" came too late, ranks had been assigned before this '
+    "config was read: put it into a file",
     "Hugging Face": 'recycle.batch "constant" with Hugging Face\'s Accelerate, which draws a fixed number of '
     "micro-batches for each step: leave it out",
-    "two engines": "deepspeed.initialize was called twice with recycle.enabled: one engine per process",
+    "two engines": "deepspeed.initialize was called twice with recycle.enabled: only one engine per process",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }
 

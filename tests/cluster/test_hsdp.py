@@ -129,14 +129,14 @@ def test_a_survivor_draws_and_rounds_as_the_lost_one(launch, tmp_path, more, tol
     [
         ({"wrong": "mesh"}, "fully_shard over a mesh of the script's own: give it the processes of one replica"),
         ({"wrong": "unused"}, "replica_mesh(…) without fully_shard: call fully_shard(module, mesh=replica_mesh(…))"),
-        ({"wrong": "rest"}, "4.weight is trained and not sharded, so that nobody adds its gradients up"),
+        ({"wrong": "rest"}, "4.weight is trained but not sharded, so its gradients would not be added up"),
         ({"wrong": "optimizer"}, "Adafactor with fully_shard is not supported yet"),
         ({"wrong": "compiled"}, "0 is compiled: layers whose backward is split"),
         ({"wrong": "freeze"}, "0.bias is frozen or thawed after Replicas(…) was made"),
         ({"wrong": "assign"}, "0.weight is another tensor than when Replicas(…) was made"),
         (
             {"settings": {"log": {}, "checkpoint": {}}},
-            "recycle.log with fully_shard: what several workers of one seat log",
+            "recycle.log with fully_shard: the logs of several workers of one seat",
         ),
         ({"shards": 1, "wrong": "optimizer"}, "Adafactor with dcp=True is not supported yet"),
     ],
@@ -231,7 +231,7 @@ def test_a_death_while_one_is_written_leaves_the_last_whole_one(launch, tmp_path
 @pytest.mark.parametrize(
     "change, said",
     [
-        ("damage", "is damaged, not whole, or none of such a job's; load another one"),
+        ("damage", "is damaged, incomplete, or not of such a job; load another one"),
         ("shape", "is of another model: its 0.weight has shape (2, 2), and here it is (13, 8)"),
         ("names", "is of another model, without model.0.weight"),
         ("dtype", "is of another model: its 0.weight is torch.float64, and here it is torch.float32"),

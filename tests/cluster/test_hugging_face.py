@@ -196,7 +196,7 @@ def test_an_evaluation_of_accelerates_says_what_a_lost_replica_leaves_out(start,
     assert result.code == 0 and not result.of("error"), result.output[-6000:]
     (warning,) = result.of("warning")
     lost = "0, 1" if rank == 0 else "2, 3"
-    assert warning["text"].startswith(f"ranks {lost} were lost in an evaluation, whose further samples of it are in no")
+    assert warning["text"].startswith(f"ranks {lost} were lost in an evaluation, whose metrics lack the samples that")
     for record in result.records.values():
         first, second = record["evaluated"]
         assert len(first) < len(EACH) and len(set(first)) == len(first) and {*first} < {*EACH}

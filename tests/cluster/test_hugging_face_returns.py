@@ -181,10 +181,10 @@ def test_the_next_process_gives_the_loop_where_one_dies_in_that(start):
 
 
 REFUSED = [
-    ({"own": True}, "a get_batch_samples() that does not call Trainer's with recycle.rejoin"),
+    ({"own": True}, "recycle.rejoin with a get_batch_samples() that does not call Trainer's"),
     (
         {"kills": [[1, "step", 3], [0, "giving", 0]], "held": [HELD]},
-        "all ranks are lost that had the state of Trainer's loop, as others came back",
+        "all ranks that had the state of Trainer's loop were lost while others came back",
     ),
 ]
 

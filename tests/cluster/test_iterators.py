@@ -308,7 +308,7 @@ def test_no_replica_with_both_ends(train):
         (
             "exact",
             "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches "
-            "than without one",
+            "than without a loss",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_was(launch: Launch, reference, tmp_p
             ("schedule=true", "model.layers=4", "parts=[3,3]"),
             ".pt is of other layers (Missing key(s)",
         ),
-        (("schedule=true", "cut"), "stage_00.pt is damaged, not whole, or none of such a job's"),
+        (("schedule=true", "cut"), "stage_00.pt is damaged, incomplete, or not of such a job"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_one_line(launch: Launch, tmp_path, more, said):

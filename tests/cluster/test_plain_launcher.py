@@ -110,7 +110,7 @@ def test_a_script_that_trains_without_the_plugin_is_told_of_once(start, more):
     """Also by an optimizer that it tries before; not where a config has switched the plugin off."""
     result = start("alone", *more).finish()
     assert result.code == 0, result.output
-    assert result.output.count("the script's optimizer steps, and the plugin has no part in it so far: ") == (not more)
+    assert result.output.count("the script's optimizer steps without the plugin so far: ") == (not more)
 
 
 def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_tells(start, capsys):

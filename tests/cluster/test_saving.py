@@ -314,7 +314,7 @@ def test_the_loss_scale_goes_on_from_a_checkpoint(start, undisturbed, tmp_path):
     anew = start(*SCALED, load=True).finish()
     assert anew.code == 0 and scales(anew) != scales(resumed)
     assert [event["text"] for event in anew.of("warning") if "loss scale" in event["text"]] == [
-        f"{saved} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at 256"
+        f"{saved} has no loss scale, since its job had no recycle.loss_scaling: this job's scale stays at 256"
     ]
 
 

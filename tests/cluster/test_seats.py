@@ -118,7 +118,7 @@ def test_a_checkpoint_has_a_file_of_each_half_and_is_gone_on_from(launch, calm, 
 @pytest.mark.parametrize(
     "more, said",
     [
-        ({"clip": 1.0}, "clip=1.0 with shards=2: nobody knows which parameters are parts and which are copies"),
+        ({"clip": 1.0}, "clip=1.0 with shards=2: the plugin can't tell which parameters are parts"),
         ({"split": True}, "recycle.split_backward with shards=2: a layer's workers add up in its backward"),
         ({"stages": 2}, "4 workers for 2 stages of 2 shards: start a multiple of 4, and at least 8"),
     ],

@@ -81,7 +81,7 @@ def test_a_damaged_name_of_the_latest_is_refused_in_words(tmp_path, content):
     if content.isascii():
         assert folders.named_by(tmp_path / "latest") == tmp_path / "global_step3"
         return
-    with pytest.raises(RecycleError, match=f"^{tmp_path}/latest is damaged, not whole, or none of such a job's: name"):
+    with pytest.raises(RecycleError, match=f"^{tmp_path}/latest is damaged, incomplete, or not of such a job: name"):
         folders.named_by(tmp_path / "latest")
 
 

@@ -33,4 +33,4 @@ def test_gradients_of_something_else_than_the_loss_are_warned_of_once(kind, odd)
     warned: list[str] = []
     compute = watched(losses(kind), warned.append)
     assert compute(1, 0, 0) == compute(1, 0, 0)
-    assert len(warned) == odd and all("and calls backward() of" in text for text in warned)
+    assert len(warned) == odd and all("but calls backward() on" in text for text in warned)

@@ -186,7 +186,9 @@ def test_a_loss_scale_of_another_kind_is_refused(ours, theirs, tmp_path):
     stock = SimpleNamespace(load=lambda file, map_location: torch.load(file, map_location, weights_only=False))
     engine = SimpleNamespace(checkpoint_engine=stock, stage_id=0, global_steps=6)
     files, before = EngineFiles(engine, stock, None, None, None, mine), dict(vars(mine))
-    with pytest.raises(RecycleError, match="the loss scale there is (static|dynamic), and fp16.loss_scale makes this"):
+    with pytest.raises(
+        RecycleError, match="the checkpoint's loss scale is (static|dynamic), and fp16.loss_scale makes"
+    ):
         files.load_beside(None, tmp_path, True)
     assert vars(mine) == before
 
@@ -212,5 +214,5 @@ def test_a_damaged_file_of_the_optimizers_state_is_refused_in_one_line(damage, t
     session = SimpleNamespace(heartbeats=SimpleNamespace(at=lambda *at: nullcontext()))
     ties = SimpleNamespace(load=lambda folder, read: None)
     files = EngineFiles(engine, stock, session, ties, parts, None)
-    with pytest.raises(RecycleError, match="global_step6 is damaged, not whole, or none of such a job's; load another"):
+    with pytest.raises(RecycleError, match="global_step6 is damaged, incomplete, or not of such a job; load another"):
         files.load_rest(None, path.parent, True)

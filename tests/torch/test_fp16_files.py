@@ -158,12 +158,12 @@ def test_either_format_is_read_whole(written, read):
 def test_another_model_or_kind_of_scale_is_refused(make):
     saved = Subject(make).optimizer.state_dict()
     with pytest.raises(
-        RecycleError, match=r"the loss scale there is dynamic, and fp16.loss_scale makes this job's static"
+        RecycleError, match=r"the checkpoint's loss scale is dynamic, and fp16.loss_scale makes this job's static"
     ):
         Subject(loss_scale=64.0).optimizer.load_state_dict(saved)
     groups = next(saved[key] for key in ("fp32_groups", "fp32_groups_flat") if key in saved)
     groups.pop()
-    with pytest.raises(RecycleError, match="the parameter groups there are not this job's"):
+    with pytest.raises(RecycleError, match="the checkpoint's parameter groups are not this job's"):
         Subject().optimizer.load_state_dict(saved)
 
 
@@ -197,7 +197,7 @@ def test_parameters_in_another_order_are_refused(tmp_path):
     first = part[names.OPTIMIZER_STATE_DICT][names.PARAM_SLICE_MAPPINGS][0]
     first.move_to_end(next(iter(first)))
     torch.save(part, tmp_path / subject.files.name(0))
-    with pytest.raises(RecycleError, match=r"has the parameters in another order, or padded"):
+    with pytest.raises(RecycleError, match=r"has reordered or padded parameters"):
         subject.files.read(tmp_path, load)
 
 
@@ -205,6 +205,6 @@ def test_another_kind_of_scale_is_refused_at_stage_1(tmp_path):
     static = Subject(loss_scale=64.0)
     torch.save(static.files.part(0, 1), tmp_path / static.files.name(0))
     with pytest.raises(
-        RecycleError, match=r"the loss scale there is static, and fp16.loss_scale makes this job's dynamic"
+        RecycleError, match=r"the checkpoint's loss scale is static, and fp16.loss_scale makes this job's dynamic"
     ):
         Subject().files.read(tmp_path, load)

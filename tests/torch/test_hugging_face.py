@@ -193,7 +193,7 @@ def test_what_fills_the_last_batches_of_an_evaluation_is_left_out_whoever_is_los
 def test_batches_that_ranks_split_cant_always_be_dealt_to_fewer(counted):
     each = loader(2, 24, 4)
     each.batch_sampler.split_batches = True
-    with pytest.raises(RecycleError, match="split_batches with batches of 4, which 3 ranks"):
+    with pytest.raises(RecycleError, match="split_batches with batches of 4, which can't be divided among the 3"):
         team({1: 1}).deal(each)
 
 
@@ -216,7 +216,7 @@ def test_what_a_section_implies(driver, implied):
     [
         ({"batch": "constant"}, False, 'recycle.batch "constant" with Accelerate, which draws a fixed number'),
         ({"group_sums": "scale"}, False, 'recycle.group_sums "scale" with Accelerate, whose num_processes'),
-        ({}, True, 'recycle.rejoin "never" with Accelerate: a lost replica stays away, and the job trains'),
+        ({}, True, 'recycle.rejoin "never" with Accelerate: a lost replica can\'t come back while the job'),
     ],
 )
 def test_what_is_refused(more, newcomer, line):

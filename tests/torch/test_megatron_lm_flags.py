@@ -66,7 +66,7 @@ def test_megatron_does_not_see_the_plugins_flag(command: list[str]) -> None:
 
 
 def test_a_flag_without_a_file_is_refused() -> None:
-    with pytest.raises(RecycleError, match="--recycle-config has no file behind it"):
+    with pytest.raises(RecycleError, match="--recycle-config has no file after it"):
         entry.without_flag(["train.py", "--recycle-config"])
 
 

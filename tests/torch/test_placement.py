@@ -28,5 +28,5 @@ def test_deepspeeds_own_topologies(topology):
 
 
 def test_a_topology_that_spreads_by_itself():
-    with pytest.raises(RecycleError, match="the replicas of a stage are no neighbours: leave one of the two out"):
+    with pytest.raises(RecycleError, match="the replicas of a stage are not neighbouring ranks: leave one of"):
         check_placement("spread", module(ProcessTopology(axes=["data", "pipe"], dims=[3, 2])), "spread")

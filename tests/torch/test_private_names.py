@@ -56,6 +56,6 @@ def test_what_a_users_engine_adds_takes_no_part_of_ours_away() -> None:
     assert made.norm is everyday["norm"] and made.settle is RecycleEngine.settle
     for name in ("settle", "_trainer"):
         with pytest.raises(
-            RecycleError, match=rf"Mine\.{name} has the name of a part of the plugin's engine.*give it another name"
+            RecycleError, match=rf"Mine\.{name} has the name of an attribute of the plugin's engine.*another name"
         ):
             engine_class(type("Mine", (PipelineEngine,), {name: lambda self: None}), job=None)

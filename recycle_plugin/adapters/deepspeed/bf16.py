@@ -91,8 +91,8 @@ class MasterOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         raise NotInOptimizer(
-            f"engine.optimizer.{name} is of DeepSpeed's own optimizer, which keeps shards, and the plugin's has the "
-            "state whole: engine.optimizer.optimizer is torch's, and of its masters"
+            f"engine.optimizer.{name} is part of DeepSpeed's own optimizer, which keeps shards; the plugin keeps the "
+            "state whole: use engine.optimizer.optimizer, torch's, of the fp32 masters"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -288,7 +288,7 @@ class StateFiles:
             raise RecycleError(
                 f"load_checkpoint: stage {self._stage} of {folder} has {found} numbers in its parameter groups, and "
                 f"this job's has {here}; "
-                "load a checkpoint of the same model, cut into stages alike"
+                "load a checkpoint of the same model with the same stages"
             )
         if self._scaler is None:
             return
@@ -296,8 +296,8 @@ class StateFiles:
         for number, part in enumerate(parts):
             if part[names.PARAM_SLICE_MAPPINGS] != self._slices(number, len(parts)):
                 raise RecycleError(
-                    f"load_checkpoint: {folder / self.name(number)} has the parameters in another order, or padded, as "
-                    "zero_optimization.round_robin_gradients and parameter_alignment have them, which is not read; "
+                    f"load_checkpoint: {folder / self.name(number)} has reordered or padded parameters, as with "
+                    "zero_optimization.round_robin_gradients or parameter_alignment, which is not supported; "
                     "load the weights alone with load_module_only=True"
                 )
 
@@ -321,8 +321,8 @@ def check_kind(dynamic: bool, scaler: Any) -> None:
     if dynamic != scaler.dynamic:
         kinds = {True: "dynamic", False: "static"}
         raise RecycleError(
-            f"load_checkpoint: the loss scale there is {kinds[dynamic]}, and fp16.loss_scale makes this job's "
-            f"{kinds[scaler.dynamic]}; write {'0' if dynamic else 'the one there'}, or load the weights alone with "
+            f"load_checkpoint: the checkpoint's loss scale is {kinds[dynamic]}, and fp16.loss_scale makes this job's "
+            f"{kinds[scaler.dynamic]}; write {'0' if dynamic else 'that scale'}, or load the weights alone with "
             "load_module_only=True"
         )
 

@@ -159,7 +159,7 @@ class EngineFiles(CheckpointFormat):
         if self.scaler is not None and unknown and with_optimizer and self.session.view.is_first:
             self.session.note(
                 "warning",
-                f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at "
+                f"{path} has no loss scale, since its job had no recycle.loss_scaling: this job's scale stays at "
                 f"{self.scaler.loss_scale:g}",
             )
 
@@ -329,7 +329,7 @@ def check_loadable(path: Path, stages: int, precision: str, sharded: bool) -> No
     of_zero = any(path.glob(f"{names.ZERO_FILE_PREFIX}*"))
     if of_zero and precision == "fp32":
         raise RecycleError(
-            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; {alone}"
+            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which fp32 jobs can't read; {alone}"
         )
     if files and precision == "fp16" and of_zero != sharded and not of_bf16:
         raise RecycleError(

@@ -129,8 +129,8 @@ class RecycleEngine(ComesBack, PipelineEngine):
             mib = whole_state_mib(trained(self.module))
             session.note(
                 "zero",
-                f'recycle.zero "replicate": each worker of a stage keeps the optimizer\'s state whole, of stage 0 '
-                f"{mib:.4g} MiB with Adam, where shards "
+                f'recycle.zero "replicate": each worker of a stage keeps the whole optimizer state, for stage 0 '
+                f"{mib:.4g} MiB with Adam; shards "
                 f"would take {mib / topology.replicas:.4g} MiB",
                 mib=mib,
             )
@@ -207,8 +207,8 @@ class RecycleEngine(ComesBack, PipelineEngine):
         if whole and self._trainer.may_have_replayed:
             raise RecycleError(
                 "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' after "
-                "somebody has come back in a job with recycle.log: stock evaluation counts its own messages, and where "
-                "the others are in these is not known yet; ask for the mean loss alone"
+                "a worker has come back in a job with recycle.log: stock evaluation counts its own messages, and that "
+                "worker does not know the others' count; ask for the mean loss alone"
             )
         if (past := self._trainer.recorded_evaluation()) is not None:
             return put(torch.tensor(past), self.device, "the mean loss")
@@ -315,8 +315,8 @@ class RecycleEngine(ComesBack, PipelineEngine):
     def _refuse_behind(self, what: str) -> None:
         if self._may_skip and self._trainer.behind and not self._applies:
             raise self._job.session.hooks.refusal(
-                f"engine.{what} in a worker that has come back, and whose script goes through steps that are over: "
-                "which of them were skipped is known when it is at one with the others; ask only when engine.behind "
+                f"engine.{what} in a worker that has come back, and whose script goes through finished steps again: "
+                "it learns which of them were skipped when it has caught up; ask only when engine.behind "
                 "is false"
             )
 
@@ -339,7 +339,7 @@ class RecycleEngine(ComesBack, PipelineEngine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Raise RecycleError: peers read a lost worker's data by the size that training began with."""
         raise RecycleError(
-            "engine.set_train_micro_batch_size(): peers read a lost worker's data by the size that it began with; "
+            "engine.set_train_micro_batch_size(): peers read a lost worker's data in its first micro-batch size; "
             "call engine.set_train_batch_size(), which changes the number of micro-batches"
         )
 
@@ -499,15 +499,15 @@ def engine_class(users: type, job: EngineArguments) -> type:
     if unheard:
         raise RecycleError(
             f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, "
-            "which the plugin's own takes the place of, so it would not be called; override train_batch, eval_batch, "
+            "which the plugin's schedule replaces, so it would not be called; override train_batch, eval_batch, "
             "save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
         )
     own = {name for each in (RecycleEngine, ComesBack) for name in {**vars(each), **each.__annotations__}}
     taken = {name for name in own if not hasattr(PipelineEngine, name)}
     if clash := sorted(mine & taken):
         raise RecycleError(
-            f"{users.__name__}.{clash[0]} has the name of a part of the plugin's engine, which would call it instead "
-            "of its own: give it another name"
+            f"{users.__name__}.{clash[0]} has the name of an attribute of the plugin's engine, and would replace it: "
+            "give it another name"
         )
     bases = (RecycleEngine,) if users is PipelineEngine else (users, RecycleEngine)
     return type(RecycleEngine.__name__ if users is PipelineEngine else users.__name__, bases, {"_job": job})

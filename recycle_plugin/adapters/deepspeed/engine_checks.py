@@ -61,17 +61,17 @@ def check_placement(placement: str, model: PipelineModule, given: str) -> None:
     axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims={dims})"
     if placement == "spread" and given != "spread":
         raise RecycleError(
-            'recycle.placement "spread" is about ranks, which were given out before this config was there: put it into '
-            "a file, and name that on the "
+            'recycle.placement "spread" came too late, ranks had been assigned before this config was read: put it '
+            "into a file, and name that on the "
             f"script's command line with --deepspeed_config; or leave placement out, and {axes}"
         )
     if given == "spread" and any(
         ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in map(list, replicas)
     ):
         raise RecycleError(
-            'recycle.placement "spread" deals neighbouring ranks out to different hosts, and in the topology of this '
+            'recycle.placement "spread" puts neighbouring ranks on different hosts, but in the topology of this '
             "PipelineModule the replicas of a stage "
-            "are no neighbours: leave one of the two out"
+            "are not neighbouring ranks: leave one of the two out"
         )
 
 
@@ -170,7 +170,7 @@ def _check_layers(model: PipelineModule) -> None:
         )
     if checkpointing.CONTIGUOUS_CHECKPOINTING or checkpointing.PARTITION_ACTIVATIONS:
         raise RecycleError(
-            "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants "
+            "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations needs "
             "DeepSpeed's own schedule, or tensor parallelism; "
             "leave both out"
         )

@@ -196,7 +196,7 @@ class Plugin:
     def _check_once(self) -> None:
         if self._made or self.session.hooks.trains:
             raise RecycleError(
-                "deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet"
+                "deepspeed.initialize was called twice with recycle.enabled: only one engine per process is supported"
             )
 
 

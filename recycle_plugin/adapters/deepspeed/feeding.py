@@ -153,7 +153,7 @@ class Feeding:
         if self._exact:
             raise RecycleError(
                 "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other "
-                "batches than without one; "
+                "batches than without a loss; "
                 "pass a map-style dataset as training_data= and call train_batch() without an iterator, or call "
                 "engine.set_data_source(source)"
             )

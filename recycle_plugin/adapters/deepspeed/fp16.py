@@ -79,8 +79,8 @@ class HalfOptimizer(MasterOptimizer):
         ]
         if found != here:
             raise RecycleError(
-                "load_checkpoint: the parameter groups there are not this job's; load a checkpoint of the same model, "
-                "cut into stages alike"
+                "load_checkpoint: the checkpoint's parameter groups are not this job's; load a checkpoint of the same "
+                "model with the same stages"
             )
         if flat:
             self._flat.read([saved], [state[names.OPTIMIZER_STATE_DICT]])

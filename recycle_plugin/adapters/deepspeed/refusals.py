@@ -90,9 +90,9 @@ def _half(config: dict[str, Any], name: str) -> Iterator[str]:
             )
     recycle = section_of(config, SECTION)
     if recycle.get("norm") == "deepspeed":
-        yield f"recycle.norm is \"deepspeed\", fp32's norm: in {name} DeepSpeed's is over all stages; leave it out"
+        yield f'recycle.norm "deepspeed" is for fp32: in {name} DeepSpeed\'s norm is over all stages; leave it out'
     if recycle.get("loss_scaling") and name != FP16:
-        yield f"recycle.loss_scaling: {name} has fp32's range, and nothing to scale; set it to false"
+        yield f"recycle.loss_scaling: {name} has fp32's range and needs no loss scale; set it to false"
 
 
 def _zero(config: dict[str, Any]) -> Iterator[str]:
@@ -114,12 +114,12 @@ def _replicated(section: dict[str, Any], recycle: dict[str, Any]) -> Iterator[st
     for key in ("offload_optimizer", "offload_param", "cpu_offload"):
         if section.get(key):
             yield (
-                f'zero_optimization.{key} moves shards to the host, and recycle.zero "replicate" leaves none; '
+                f'zero_optimization.{key} moves shards to the host, but with recycle.zero "replicate" there are none; '
                 "leave it out"
             )
     if recycle.get("norm") == "deepspeed":
         yield (
-            'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; '
+            'recycle.norm "deepspeed" is for ZeRO stage 0: at stage 1 DeepSpeed\'s norm is over all stages; '
             "leave it out"
         )
 
@@ -154,7 +154,7 @@ def of_checkpoints(section: dict[str, Any]) -> Iterator[str]:
         "load_universal": "needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet",
         "use_node_local_storage": "keeps each host's files where the others can't read them, and a lost host takes "
         "them along",
-        "writer": "writes files of which nobody can say when they are whole",
+        "writer": "writes files without telling when they are complete",
     }
     for name, reason in reasons.items():
         if section.get(name):
@@ -173,10 +173,10 @@ BYPASSED = {
     "data_efficiency.enabled": "orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, "
     "which a peer could not repeat; "
     "order the data in engine.set_data_source(source), by its step",
-    "zero_optimization.zenflow": "steps parameters apart from the others, by ZeRO's shards; leave it out",
+    "zero_optimization.zenflow": "steps some parameters separately, by ZeRO's shards; leave it out",
     "compile.deepcompile": "compiles the backward, which the plugin splits and lets peers run again; leave it out",
     "activation_checkpointing.contiguous_memory_optimization": (
-        "wants backwards in the order of DeepSpeed's own schedule; leave it out"
+        "needs backwards in the order of DeepSpeed's own schedule; leave it out"
     ),
     "activation_checkpointing.partition_activations": "deals activations to tensor-parallel workers, which are not "
     "supported yet; leave it out",
@@ -202,8 +202,8 @@ def _bypassed(config: dict[str, Any]) -> Iterator[str]:
             yield f"{name} {reason}"
     if not config.get("managed_gradient_accumulation", True):
         yield (
-            "managed_gradient_accumulation false leaves it to the script when to step, "
-            "and a pipeline steps once in a train_batch; leave it out"
+            "managed_gradient_accumulation false lets the script choose when to step, "
+            "but a pipeline steps once per train_batch; leave it out"
         )
 
 

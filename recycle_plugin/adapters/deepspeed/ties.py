@@ -38,7 +38,7 @@ def check(specs: list[Any]) -> None:
         ):
             raise RecycleError(
                 f"the layers tied as {spec.key!r} name different weights, {', '.join(said[spec.key])} and "
-                f"{', '.join(spec.tied_weight_attr)}, so that stages would add up different things; "
+                f"{', '.join(spec.tied_weight_attr)}, so stages would add up gradients of different weights; "
                 "give each TiedLayerSpec of this key the same tied_weight_attr"
             )
 

@@ -45,7 +45,7 @@ def check(driver: str, settings: Settings, session: Session, trains: bool = True
             raise RecycleError(f"{release.wrong}, or set recycle.enabled to false")
     if driver == TRAINER and not trains:
         raise RecycleError(
-            f"evaluate() or predict() before train() with {TRAINER}, whose engine can't train then: call them behind "
+            f"evaluate() or predict() before train() with {TRAINER}, whose engine can't train then: call them after "
             "train(), or set eval_on_start; in a script that does not train set recycle.enabled to false"
         )
     loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
@@ -60,8 +60,7 @@ def check(driver: str, settings: Settings, session: Session, trains: bool = True
         )
     if session.view.newcomer and not _returns(settings):
         raise RecycleError(
-            f"recycle.rejoin {shown(settings.rejoin)} with {driver}: a lost replica stays away, and the job trains "
-            "already"
+            f"recycle.rejoin {shown(settings.rejoin)} with {driver}: a lost replica can't come back while the job runs"
         )
 
 

@@ -79,8 +79,8 @@ class Evaluations:
             self._lacks = lost
             self._team.warn(
                 f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))} {'were' if len(lost) > 1 else 'was'} "
-                "lost in an evaluation, whose further samples of it are "
-                "in no metric: the next evaluation has all samples again"
+                "lost in an evaluation, whose metrics lack the samples that were left there: "
+                "the next evaluation has all samples again"
             )
 
     def gather_for_metrics(

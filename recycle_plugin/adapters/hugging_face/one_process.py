@@ -90,6 +90,6 @@ class Writes:
         self._session.note(
             "warning",
             f"rank {self._session.rank}, which has come back, writes {os.fsdecode(path)} at {calling_line()}, in a "
-            "step that was over before, and may write what others have written: let what one process writes for all "
+            "step that was over before, and may overwrite others' files: if one process writes for all, let it "
             "ask accelerator.is_main_process, or decorate it by accelerator.on_process(…)",
         )

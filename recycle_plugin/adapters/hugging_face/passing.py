@@ -192,7 +192,7 @@ class Passing:
                     return None
                 if not old:
                     raise RecycleError(
-                        "all ranks are lost that had been through the loop's steps, as others came back: start the job "
+                        "all ranks that had run the loop's steps were lost while others came back: start the job "
                         "again, from a checkpoint"
                     )
                 gives = self._session.rank == old[0]
@@ -243,7 +243,7 @@ class Passing:
     def _refuse_read(self) -> None:
         raise RecycleError(
             f"a parameter is read or written at {calling_line()}, in a step that was over before this replica came "
-            "back, and which had other weights: do that behind the last step, or on one process only, or set "
+            "back, which lacks that step's weights: do that after the last step, or on one process only, or set "
             'recycle.rejoin to "never"'
         )
 

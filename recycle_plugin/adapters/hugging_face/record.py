@@ -18,9 +18,7 @@ from recycle_plugin.runtime.collectives.callers import calling_line
 
 MOST = 64 << 20  # bytes that are kept at most
 EACH_CALL = 500  # bytes, besides its tensors
-ADVICE = (
-    "let the script make the same calls of Accelerate's in each process, whatever has happened before it was started"
-)
+ADVICE = "let the script make the same Accelerate calls in each process, whatever has happened before its start"
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,10 @@ class Replay:
         """Return the next kept call. Raises RecycleError if the script's next call ``name`` is another."""
         kept = self._calls[0] if self._calls else None
         if kept is None or (kept.name, kept.step) != (name, self.step):
-            then = "no call" if kept is None else f"{kept.name}, behind step {kept.step}"
+            then = "no call" if kept is None else f"{kept.name}, after step {kept.step}"
             raise RecycleError(
-                f"Accelerate's {name}, called at {calling_line()} behind step {self.step}, where the others have made "
-                f"{then}: a replica that comes back can't have what it gave; {ADVICE}"
+                f"Accelerate's {name}, called at {calling_line()} after step {self.step}, where the others have made "
+                f"{then}: a replica that comes back can't get its result; {ADVICE}"
             )
         return self._calls.popleft()
 
@@ -89,7 +87,7 @@ class Replay:
         if self._calls:
             left = self._calls[0]
             raise RecycleError(
-                f"the script of a replica that comes back has left out {left.name} behind step {left.step}, which the "
+                f"the script of a replica that comes back has left out {left.name} after step {left.step}, which the "
                 f"others have called: {ADVICE}"
             )
 

@@ -79,7 +79,7 @@ class Returns:
             self._take(handler, state)
         if event == "on_step_begin" and not self._opened:
             raise RecycleError(
-                "a get_batch_samples() that does not call Trainer's with recycle.rejoin: replicas come back in that; "
+                "recycle.rejoin with a get_batch_samples() that does not call Trainer's, where replicas come back: "
                 'let it call super().get_batch_samples(…), or set recycle.rejoin to "never"'
             )
         self._opened &= event != "on_step_begin"
@@ -103,7 +103,7 @@ class Returns:
             if epoch > loop.epoch:
                 raise RecycleError(
                     f"the Trainer of a replica that comes back begins with epoch {epoch}, and the others are in epoch "
-                    f"{loop.epoch}: let it resume from the checkpoint that theirs have resumed from"
+                    f"{loop.epoch}: let it resume from the same checkpoint as theirs"
                 )
             self._passing, skips = False, loop.drawn
             of.control = of.callback_handler.on_epoch_begin(of.args, of.state, of.control)
@@ -194,7 +194,7 @@ class Returns:
         while new := {rank for rank, row in team.rows(torch.tensor([self._new])).items() if row}:
             if not (old := [rank for rank in team.live if rank not in new]):
                 raise RecycleError(
-                    "all ranks are lost that had the state of Trainer's loop, as others came back: start the job "
+                    "all ranks that had the state of Trainer's loop were lost while others came back: start the job "
                     "again, with resume_from_checkpoint"
                 )
             gives = self._session.rank == old[0]

@@ -135,8 +135,8 @@ class Team:
     def _check_split(self, shard: BatchSamplerShard | IterableDatasetShard) -> None:
         if shard.split_batches and shard.batch_size % len(self.dealt):
             raise RecycleError(
-                f"split_batches with batches of {shard.batch_size}, which {len(self.dealt)} ranks that are left can't "
-                "share: leave it out"
+                f"split_batches with batches of {shard.batch_size}, which can't be divided among the "
+                f"{len(self.dealt)} ranks that are left: leave it out"
             )
 
     @contextmanager

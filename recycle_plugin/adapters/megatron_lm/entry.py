@@ -68,7 +68,7 @@ def without_flag(command: list[str]) -> tuple[list[str], str | None]:
         name, given, value = argument.partition("=")
         if place and name == FLAG:
             if not given and place + 1 == len(command):
-                raise RecycleError(f"{FLAG} has no file behind it: write {FLAG} FILE, a JSON file with the settings")
+                raise RecycleError(f"{FLAG} has no file after it: write {FLAG} FILE, a JSON file with the settings")
             found = value if given else command[place + 1]
             del rest[place : place + (1 if given else 2)]
             break

@@ -44,9 +44,9 @@ def watched(compute: Compute, warn: Callable[[str], None]) -> Compute:
             root, returned = roots.total.item(), loss.detach().double().sum().item()
             if abs(root - returned) > CLOSE * max(abs(root), abs(returned)):
                 warn(
-                    f"compute({step}, {replica}, {micro_batch}) returns a loss of {returned:g}, and calls backward() "
-                    f"of {root:g}, which is what is trained: call it of the loss itself. The mean over micro-batches "
-                    "is made by the plugin, and a GradScaler's factor would stay in the gradients"
+                    f"compute({step}, {replica}, {micro_batch}) returns a loss of {returned:g}, but calls backward() "
+                    f"on {root:g}, which is then trained: call it on the loss itself. The plugin averages over "
+                    "micro-batches, and a GradScaler's factor would stay in the gradients"
                 )
         return loss
 

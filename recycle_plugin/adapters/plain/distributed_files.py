@@ -146,7 +146,7 @@ class DistributedFiles:
             if others := {*names} ^ {name_of[each] for each in group["params"]}:
                 raise RecycleError(
                     f"load(): {folder} is of an optimizer with other parameters: {min(others)} is in group {number} of "
-                    f"{'that one' if min(others) in names else 'this one'} alone; give the same"
+                    f"{'that one' if min(others) in names else 'this one'} only; give the same"
                 )
 
     def _contents(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class _CheckedReader(dcp.FileSystemReader):
         found = io.BytesIO(file.read(sinfo.length))
         with ZipFile(found) as item:
             if item.testzip() is not None:
-                raise BadZipFile(f"the CRC of what is at {sinfo.offset} is another one")
+                raise BadZipFile(f"the CRC of the item at byte {sinfo.offset} is wrong")
         found.seek(0)
         return found
 

@@ -125,13 +125,13 @@ def _refuse_shards(shards: int, settings: Settings, clip: float) -> None:
         )
     if shards > 1 and clip:
         raise RecycleError(
-            f"clip={clip} with shards={shards}: nobody knows which parameters are parts and which are copies, so the "
-            "norm over all of them is not known; leave it out"
+            f"clip={clip} with shards={shards}: the plugin can't tell which parameters are parts and which are copies, "
+            "so it can't compute the norm over all of them; leave clip out"
         )
     if shards > 1 and settings.log is not None:
         raise RecycleError(
-            f"recycle.log with shards={shards}: what several workers of one seat log can't be replayed yet; leave it "
-            "out"
+            f"recycle.log with shards={shards}: the logs of several workers of one seat can't be replayed yet; leave "
+            "it out"
         )
 
 
@@ -216,7 +216,7 @@ def _refuse_function(number: int, given: Layer) -> None:
     except TypeError as error:
         raise RecycleError(
             f"layer {number} is {getattr(given, '__name__', given)}, which is called without arguments to make a "
-            f"module, and has {error}: where it computes outputs from inputs, give a module whose forward calls it"
+            f"module, and has {error}: if it computes outputs from inputs, give a module whose forward calls it"
         ) from None
 
 

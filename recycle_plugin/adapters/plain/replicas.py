@@ -82,5 +82,5 @@ def _is_sharded(module: nn.Module) -> bool:
 def _refuse_log(settings: Settings) -> None:
     if settings.log is not None:
         raise RecycleError(
-            "recycle.log with fully_shard: what several workers of one seat log can't be replayed yet; leave it out"
+            "recycle.log with fully_shard: the logs of several workers of one seat can't be replayed yet; leave it out"
         )

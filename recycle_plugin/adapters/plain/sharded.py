@@ -35,7 +35,7 @@ def replica_mesh(shards: int) -> DeviceMesh:
     line, workers = session.of_this_process(), int(os.environ["WORLD_SIZE"])
     if not isinstance(shards, int) or shards < 2:
         raise RecycleError(
-            f"replica_mesh({shards!r}): write how many processes share a model, 2 or more; where each has all of it "
+            f"replica_mesh({shards!r}): write how many processes share a model, 2 or more; if each has all of it, "
             "leave fully_shard out"
         )
     if workers % shards or workers < 2 * shards:
@@ -48,7 +48,7 @@ def replica_mesh(shards: int) -> DeviceMesh:
         line.hooks.place = meet(line, Topology(workers // shards, 1, 1), shards)
     if line.hooks.place.shards != shards:
         raise RecycleError(
-            f"replica_mesh({shards}) after replica_mesh({line.hooks.place.shards}): all replicas have as many processes"
+            f"replica_mesh({shards}) after replica_mesh({line.hooks.place.shards}): all replicas have the same number"
         )
     assert line.hooks.seat_group is not None, "several hold a seat"
     return DeviceMesh.from_group(line.hooks.seat_group, own_device(os.environ.get("DS_ACCELERATOR")).where.type)
@@ -156,8 +156,8 @@ def _check(name: str, parameter: torch.Tensor, line: Session) -> None:
     if not isinstance(parameter, DTensor):
         if parameter.requires_grad:
             raise RecycleError(
-                f"{name} is trained and not sharded, so that nobody adds its gradients up inside a replica: call "
-                "fully_shard on the whole model too, behind its layers, without ignored_params"
+                f"{name} is trained but not sharded, so its gradients would not be added up inside a replica: call "
+                "fully_shard on the whole model too, after its layers, without ignored_params"
             )
         return
     mesh = parameter.device_mesh

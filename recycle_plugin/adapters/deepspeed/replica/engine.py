@@ -212,8 +212,8 @@ class ReplicaEngine(DeepSpeedEngine):
         """
         if not self._steps.between:
             raise RecycleError(
-                "save_checkpoint() in the middle of a step: call it behind an engine.step() that has applied one, "
-                "which is when engine.global_steps has gone up"
+                "save_checkpoint() in the middle of a step: call it after an engine.step() that has applied a step, "
+                "that is, has raised engine.global_steps"
             )
         more: dict[str, Any] = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen_parameters}
         self._trainer.save(Path(save_dir), tag, save_latest, replace(self._files, **more))
@@ -262,7 +262,7 @@ class ReplicaEngine(DeepSpeedEngine):
             if self._job.settings.rejoin != "never" and not self._job.loads_last:
                 raise RecycleError(
                     "load_checkpoint() after the first step with recycle.replicas, which a replica that comes back "
-                    'would not have seen: call it before that, or set recycle.rejoin to "never"'
+                    'would miss: call it before the first step, or set recycle.rejoin to "never"'
                 )
             self._trainer.begin_loading(f"load_checkpoint({load_dir!r})")
         scaler = self.shards.scaler
@@ -298,8 +298,8 @@ class ReplicaEngine(DeepSpeedEngine):
         self._ends_early = shrinks and is_boundary and not at_boundary
         if not (shrinks and (is_boundary or not at_boundary)):
             raise RecycleError(
-                f"engine.set_gradient_accumulation_boundary({is_boundary}) with recycle.replicas: a loss moves the "
-                "boundary; ask engine.is_gradient_accumulation_boundary()"
+                f"engine.set_gradient_accumulation_boundary({is_boundary}) with recycle.replicas: a lost replica moves "
+                "the boundary; ask engine.is_gradient_accumulation_boundary()"
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -424,7 +424,7 @@ def check_scale(ours: Any, loaded: Any, folder: str) -> None:
     """
     if ours is not None and (loaded.dynamic, loaded.loss_scale) != (ours.dynamic, ours.loss_scale):
         raise RecycleError(
-            f"load_checkpoint: {folder} is of a job with a loss scale, {loaded.loss_scale:g} by then, as fp16 has one, "
+            f"load_checkpoint: {folder} is of a job with a loss scale ({loaded.loss_scale:g}), as in fp16, "
             "and this job's losses are not scaled; load the weights alone with load_module_only=True"
         )
 

@@ -142,6 +142,6 @@ def _of_arguments(config: dict[str, Any], given: dict[str, Any]) -> Iterator[str
             )
     if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         yield (
-            f"deepspeed.zero.Init with {REPLICA} has cut the model over all ranks, and not those of a replica: build "
-            "it without, and deepspeed.initialize cuts it"
+            f"deepspeed.zero.Init with {REPLICA} has sharded the model over all ranks, not over those of a replica: "
+            "build it without, and deepspeed.initialize shards it"
         )

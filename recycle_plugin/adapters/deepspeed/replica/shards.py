@@ -305,8 +305,8 @@ class PartitionedWeights(Partitions):
     def _if_shown(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if not self._shows:
             raise RecycleError(
-                "gradients with recycle.replicas: a step's are there behind the backward of its last micro-batch "
-                "(engine.is_gradient_accumulation_boundary()), as the sum over all replicas, and not before; ask for "
+                "gradients with recycle.replicas: they can be read only after the backward of a step's last "
+                "micro-batch (engine.is_gradient_accumulation_boundary()), as the sum over all replicas; ask for "
                 "them there"
             )
         return stock(*arguments, **named)
