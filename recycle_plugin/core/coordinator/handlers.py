@@ -27,111 +27,80 @@ from recycle_plugin.core.coordinator import (
 )
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.words import objection
-from recycle_plugin.core.messages.from_workers import (
-    Accompanied,
-    BarrierReached,
-    CatchUp,
-    CaughtUp,
-    CheckpointLoaded,
-    Contribution,
-    Crashed,
-    Durable,
-    Exited,
-    Fatal,
-    Fingerprint,
-    Heartbeat,
-    HostGoes,
-    Leaving,
-    Left,
-    LogBroken,
-    Logged,
-    LogsServed,
-    Missing,
-    Note,
-    OutOfData,
-    Post,
-    ReadBoard,
-    Ready,
-    Replaying,
-    Resized,
-    Serving,
-    StateHash,
-    Stepped,
-    StrangersAtLogs,
-    SupervisorHeartbeat,
-    SurvivorReport,
-    Terminate,
-    Through,
-    Unguarded,
-    Unreplayable,
-    Vanishing,
-    WantResult,
-)
+from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.of_worker import OfWorker
 
 Handler = Callable[[JobState, Any], None]
 
 OF_MEMBERS: dict[type, Handler] = {
-    Heartbeat: heartbeats.of_member,
-    SupervisorHeartbeat: heartbeats.of_supervisor,
-    Fingerprint: commits.fingerprint,
-    Contribution: commits.contribute,
-    Stepped: commits.stepped,
-    Ready: starting.ready,
-    Serving: returns.serving,
-    StateHash: comparisons.state_hash,
-    SurvivorReport: resuming.report,
-    OutOfData: contributing.out_of_data,
-    BarrierReached: between_steps.arrive,
-    CheckpointLoaded: between_steps.load,
-    Resized: between_steps.resize,
-    Terminate: departures.terminate,
-    Leaving: departures.leaving,
-    Left: departures.goodbye,
-    Through: goodbyes.through,
-    Vanishing: vanishing.vanish,
-    Exited: losses.died,
-    Unguarded: losses.unguarded,
-    Missing: lost_messages.missing,
-    Fatal: notes.fatal,
-    Crashed: notes.crashed,
-    Note: notes.note,
-    StrangersAtLogs: notes.stranger,
-    Durable: replayable.durable,
-    Logged: replayable.logged,
-    LogBroken: replayable.log_broken,
-    LogsServed: replayable.served,
-    Replaying: replays.progress,
-    Unreplayable: replays.unreplayable,
-    Accompanied: replays.accompanied,
-    CaughtUp: replays.accompanied,
+    from_workers.Heartbeat: heartbeats.of_member,
+    from_workers.SupervisorHeartbeat: heartbeats.of_supervisor,
+    from_workers.Fingerprint: commits.fingerprint,
+    from_workers.Contribution: commits.contribute,
+    from_workers.Stepped: commits.stepped,
+    from_workers.Ready: starting.ready,
+    from_workers.Serving: returns.serving,
+    from_workers.StateHash: comparisons.state_hash,
+    from_workers.SurvivorReport: resuming.report,
+    from_workers.OutOfData: contributing.out_of_data,
+    from_workers.BarrierReached: between_steps.arrive,
+    from_workers.CheckpointLoaded: between_steps.load,
+    from_workers.Resized: between_steps.resize,
+    from_workers.Terminate: departures.terminate,
+    from_workers.Leaving: departures.leaving,
+    from_workers.Left: departures.goodbye,
+    from_workers.Through: goodbyes.through,
+    from_workers.Vanishing: vanishing.vanish,
+    from_workers.Exited: losses.died,
+    from_workers.Unguarded: losses.unguarded,
+    from_workers.Missing: lost_messages.missing,
+    from_workers.Fatal: notes.fatal,
+    from_workers.Crashed: notes.crashed,
+    from_workers.Note: notes.note,
+    from_workers.StrangersAtLogs: notes.stranger,
+    from_workers.Durable: replayable.durable,
+    from_workers.Logged: replayable.logged,
+    from_workers.LogBroken: replayable.log_broken,
+    from_workers.LogsServed: replayable.served,
+    from_workers.Replaying: replays.progress,
+    from_workers.Unreplayable: replays.unreplayable,
+    from_workers.Accompanied: replays.accompanied,
+    from_workers.CaughtUp: replays.accompanied,
 }
 """The handlers of all messages."""
 
 OF_NEWCOMERS: dict[type, Handler] = {
     each: OF_MEMBERS[each]
-    for each in (Replaying, Unreplayable, LogBroken, Through, SurvivorReport, Unguarded, StateHash)
+    for each in (
+        from_workers.Replaying,
+        from_workers.Unreplayable,
+        from_workers.LogBroken,
+        from_workers.Through,
+        from_workers.SurvivorReport,
+        from_workers.Unguarded,
+        from_workers.StateHash,
+    )
 } | {
-    Exited: returns.died,
-    CatchUp: returns.catch_up,
-    CaughtUp: returns.caught_up,
-    Heartbeat: heartbeats.of_newcomer,
-    SupervisorHeartbeat: heartbeats.of_newcomers_supervisor,
-    Fatal: notes.error_of_newcomer,
-    Crashed: notes.error_of_newcomer,
-    Note: notes.note_of_newcomer,
+    from_workers.Exited: returns.died,
+    from_workers.CatchUp: returns.catch_up,
+    from_workers.CaughtUp: returns.caught_up,
+    from_workers.Heartbeat: heartbeats.of_newcomer,
+    from_workers.SupervisorHeartbeat: heartbeats.of_newcomers_supervisor,
+    from_workers.Fatal: notes.error_of_newcomer,
+    from_workers.Crashed: notes.error_of_newcomer,
+    from_workers.Note: notes.note_of_newcomer,
 }
 """The handlers of messages of workers that are no members yet; all else that they send is dropped."""
 
 OF_ALL: dict[type, Handler] = {
-    Post: posting.post,
-    ReadBoard: posting.read,
-    WantResult: posting.want_result,
-    HostGoes: operating.host_goes,
+    from_workers.Post: posting.post,
+    from_workers.ReadBoard: posting.read,
+    from_workers.WantResult: posting.want_result,
+    from_workers.HostGoes: operating.host_goes,
 }
 """The handlers of messages that anybody may send."""
 
-OF_STEPS = (StateHash, Stepped, Contribution, Fingerprint)
+OF_STEPS = (from_workers.StateHash, from_workers.Stepped, from_workers.Contribution, from_workers.Fingerprint)
 
 
 def handle(state: JobState, message: object) -> None:
