@@ -25,7 +25,7 @@ from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Ready, SupervisorHeartbeat, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S, WORKER_BEAT_S, paced_s
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member

@@ -23,7 +23,7 @@ from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.facts.vacancies import Vacancies
 from recycle_plugin.core.coordinator.state_dump import load
 from recycle_plugin.core.messages.contributions import NORM
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary import recovery_plan
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine

@@ -12,7 +12,7 @@ from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
 from recycle_plugin.core.coordinator.facts.regrouping import Regrouping
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.contributions import Contributions
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView

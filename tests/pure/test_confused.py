@@ -66,8 +66,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import SUPERVISOR
+from recycle_plugin.core.messages.said import SUPERVISOR, OfWorker
 from recycle_plugin.core.messages.typed import names_of
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime

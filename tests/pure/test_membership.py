@@ -46,8 +46,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import WORKER
+from recycle_plugin.core.messages.said import WORKER, OfWorker
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView

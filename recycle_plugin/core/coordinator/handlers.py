@@ -28,7 +28,7 @@ from recycle_plugin.core.coordinator import (
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.coordinator.words import objection
 from recycle_plugin.core.messages import from_workers
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 
 Handler = Callable[[JobState, Any], None]
 

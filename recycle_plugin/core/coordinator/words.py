@@ -38,8 +38,7 @@ from recycle_plugin.core.messages.from_workers import (
     Unreplayable,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import WORKER, ToCoordinator
+from recycle_plugin.core.messages.said import WORKER, OfWorker, ToCoordinator
 from recycle_plugin.core.messages.typed import Unreadable, read
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from recycle_plugin.core.messages.from_workers import LogFolder
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.messages.typed import Finite, Unreadable
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import SUPERVISOR, ToCoordinator
+from recycle_plugin.core.messages.said import SUPERVISOR, OfWorker, ToCoordinator
 from recycle_plugin.core.messages.typed import Finite
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.iterator_draws import Place

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
 
 WORKER, SUPERVISOR = "worker", "supervisor"
 
@@ -25,3 +29,16 @@ class ToCoordinator:
         cls, by: str = WORKER, running: bool = False, ahead: int | None = None, most: int = 1 << 20
     ) -> None:
         cls.BY, cls.RUNNING, cls.AHEAD, cls.MOST = by, running, ahead, most
+
+
+@dataclass(frozen=True)
+class OfWorker(ToCoordinator):
+    """A message from a worker, or about one: process ``incarnation`` of ``rank``."""
+
+    rank: int
+    incarnation: int = field(default=0, kw_only=True)
+
+    @cached_property  # everything that looks at a message asks for it
+    def worker(self) -> WorkerId:
+        """The identity of the worker."""
+        return WorkerId(self.rank, self.incarnation)

@@ -38,8 +38,7 @@ from recycle_plugin.core.messages.from_workers import (
     Unreplayable,
     Vanishing,
 )
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import WORKER
+from recycle_plugin.core.messages.said import WORKER, OfWorker
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.drawn_troubles import CALM_US

@@ -23,8 +23,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import WORKER
+from recycle_plugin.core.messages.said import WORKER, OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.worker.control_view import ControlView

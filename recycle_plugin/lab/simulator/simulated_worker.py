@@ -12,7 +12,7 @@ from recycle_plugin.core.coordinator.facts.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.from_workers import Missing, Post, ReadBoard, Ready, StateHash
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.faults import FaultScript

@@ -27,7 +27,7 @@ from recycle_plugin.core.messages.from_workers import (
     WantResult,
 )
 from recycle_plugin.core.messages.line_end import TRY_S, Tries
-from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary.deadlines import WORKER_BEAT_S, Deadlines, lease_s, paced_s
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView

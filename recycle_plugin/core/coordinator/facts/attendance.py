@@ -27,8 +27,7 @@ from recycle_plugin.core.messages.from_workers import (
     Leaving,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.messages.said import WORKER
+from recycle_plugin.core.messages.said import WORKER, OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
 from recycle_plugin.core.vocabulary.ids import Seat
