@@ -142,10 +142,12 @@ LARGEST_HALF = 65504.0  # of fp16
 
 
 def means_of_halves(script: Script) -> list[Any]:
-    """By ``all_reduce``, ``reduce`` and within the plugin's own sums: of numbers whose sum is too large for fp16; and
-    the largest error of bf16 numbers' average.
+    """By ``all_reduce``, ``reduce``, within the plugin's own sums and by ``reduce_scatter``: of numbers whose sum is
+    too large for fp16; and the largest error of bf16 numbers' average.
     """
-    large = [torch.full((2,), LARGEST_HALF, dtype=torch.float16) for _ in range(3)]
+    large = [torch.full((2,), LARGEST_HALF, dtype=torch.float16) for _ in range(5)]
+    dist.reduce_scatter(large[3], [large[0].clone() for _ in range(3)], dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(large[4], torch.cat([large[0]] * 3), dist.ReduceOp.AVG)
     dist.all_reduce(large[0], dist.ReduceOp.AVG)
     dist.reduce(large[1], 0, dist.ReduceOp.AVG)
     with script.session.thread.at_work(Instruction.parse("1REDUCE@1")):
@@ -158,7 +160,7 @@ def means_of_halves(script: Script) -> list[Any]:
 
 def test_averages_in_half_precision_are_summed_in_fp32():
     """fp16 would overflow, and bf16 would round each sum."""
-    assert run(means_of_halves, 3) == [[[LARGEST_HALF]] * 3 + [0.0]] * 3
+    assert run(means_of_halves, 3) == [[[LARGEST_HALF]] * 5 + [0.0]] * 3
 
 
 # --- a member is lost --------------------------------------------------------------------------------

@@ -41,11 +41,11 @@ class Asked:
 
     * ``called``: the function of torch.distributed.
     * ``make(held, place)``: builds the link's operation on ``held``, copies of ``tensors`` in host memory (for links in
-      ON_DEVICE: on the device). ``place`` has the position in the link of each logical member that takes part.
+      ON_DEVICE: on the device), which it may replace, also by ones of a wider dtype. ``place`` has the position in the
+      link of each logical member that takes part.
     * ``check``: called before each try; raises RecycleError if the result could not be right.
     * ``alone``: whether the operation runs for a single member too.
-    * ``adjust(tensor, count)``: changes each result in place, after ``count`` members took part; the result may be of
-      a wider dtype than the tensor that gets it.
+    * ``adjust(tensor, count)``: changes each result in place, after ``count`` members took part.
     * ``gives``: the same result to ALL members, its own to EACH, or a message to the ends of a :class:`Channel`.
     * ``given``: the other arguments of the call. ``writes``: ``tensors`` get the results. ``op``: the reduction, if
       any.

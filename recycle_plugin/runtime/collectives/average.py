@@ -34,7 +34,7 @@ def _average(total: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return half-precision values in fp32, others as they are."""
-    return tensor.float() if tensor.dtype in HALF else tensor
+    return tensor.detach().float() if tensor.dtype in HALF else tensor
 
 
 def scale_sum(total: torch.Tensor, count: int, size: int) -> None:

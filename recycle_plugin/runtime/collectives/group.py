@@ -206,7 +206,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
             "reduce_scatter",
-            lambda held, _: ReduceScatter(_flat(held), _beside(held, source), options.reduceOp),
+            partial(_scattered, options.reduceOp, source),
             outputs,
             inputs,
             op=options.reduceOp,
@@ -224,7 +224,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor",
-            lambda held, _: ReduceScatter(_flat(held), _beside(held, source.reshape(-1)), options.reduceOp),
+            partial(_scattered, options.reduceOp, source.reshape(-1)),
             [output],
             source,
             op=options.reduceOp,
@@ -443,11 +443,21 @@ def _sum(held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
 
 def _reduction(op: dist.ReduceOp, held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
     """Return the link's operation. An average is summed in fp32 at least: in fp16 a sum may be infinite where the
-    average is not.
+    average is not. Call.held gets the tensors' dtype afterwards.
     """
     if _is_mean(op):
-        held[:] = [widened(each) for each in held]
+        held[:] = map(widened, held)
     return AllReduce(held, _added(op))
+
+
+def _scattered(
+    op: dist.ReduceOp, source: torch.Tensor, held: list[torch.Tensor], place: Mapping[int, int]
+) -> ReduceScatter:
+    """Return the link's operation, as :func:`_reduction`."""
+    source = _beside(held, source)
+    if _is_mean(op):
+        held[:], source = map(widened, held), widened(source)
+    return ReduceScatter(_flat(held), source, op)
 
 
 def _is_mean(op: dist.ReduceOp) -> bool:

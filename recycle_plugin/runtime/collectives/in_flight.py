@@ -565,11 +565,12 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def _adjust(call: Call) -> None:
-    if (adjust := call.asked.adjust) is not None:
-        with torch.no_grad(), call.order.kept():
+    asked = call.asked
+    with torch.no_grad(), call.order.kept():
+        if asked.adjust is not None:
             for tensor in call.held:
-                adjust(tensor, len(call.members))
-            call.held = [held.to(tensor.dtype) for held, tensor in zip(call.held, call.asked.tensors)]
+                asked.adjust(tensor, len(call.members))
+        call.held = [held.to(tensor.dtype) for held, tensor in zip(call.held, asked.tensors, strict=True)]
 
 
 def _buffer(call: Call, tensor: torch.Tensor) -> torch.Tensor:
