@@ -28,6 +28,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsBy, Taken, Turns
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 from recycle_plugin.runtime.control import coordinator as server
+from recycle_plugin.runtime.control import framed
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
@@ -171,6 +172,21 @@ async def test_who_takes_nothing_is_let_go_and_whoever_decides_hears_so_first(mo
         await step(workers, 1)
         assert order[:2] == [77, 0] and any(effects.frames for effects in order[2:])
         other.close()
+
+
+async def test_a_state_longer_than_may_wait_for_others_comes_to_who_stands_by(monkeypatch):
+    """What scripts have told each other at their beginning, say, which is kept for newcomers."""
+    monkeypatch.setattr(framed, "UNSENT", 1 << 20)
+    async with one_worker() as (coordinator, _, _):
+        coordinator._board.run_dir = "x" * (32 << 20)
+        control = InLoop(await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S))
+        control.send(STANDBY)
+        last = False
+        while not last:
+            piece = await control.receive(PATIENCE_S)
+            assert isinstance(piece, Snapshot), control.broken
+            last = piece.last
+        control.close()
 
 
 async def test_a_connection_that_is_made_again_at_the_same_coordinator_goes_on():

@@ -74,6 +74,9 @@ class Control(Protocol):
         ``more``: hold the message back, to go out with the next one. Raises what encode raises.
         """
 
+    def hold_all(self) -> None:
+        """Keep all that waits for the other end from now on, however much it is."""
+
     def push(self) -> bool:
         """Send what :meth:`send` has kept, as far as the other end takes it. Return False if some of it is left."""
 
@@ -128,6 +131,7 @@ class Framed(LineEnd):
         self._limit = limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._acknowledged = threading.Condition()
+        self._holds_all = False
         self._begin(seals)
 
     def _begin(self, seals: Seals | None) -> None:
@@ -156,6 +160,9 @@ class Framed(LineEnd):
             if not self._mute and self.broken is None:
                 self._add(frame)
             return more or self._push(timeout_s)
+
+    def hold_all(self) -> None:
+        self._holds_all = True
 
     def push(self) -> bool:
         with self._sending:
@@ -248,7 +255,7 @@ class Framed(LineEnd):
     def _overdue(self, timeout_s: float) -> bool:
         if timeout_s:
             self._break(Disconnected(f"the other end has taken nothing for {timeout_s:g} s"))
-        elif len(self._unsent) > UNSENT:
+        elif len(self._unsent) > UNSENT and not self._holds_all:
             self._break(Disconnected(f"the other end takes nothing, and {len(self._unsent)} bytes wait for it"))
         return False
 

@@ -68,6 +68,10 @@ class InLoop:
         if not self._control.send(message, more=more) and self._control.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
 
+    def hold_all(self) -> None:
+        """Keep all that waits for the other end, however much it is."""
+        self._control.hold_all()
+
     def flush_soon(self) -> None:
         """Send held-back messages at the end of this turn of the loop, together with all that it still sends."""
         if not self._later:

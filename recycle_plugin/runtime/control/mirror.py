@@ -15,6 +15,7 @@ LISTEN_S = 60.0  # how long silence is normal
 async def serve(mirror: Mirror, control: InLoop, hello: Hello) -> None:
     """Serve a standby, which has said ``hello``, until its connection breaks or the coordinator wants it no more."""
     there = control.there
+    control.hold_all()  # the state may be long; a standby that takes nothing is let go soon
     follower = mirror.admit(control, hello, "" if there is None else there[0])
     if follower is None:
         return
