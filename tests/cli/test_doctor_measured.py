@@ -119,10 +119,10 @@ def test_it_is_said_whose_bytes_these_are_and_of_what_else(doctor, surroundings)
     (
         ([STAGE], "memory is no list with an object for each of 2 stages"),
         ("much", "memory is no list with an object for each of 2 stages"),
-        ([STAGE, 7], "memory has an entry without, or with more than, boundary, device,"),
-        ([STAGE, {**STAGE, "more": 1}], "memory has an entry without, or with more than, boundary, device,"),
-        ([STAGE, {**STAGE, "weights": -1}], "memory.weights is -1: a whole number of at least 0"),
-        ([STAGE, {**STAGE, "device": None}], "memory.device is None: a name"),
+        ([STAGE, 7], "memory has an entry whose keys are not boundary, device,"),
+        ([STAGE, {**STAGE, "more": 1}], "memory has an entry whose keys are not boundary, device,"),
+        ([STAGE, {**STAGE, "weights": -1}], "memory.weights is -1: write a whole number of at least 0"),
+        ([STAGE, {**STAGE, "device": None}], "memory.device is None: write a name"),
     ),
 )
 def test_what_is_no_measured_memory_is_refused_in_one_line(surroundings, tmp_path, monkeypatch, capsys, memory, said):
@@ -134,4 +134,4 @@ def test_what_is_no_measured_memory_is_refused_in_one_line(surroundings, tmp_pat
     assert said in error and error.count("\n") == 1
     Path("costs.json").write_text(json.dumps({**COSTS, "activation_bytes": [], "memory": [STAGE] * 2}))
     assert main(["doctor", "ds.json", *JOB.split()]) == 2
-    assert "memory without activation_bytes and pending_bytes" in capsys.readouterr().err
+    assert "memory needs activation_bytes and pending_bytes" in capsys.readouterr().err

@@ -60,10 +60,10 @@ def test_where_it_would_need_the_others_the_job_fails_and_says_so_once(launch: L
     (decision,), (end,) = result.of("recovery"), result.of("end")
     assert result.code == 1 and not result.of("finished"), result.output[-8000:]
     assert decision["why"] == (
-        "stage 0 would have to be replayed along (the boundary 0|1 is not logged), and its script is through"
+        "stage 0 would have to be replayed too (the boundary 0|1 is not logged), and its script has ended"
     )
     assert end["text"].startswith(
-        f"the job ends: stage 1 has no live worker left, and what its script does after step {STEPS}, the last one, is "
+        f"the job ends: stage 1 has no live worker left, so its script's work after step {STEPS}, the last one, is "
         "not done. Last checkpoint: "
     )
     assert "and ended before its planned end" in sentence(RunHistory.read(result.folder))

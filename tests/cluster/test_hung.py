@@ -110,7 +110,7 @@ def test_where_everybody_waits_all_meet_again_and_what_was_lost_is_sent_once_mor
     wrap = json.dumps({"name": "swallow", "seat": "0.0", "only": "0SA0.1>0.1@6", "times": 1})
     result = launch("recycle.progress_timeout_s=1", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
     assert_same_training(result, reference())
-    (said,) = [event["text"] for event in result.of("warning") if event["text"].startswith("everybody waits")]
+    (said,) = [event["text"] for event in result.of("warning") if event["text"].startswith("all workers have waited")]
     assert "seat 0.1 (rank 2) waits for act of stage 0, micro-batch 0.1, step 6 from seat 0.0 for" in said, said
 
 

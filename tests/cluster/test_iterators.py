@@ -287,7 +287,7 @@ def test_both_copies_gone(train):
     result = train("kill 0.0 before 0F0.1@4", "kill 1.0 at recovery.start:2", shape=Shape(3))
     assert_one_line(
         result,
-        "step 4: everybody who kept the inputs of micro-batch 0.0 is lost, and plain iterators can't be read again",
+        "step 4: all workers that kept the inputs of micro-batch 0.0 are lost, and plain iterators can't be read again",
     )
 
 

@@ -62,11 +62,11 @@ def test_a_seat_leaves_and_is_admitted_again(launch: Launch, reference, tmp_path
     assert stat.S_IMODE((run.folder / FILE).stat().st_mode) == 0o600
     assert asks(capsys, run, "admit", "1.1") == (1, "seat 1.1 (rank 3) is live")
     assert asks(capsys, run, "leave", "1.1") == (0, "seat 1.1 (rank 3) leaves at the next commit")
-    assert asks(capsys, run, "leave", "0.1") == (1, "stage 1 would have nobody left")
+    assert asks(capsys, run, "leave", "0.1") == (1, "stage 1 would have no worker left")
     assert asks(capsys, run, "leave", "7.1") == (1, "there is no seat 7.1: this job has 0.0, 0.1, 1.0, 1.1")
     (tmp_path / "first" / "go").touch()
     heard(run, "left", rank=3)
-    assert asks(capsys, run, "leave", "1.1") == (1, "nobody holds seat 1.1: it is lost, or has left")
+    assert asks(capsys, run, "leave", "1.1") == (1, "no worker holds seat 1.1: it is lost, or has left")
     assert asks(capsys, run, "admit", "1.1") == (0, "seat 1.1: its supervisor starts it again")
     assert asks(capsys, run, "admit", "1.1") == (1, "seat 1.1 is coming back already")
     heard(run, "newcomer", rank=3)
@@ -133,14 +133,14 @@ def test_a_host_is_drained_and_its_launcher_ends_alone(server, pair, reference, 
         assert asks("drain", "gamma") == (1, "no seat is on host gamma: the job's are on alpha, beta")
         code, said = asks("drain", "beta")
         assert code == 0 and said.endswith(" leave at the next commit") and "seat 1.0" in said and "seat 1.1" in said
-        assert asks("drain", "alpha") == (1, "stage 0 would have nobody left")
+        assert asks("drain", "alpha") == (1, "stage 0 would have no worker left")
         (tmp_path / "go10").touch()
         run.hear("left", 2)
         assert asks("admit", "1.1") == (0, "seat 1.1: its supervisor starts it again")
         newcomer = heard(run, "newcomer", seat="1.1")
         pid = heard(run, "worker", rank=newcomer["rank"], incarnation=1)["pid"]
         os.kill(pid, signal.SIGSTOP)  # it gets no further while the next word is on its way
-        assert asks("drain", "beta") == (0, "nobody is left on host beta, and nobody is started there")
+        assert asks("drain", "beta") == (0, "no worker is left on host beta, and none is started there")
         run.wait_for(lambda: has_ended(pid), f"end of process {pid}")
         os.kill(run.others["beta"].pid, signal.SIGTERM)
         run.others["beta"].wait(60)

@@ -71,7 +71,7 @@ def test_automatic_checkpoints_are_made_by_all_at_one_step(launch: Launch, refer
     assert_came_back(result, reference(f"steps={LONG}", *more), "1.1")
     back, last = result.of("caught_up")[0]["step"], result.of("checkpoint")[-1]["path"]
     assert int(last.rpartition("step")[2]) > back
-    assert not [each for each in result.of("warning") if "everybody waits" in each["text"]]
+    assert not [each for each in result.of("warning") if "all workers have waited" in each["text"]]
 
 
 class Size(NamedTuple):

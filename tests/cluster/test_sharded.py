@@ -361,7 +361,7 @@ def test_what_scripts_have_changed_last_is_said_to_be_lost_with_the_last_source(
     warned = {event["rank"]: event["text"] for event in result.of("warning")}
     first = {rank: result.records[rank]["first"] for rank in (2, 3)}
     assert warned and {rank for rank in first if result.records[rank]["rate"] != 1e-2 / (first[rank] + 1)} <= {*warned}
-    assert all("has no source left to tell what the other scripts" in text for text in warned.values()), warned
+    assert all("has no source left for what the other scripts" in text for text in warned.values()), warned
 
 
 def test_training_goes_on_as_before_where_a_checkpoint_could_not_be_written(start, tmp_path):

@@ -182,7 +182,7 @@ def long_words(events: list[dict]) -> list[dict]:
     events = two_at_once(events)
     path = "/scratch/" + "a-folder-with-a-long-name/" * 12 + "global_step9"
     saved = {"time": 104.38, "event": "checkpoint", "text": f"checkpoint in {path}", "path": path}
-    table = {"time": 100.0, "event": "deadlines", "text": "who waits how long:\n" + "  15 s  a word of a worker\n" * 5}
+    table = {"time": 100.0, "event": "deadlines", "text": "deadlines:\n" + "  15 s  a message from a worker\n" * 5}
     for event in events:
         if event["event"] == "confirmed":
             event["how"] = "its process was killed by signal 9 (SIGKILL) " * 8

@@ -154,7 +154,7 @@ def test_a_member_that_posts_more_than_its_share_is_given_up() -> None:
     membership = started()
     out = membership.receive(Post(1, 0, "much", bytes(SHARE)), 1.0)
     (lost,) = [event for event in out.events if event.kind == "lost"]
-    assert lost.details["cause"] == "confused" and "it would have more than 12 MiB kept" in str(lost)
+    assert lost.details["cause"] == "confused" and "more than 12 MiB would be kept for it" in str(lost)
 
 
 def test_what_a_lost_worker_posts_is_dropped_and_a_request_for_a_result_is_passed_on() -> None:

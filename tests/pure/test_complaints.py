@@ -45,8 +45,8 @@ def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_end
         []
         if lost
         else [
-            "seat 1.0 (rank 1) could not finish what it waits for, 3 times, and nobody in it is lost: see to the "
-            "network"
+            "seat 1.0 (rank 1) could not finish what it waits for, 3 times, and no worker in it is lost: check "
+            "the network"
         ]
     )
 
@@ -99,7 +99,7 @@ def test_who_does_not_hear_itself_goes_whoever_complains():
     out = membership.receive(Missing(3, 1, "act", "0.1"), 0.0)
     assert given_up(out) == {1}
     (lost,) = [event.text for event in out.events if event.kind == "lost"]
-    assert "seat 1.0 (rank 1) does not hear itself" in lost
+    assert "seat 1.0 (rank 1) misses its own data" in lost
 
 
 def test_a_seat_that_cannot_be_is_nobodys_business():

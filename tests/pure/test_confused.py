@@ -381,30 +381,33 @@ def test_100_000_words_of_confused_workers_cost_at_most_themselves() -> None:
 
 IMPOSSIBLE = (
     (Stepped(RANK, 0, 9), "its Stepped is of step 9, and only step 0 is committed"),
-    (Stepped(RANK, 5, 1), "it speaks of generation 5, and the newest is 0"),
-    (BarrierReached(RANK, 5, "saving", {}), "it speaks of generation 5"),
-    (BarrierReached(RANK, 0, end_of(1), {"0.0": "1.0"}), "this job has nothing of the kind: BarrierReached("),
-    (BarrierReached(RANK, 0, end_of(1), {"0": 1.0}), "this job has nothing of the kind: BarrierReached("),
-    (BarrierReached(RANK, 0, "saving", {"one": "full"}), "this job has nothing of the kind: BarrierReached("),
-    (BarrierReached(RANK, 0, "saving", {str(RANK + 1): ""}), "this job has nothing of the kind: BarrierReached("),
-    (BarrierReached(RANK, 0, f"{EVALUATED} x", {}), "this job has nothing of the kind: BarrierReached("),
+    (Stepped(RANK, 5, 1), "it names generation 5, and the newest is 0"),
+    (BarrierReached(RANK, 5, "saving", {}), "it names generation 5"),
+    (BarrierReached(RANK, 0, end_of(1), {"0.0": "1.0"}), "its message does not fit this job: BarrierReached("),
+    (BarrierReached(RANK, 0, end_of(1), {"0": 1.0}), "its message does not fit this job: BarrierReached("),
+    (BarrierReached(RANK, 0, "saving", {"one": "full"}), "its message does not fit this job: BarrierReached("),
+    (BarrierReached(RANK, 0, "saving", {str(RANK + 1): ""}), "its message does not fit this job: BarrierReached("),
+    (BarrierReached(RANK, 0, f"{EVALUATED} x", {}), "its message does not fit this job: BarrierReached("),
     (OutOfData(RANK, 0, 3), "its OutOfData is of step 3"),
     (Vanishing(RANK, 1), "its Vanishing is of step 1"),
     (Contribution(RANK, 3, "loss", {"0.0": 1.0}, 2), "its Contribution is of step 3"),
-    (Contribution(RANK, 1, "loss", {"0.7": 1.0}, 2), "this job has nothing of the kind: Contribution("),
-    (Contribution(RANK, 1, "loss", {"0.0": 1.0}, 1), "this job has nothing of the kind: Contribution("),
-    (Contribution(RANK, 1, "norm", {"0": 1.0}, 2), "this job has nothing of the kind: Contribution("),
-    (Contribution(RANK, 1, "norm", {"1": 1.0}, 2, 1), "this job has nothing of the kind: Contribution("),
-    (Contribution(RANK, 1, "norm", {"1": (1.0, {"lm loss": (1.0, 2.0)})}, 2), "this job has nothing of the kind"),
-    (Contribution(RANK, 1, "luck", {"1": 1.0}, 2), "this job has nothing of the kind: Contribution("),
-    (Resized(RANK, 0, 0, 0, 0), "this job has nothing of the kind: Resized("),
-    (Durable(RANK, 0, "a folder", boundaries=(7,)), "this job has nothing of the kind: Durable("),
-    (Through(RANK), "this job has nothing of the kind: Through("),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad": "?"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 0@1": "0.0:0,0.1:1"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0:0"}), "it holds what is nowhere yet: SurvivorReport("),
+    (Contribution(RANK, 1, "loss", {"0.7": 1.0}, 2), "its message does not fit this job: Contribution("),
+    (Contribution(RANK, 1, "loss", {"0.0": 1.0}, 1), "its message does not fit this job: Contribution("),
+    (Contribution(RANK, 1, "norm", {"0": 1.0}, 2), "its message does not fit this job: Contribution("),
+    (Contribution(RANK, 1, "norm", {"1": 1.0}, 2, 1), "its message does not fit this job: Contribution("),
+    (Contribution(RANK, 1, "norm", {"1": (1.0, {"lm loss": (1.0, 2.0)})}, 2), "its message does not fit this job"),
+    (Contribution(RANK, 1, "luck", {"1": 1.0}, 2), "its message does not fit this job: Contribution("),
+    (Resized(RANK, 0, 0, 0, 0), "its message does not fit this job: Resized("),
+    (Durable(RANK, 0, "a folder", boundaries=(7,)), "its message does not fit this job: Durable("),
+    (Through(RANK), "its message does not fit this job: Through("),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad": "?"}), "its report of what it holds can't be read"),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 0@1": "0.0:0,0.1:1"}), "its report of what it holds can't be read"),
+    (
+        SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0:0"}),
+        "it reports data that no worker can have yet: SurvivorReport(",
+    ),
     (SurvivorReport(RANK, 0, 3, "plan"), "it has applied 3 steps, and 0 are committed"),
-    (SurvivorReport(RANK, 0, 0, "another plan"), "it reports twice for generation 0, and not the same"),
+    (SurvivorReport(RANK, 0, 0, "another plan"), "its two reports for generation 0 differ"),
 )
 
 
@@ -507,7 +510,7 @@ def test_a_loss_of_nothing_is_none() -> None:
 def test_who_holds_a_seat_that_is_not_its_own_can_t_begin() -> None:
     for wrong, why in (
         (replace(member(1), seat=Seat(0, 0)), "two members of one generation have the seat and shard"),
-        (replace(member(1), seat=Seat(0, 9)), "seat 0.9 is none of the job"),
+        (replace(member(1), seat=Seat(0, 9)), "seat 0.9 is not in the job"),
     ):
         membership = Membership(4)
         for rank in range(4):

@@ -326,7 +326,7 @@ def test_frames_may_come_in_any_pieces(given_, data):
         ),
         (encode(Over(0))[:-1], "a frame ends before its message does"),
         (b"", "a frame ends before its message does"),
-        (encode(Over(0)) * 2, "a frame has something behind its message"),
+        (encode(Over(0)) * 2, "a frame has more bytes after its message"),
         (framed(b"\xc1"), "a body of 1 bytes is no msgpack: FormatError"),
         (framed(b"\x90"), "a body does not begin with the number of a message: None"),
         (framed(b"\x91\xcc\xff"), "a body does not begin with the number of a message: 255"),

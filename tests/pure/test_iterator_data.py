@@ -109,7 +109,7 @@ def test_it_does_not_go_back(end):
     iterator_data.provide(1, ControlView(0))
     with pytest.raises(
         ValueError,
-        match="the data iterator of seat 0.0 has given 3 batches, and is to stand behind 2: it can't be read again",
+        match="the data iterator of seat 0.0 has given 3 batches, but training goes on after 2: it can't go back",
     ):
         iterator_data.skip_to(Place(1, 2))
 
@@ -122,8 +122,13 @@ def test_who_gives_what_this_worker_does_not_draw(end):
 @pytest.mark.parametrize(
     "iterators, places, read, why",
     [
-        (1, {1: Place(1, 4)}, 0, "does not know how far its iterator was read, as all who had its last batches were"),
-        (2, {0: Place(3, 6)}, 0, "was given 2 iterators by its script, and its replica had read 3"),
+        (
+            1,
+            {1: Place(1, 4)},
+            0,
+            "does not know how far its iterator was read, as all workers with its last batches were",
+        ),
+        (2, {0: Place(3, 6)}, 0, "was given 2 iterators by its script, but its replica had read 3"),
         (1, {0: Place(1, 6)}, 6, None),
         (2, {0: Place(2, 4)}, 4, None),
         (3, {0: Place(2, 4)}, 0, None),
@@ -153,7 +158,7 @@ def test_what_another_iterator_gives_is_no_data_of_a_step_before_it(end):
     iterator_data.begin_another(2)
     iterator_data.provide(1, ControlView(0))  # is here
     store.commit(1)
-    with pytest.raises(Gone, match="of step 1 is lost .* seat 0.0 has had another iterator since step 2: nobody can"):
+    with pytest.raises(Gone, match="of step 1 is lost .* seat 0.0 has had another iterator since step 2: the batch"):
         iterator_data.provide(1, ControlView(0))
     iterator_data.provide(2, ControlView(0))
     assert len(store.of("drawn", 2)) == 3

@@ -143,7 +143,7 @@ def test_any_losses_at_any_point(topology: Topology, one_a_step: bool, drawn: st
                 ends.provide(seat)
         except Gone as gone:
             if ends.iterator_state.sources:
-                assert not one_a_step and "everybody who kept" in str(gone)
+                assert not one_a_step and "all workers that kept" in str(gone)
             return
         ends.check()
 
@@ -195,9 +195,9 @@ def test_what_was_computed_with_data_that_nobody_has_ends_the_job() -> None:
     view = Topology(3, 2, 2).full().without(Seat(0, 0), Seat(1, 0))
     held = {Seat(0, 1): frozenset({Datum("act", 0, MicroBatch(0, 1), 5)})}
     labels = {Seat(0, 1): {5: {MicroBatch(0, 0): Draw(0, 0), MicroBatch(0, 1): Draw(0, 1)}}}
-    with pytest.raises(Gone, match=r"step 5: everybody who kept the data of micro-batch 0\.1 is lost"):
+    with pytest.raises(Gone, match=r"step 5: all workers that kept the data of micro-batch 0\.1 are lost"):
         share(IteratorState(planned(view), held, {}, {}), 5)
-    with pytest.raises(Gone, match=r"step 5: everybody who kept the inputs of micro-batch 0\.1 is lost"):
+    with pytest.raises(Gone, match=r"step 5: all workers that kept the inputs of micro-batch 0\.1 are lost"):
         share(IteratorState(planned(view), held, labels, {}), 5)
     unseen = share(IteratorState(planned(view), {}, labels, {}), 5)
     assert unseen.draws[MicroBatch(0, 1)] == Draw(0, 1), (

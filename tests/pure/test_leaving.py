@@ -185,7 +185,7 @@ def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_and_i
     out = membership.receive(Left(1), 0.0)
     assert said(out, Over) == [Over(1)] and not membership.regroup_overdue(1.0).messages
     assert [event.text for event in out.events if event.kind in ("end", "finished")] == [
-        "the job ends: stage 1 has no live worker left, and what its script does after step 1, the last one, is not "
+        "the job ends: stage 1 has no live worker left, so its script's work after step 1, the last one, is not "
         "done. No checkpoint was saved"
     ]
 

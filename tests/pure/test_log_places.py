@@ -122,9 +122,7 @@ def test_a_lost_host_takes_its_logs_along_until_the_next_checkpoint():
     lose_beta(membership)
     assert not told(membership.tick(1.1)) and not why_along(membership, 0)
     assert told(membership.tick(1.0 + GONE_S)) == [{"ranks": [1, 3], "hosts": ["beta"], "stages": [0, 1], "step": 2}]
-    assert why_along(membership, 0) == (
-        "the log of rank 3 lacks something of step 2: it was on host beta, and is gone with that"
-    )
+    assert why_along(membership, 0) == ("the log of rank 3 lacks records of step 2: it was on host beta, which is gone")
     assert not told(membership.tick(2.0 + GONE_S)), "once"
     agree(membership, membership.regrouping, {0: 2, 2: 2})
     for number in (3, 4, 5):
@@ -142,7 +140,7 @@ def test_a_stage_that_needs_them_has_another_one_replay_along_and_says_why():
     out = membership.receive(Exited(2, -9, 5.0), 5.0)
     (decision,) = [event for event in out.events if event.kind == "recovery"]
     assert decision.details["way"] == "replay" and list(decision.details["along"]) == ["0"]
-    assert "rank 1 lacks something of step 2: it was on host" in decision.details["along"]["0"]
+    assert "rank 1 lacks records of step 2: it was on host" in decision.details["along"]["0"]
 
 
 @pytest.mark.parametrize("where", (own_disk, shared))

@@ -83,7 +83,7 @@ def test_a_seat_leaves_as_one_that_got_sigterm_does():
 def test_no_stage_is_left_without_a_worker():
     membership = job_of()
     leave(membership, "1.1")
-    assert refused(leave(membership)) == "stage 1 would have nobody left"
+    assert refused(leave(membership)) == "stage 1 would have no worker left"
     assert leave(membership, "0.0")[0].done, "another stage's"
 
 
@@ -91,7 +91,7 @@ def test_not_the_last_one_whose_other_is_only_being_let_in():
     membership = job_of()
     dies(membership)
     agree(membership, membership.generation, {0: 1, 1: 1, 3: 1})
-    assert refused(leave(membership, "1.1")) == "stage 1 would have nobody left"
+    assert refused(leave(membership, "1.1")) == "stage 1 would have no worker left"
 
 
 @pytest.mark.parametrize("ask", (leave, admit))
@@ -117,7 +117,7 @@ def test_only_while_it_trains(ask):
 def test_who_is_not_there_cannot_leave():
     membership = job_of("never")
     dies(membership)
-    assert refused(leave(membership)) == "nobody holds seat 0.1: it is lost, or has left"
+    assert refused(leave(membership)) == "no worker holds seat 0.1: it is lost, or has left"
 
 
 def test_who_comes_back_is_held_back_until_it_is_admitted():
@@ -150,9 +150,9 @@ def test_all_seats_of_a_host_leave_in_one_generation_or_none():
     assert answer == Answer("seat 1.0 (rank 1) and seat 1.1 (rank 3) leave at the next commit", True)
     (generation,) = said(out, Generation)
     assert [each.rank for each in generation.members] == [0, 2]
-    assert refused(drain(membership, "alpha")) == "stage 0 would have nobody left"
+    assert refused(drain(membership, "alpha")) == "stage 0 would have no worker left"
     goes(membership, 1, 3)
-    assert drain(membership)[0] == Answer("nobody is left on host beta, and nobody is started there", True)
+    assert drain(membership)[0] == Answer("no worker is left on host beta, and none is started there", True)
 
 
 def test_a_host_that_has_no_seat_is_named_with_those_that_have():
@@ -210,7 +210,7 @@ def test_who_is_not_known_to_be_dead_is_not_admitted():
     membership = job_of()
     losses.give_up(membership.state, WorkerId(2), Cause.STUCK, "it is stuck")
     membership.state.taken_out()
-    assert refused(admit(membership)).startswith("seat 0.1 is lost, and nobody has seen its process end")
+    assert refused(admit(membership)).startswith("seat 0.1 is lost, but its process may still run")
 
 
 def test_who_was_given_up_has_all_its_tries_again():
@@ -229,7 +229,8 @@ def test_where_nobody_is_left_to_start_it_the_next_that_comes_takes_it():
     answer, out = admit(membership)
     assert answer.done and orders(out) == []
     assert (
-        answer.text == "seat 0.1: nobody is left on host alpha to start it, and the next that comes by --join takes it"
+        answer.text
+        == "seat 0.1: no process is left on host alpha to start it: the next one started with --join takes it"
     )
     assert said(membership.join(1, "gamma", False, 9.0), Seated) == [Seated(2)]
 
@@ -249,7 +250,7 @@ def test_it_leaves_and_comes_back_again_and_again():
     admit(membership)
     again = WorkerId(2, 1)
     membership.identify(again), membership.greet(again, "alpha")
-    assert refused(leave(membership, "1.1")) == "stage 1 would have nobody left", "the other is not back yet"
+    assert refused(leave(membership, "1.1")) == "stage 1 would have no worker left", "the other is not back yet"
     assert membership.receive(SurvivorReport(2, 9, 0, "p", incarnation=1), 0.0).messages == []
     assert leave(membership)[0].text == "seat 0.1 was coming back, and stays away"
     assert orders(admit(membership)[1]) == [(2, 2, 0.0)]
@@ -272,7 +273,7 @@ def test_all_on_a_host_that_goes_leave_and_say_so_once():
     again = goes_away(membership, 1)
     assert not again.messages and not again.events
     goes(membership, 1, 3)
-    assert refused(leave(membership, "0.1")) == "stage 1 would have nobody left", "the job has not ended"
+    assert refused(leave(membership, "0.1")) == "stage 1 would have no worker left", "the job has not ended"
 
 
 def test_a_host_that_goes_starts_nobody_and_whoever_comes_back_there_is_held_back():

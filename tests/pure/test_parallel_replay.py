@@ -321,7 +321,7 @@ ALONE = {
     "one block": ({"size": 4, "shape": Topology(1, 3, 4)}, "one block"),
     "two stages": ({"stages": (1, 2)}, "2 stages are replayed at once"),
     "tied": ({"shape": Topology(2, 3, 4, ((1, 2),))}, "shares weights"),
-    "nobody there": ({"helpers": ()}, "nobody else is there"),
+    "nobody there": ({"helpers": ()}, "no other worker is there"),
 }
 
 

@@ -54,7 +54,7 @@ def test_who_has_peers_is_rerouted_and_that_is_said_once_these_have_planned():
     assert not [event for event in out.events if event.kind == "recovery"]
     out = agree(membership, membership.generation, {0: 3, 1: 3, 3: 3})
     found = decision(out)
-    assert found.text == "seat 0.1 (rank 2) is lost: others of the stage take the work"
+    assert found.text == "seat 0.1 (rank 2) is lost: other workers of the stage take the work"
     assert found.details == {"way": "reroute", "seats": ["0.1"]}
 
 
@@ -62,7 +62,7 @@ def test_two_that_are_lost_at_once_are_one_decision():
     membership = trained()
     lose(membership, 0, 3, now=7.0)
     found = decision(agree(membership, membership.generation, {1: 3, 2: 3}))
-    assert found.text == "seat 0.0 (rank 0) and seat 1.1 (rank 3) are lost: others of the stage take the work"
+    assert found.text == "seat 0.0 (rank 0) and seat 1.1 (rank 3) are lost: other workers of the stage take the work"
 
 
 @pytest.mark.parametrize("unit", ["worker", "replica"])

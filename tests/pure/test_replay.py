@@ -103,7 +103,7 @@ def test_where_all_who_were_to_replay_have_died_in_a_row_the_job_ends_and_does_n
     out = membership.receive(Exited(3, 1, 3.0, incarnation=1), 3.0)
     assert [event.details["rank"] for event in out.events if event.kind == "not_restarted"] == [3]
     (decision,) = decisions(membership.tick(3.5))
-    assert decision.details["way"] == "end" and "too many in a row died" in decision.text
+    assert decision.details["way"] == "end" and "too many processes in a row died" in decision.text
     assert membership.ended.failed and "stage 1 has no live worker left" in membership.ended.reason
 
 
@@ -120,10 +120,10 @@ def test_a_spare_takes_the_place_of_those_that_have_died_in_a_row():
 def test_where_nobody_is_left_there_is_nobody_to_wait():
     membership = logging()
     (decision,) = decisions(lose(membership, 2, 3, 0, 1))
-    assert decision.details["way"] == "end" and decision.details["why"] == "nobody is left"
+    assert decision.details["way"] == "end" and decision.details["why"] == "no worker is left"
 
 
-FULL = {"0": "the log of rank 0 lacks something of step 2: disk full"}
+FULL = {"0": "the log of rank 0 lacks records of step 2: disk full"}
 
 
 @pytest.mark.parametrize(("broken", "along"), ((2, FULL), (3, {})))
@@ -209,7 +209,7 @@ def test_the_deadline_is_for_the_next_word_of_who_replays():
     membership.tick(1.0 + 2 * LIMIT_S)
     assert membership.ended is None
     membership.tick(2.0 + 2 * LIMIT_S)
-    assert f"nothing was heard for {LIMIT_S:.0f} s of who was to replay it" in membership.ended.reason
+    assert f"nothing was heard for {LIMIT_S:.0f} s of the process that was to replay it" in membership.ended.reason
 
 
 def test_who_can_t_replay_ends_the_job_with_its_reason():
@@ -279,7 +279,7 @@ def logs(durable: int = 0) -> Logs:
 def test_of_a_worker_that_was_lost_before_its_first_word_nothing_is_on_the_disk():
     known = logs()
     known.lost(member(0))
-    assert "lacks something of step 1" in known.along(3, (1,))[0] and not known.along(0, (1,))
+    assert "lacks records of step 1" in known.along(3, (1,))[0] and not known.along(0, (1,))
 
 
 def test_what_a_checkpoint_has_is_not_missing_in_a_log():
@@ -287,7 +287,7 @@ def test_what_a_checkpoint_has_is_not_missing_in_a_log():
     known.heard(Logged(0, 2))
     known.durable(Durable(0, 5, "another"))
     known.lost(member(0))
-    assert not known.along(5, (1,)) and "lacks something of step 6" in known.along(6, (1,))[0]
+    assert not known.along(5, (1,)) and "lacks records of step 6" in known.along(6, (1,))[0]
 
 
 def test_only_neighbours_have_sent_what_a_replay_needs():
@@ -310,7 +310,7 @@ def test_a_replay_whose_log_has_broken_off_logs_nothing_anew():
     come(membership)
     membership.receive(LogBroken(2, 2, "disk full", incarnation=1), 1.0)
     has_replayed(membership)
-    assert "the log of rank 2 lacks something of step 2" in membership.state.logs.along(2, (0,))[1]
+    assert "the log of rank 2 lacks records of step 2" in membership.state.logs.along(2, (0,))[1]
 
 
 @pytest.mark.parametrize("held", ({}, {"0.0": {"reduced 0@3": "", "params": ""}}), ids=("made again", "summed"))
@@ -500,7 +500,7 @@ def test_of_each_step_one_micro_batch_is_compared_with_what_had_been_sent():
     ]
     machine.wrong = "it is twice that"
     with pytest.raises(
-        CantReplay, match="^act of stage 1, micro-batch 0.1, step 1 is not what was sent of it: it is tw"
+        CantReplay, match="^act of stage 1, micro-batch 0.1, step 1 differs from what was sent: it is tw"
     ):
         replayed(machine)
 
@@ -561,7 +561,7 @@ def test_two_neighbours_are_lost_one_after_the_other_between_two_checkpoints(mon
 
 def test_a_disk_that_is_full_matters_until_the_next_checkpoint():
     given = replace(campaign.REPLAY.job, log_full=((2, "0.0"),))
-    assert any("lacks something of step 2: its disk is full" in line for line in campaign.run("x", given).story)
+    assert any("lacks records of step 2: its disk is full" in line for line in campaign.run("x", given).story)
     saved = campaign.run("x", replace(given, between=((1, "save"), (3, "save"))))
     assert not saved.violations and any(" replayed: " in line for line in saved.story)
 

@@ -111,7 +111,10 @@ def test_nobody_is_given_up_whom_nobody_follows_and_the_job_ends_no_sooner_than_
     come(membership, rejoin=1)
     assert not said(membership.tick(1.5 + FLOOR_S), Fence) and membership.ended is None
     membership.tick(1.5 + WAIT_S)
-    assert "for 100 s of who was to replay it: the next replayed step, predicted to take 1 s" in membership.ended.reason
+    assert (
+        "for 100 s of the process that was to replay it: the next replayed step, predicted to take 1 s"
+        in membership.ended.reason
+    )
 
 
 class Parked(Worker):

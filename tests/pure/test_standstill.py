@@ -58,7 +58,7 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
     (end,) = ends(played)
     assert end.failed and "once more since step 1 was committed" in end.reason
     assert "seats 1.0 (rank 1), 1.1 (rank 3) wait for the commit of step 2 for" in end.reason
-    assert "which seats 0.0 (rank 0), 0.1 (rank 2) have not come to" in end.reason
+    assert "which seats 0.0 (rank 0), 0.1 (rank 2) have not reached" in end.reason
 
 
 def test_the_second_time_counts_from_when_all_had_met_again():
@@ -71,7 +71,7 @@ def test_the_second_time_counts_from_when_all_had_met_again():
     assert not ends(played)
     played.live_for(1.0)
     (end,) = ends(played)
-    assert "everybody waits for 10.2 s, once more" in end.reason, end.reason
+    assert "all workers have waited for 10.2 s, once more" in end.reason, end.reason
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_collective_waits_for_members_of_its_group_only(what, missing):
     played.at[0] = (WAITS, what)
     played.live_for(2 * DEADLINE_S + 0.5)
     (waits,) = (event for event in played.events if event.kind == "wait_graph")
-    assert f"which {missing} not come to" in waits.text.split("; seat")[0], waits.text
+    assert f"which {missing} not reached" in waits.text.split("; seat")[0], waits.text
 
 
 def test_after_a_commit_it_may_happen_again():

@@ -209,7 +209,7 @@ async def test_operators_are_answered_each_request_in_its_order():
         assert (await operator.hear(RunFolder)).path == os.path.abspath("r")
         for request in (Over(0), AskAdmit("0.1"), AskLeave("0.1")):
             operator.send(request)
-        assert await operator.hear(Answer) == Answer("that is no request", False)
+        assert await operator.hear(Answer) == Answer("the message is no request", False)
         assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) is live", False)
         assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) leaves at the next commit", True)
         assert 2 not in [each.rank for each in (await workers[0].hear(Generation)).members]
@@ -351,7 +351,7 @@ def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():
 
     asyncio.run(asyncio.wait_for(play(), 3 * PATIENCE_S))
     first = next(event for event in said if event.kind == "stranger")
-    assert "the worker of rank 1 says what is another's to say, Left(rank=2" in first.text
+    assert "the worker of rank 1 sent what only another may send, Left(rank=2" in first.text
 
 
 async def comes(coordinator: Coordinator, hello: Hello) -> tuple[SocketControl, HeartbeatSender]:
@@ -418,7 +418,7 @@ def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connecti
     asyncio.run(asyncio.wait_for(play(), 3 * PATIENCE_S))
     assert {(each.worker, each.cpu_s) for each in beats()} == {(WorkerId(2, 0), 0.0), (WorkerId(2, 1), 1.0)}
     first = next(event for event in said if event.kind == "stranger")
-    assert "says what is another's to say, SupervisorHeartbeat(rank=2" in first.text
+    assert "sent what only another may send, SupervisorHeartbeat(rank=2" in first.text
 
 
 def refusals(coordinator: Coordinator) -> list:

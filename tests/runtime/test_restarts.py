@@ -243,7 +243,7 @@ async def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_t
         job.coordinator._told[job.coordinator._board._supervisors[1]].close()
         while job.vacancies._seats[1].absent_since is None:
             await asyncio.sleep(0)
-        assert asked(AskAdmit).startswith("seat 1.0: nobody is left on host h to start it")
+        assert asked(AskAdmit).startswith("seat 1.0: no process is left on host h to start it")
         before.kill()
         while job.vacancies._seats[1].absent_since is not None:
             await asyncio.sleep(0.01)

@@ -39,13 +39,13 @@ def say_batches(state: JobState) -> None:
     text = f"from step {step} on {share} contribute"
     if not share.whole:
         text += (
-            f": sums are divided by what they contribute, and each step is applied with {share.rate_factor:.3g} of "
-            "its learning rate"
+            f": sums are divided by the number of their micro-batches, and each step is applied "
+            f"with {share.rate_factor:.3g} of its learning rate"
         )
     if kept:
-        text += f"; step {' and '.join(map(str, kept))} has what was lost too, in all its sums"
+        text += f"; step {' and '.join(map(str, kept))} still counts the lost replicas, in all its sums"
     elif batches.void:
-        text += f"; what was lost is in no sum of step {batches.void}"
+        text += f"; no sum of step {batches.void} counts the lost replicas"
     state.say(
         "contributing",
         text,
@@ -63,8 +63,8 @@ def leave_out(state: JobState, step: int) -> None:
     state.steps.leave_out(step)
     state.say(
         "data",
-        f"all iterators have ended, and step {step} can't be filled: what they had left for it is dropped, and "
-        "every script hears so by a StopIteration",
+        f"all iterators have ended, and step {step} can't be filled: the batches left for it are dropped, and "
+        "every script gets a StopIteration",
         step=step,
         unfilled=True,
     )

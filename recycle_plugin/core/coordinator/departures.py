@@ -93,7 +93,7 @@ def _leave_with(state: JobState, member: Member) -> None:
     for other in state.attendance.together(member)[1:]:
         state.attendance.await_goodbye(other.worker)
         if state.regrouping.counts_on(other.worker):
-            state.fence(other.worker, f"{member} has left, and they go as one")
+            state.fence(other.worker, f"{member} has left, and this worker leaves with it")
 
 
 def depart(state: JobState, worker: WorkerId) -> None:
@@ -103,7 +103,7 @@ def depart(state: JobState, worker: WorkerId) -> None:
     state.log_places.ended(worker, state.committed)
     state.say(
         "left",
-        f"{state.attendance.named(worker.rank)} has left after step {state.committed} as planned, without a word",
+        f"{state.attendance.named(worker.rank)} has left after step {state.committed} as planned, without a goodbye",
         rank=worker.rank,
     )
     ends.finish_if_empty(state)

@@ -38,7 +38,7 @@ def end(state: JobState, reason: str, cause: str = "", killed: int | None = None
 def empty_stage(state: JobState) -> str:
     """Return why those left can't go on if a stage is empty, else ""."""
     empty = state.attendance.empty_stages()
-    undone = f", and what its script does after step {state.committed}, the last one, is not done"
+    undone = f", so its script's work after step {state.committed}, the last one, is not done"
     what = undone * state.ending.finishing
     return f"stage {empty[0]} has no live worker left{what}. {state.ending.safe_point}" if empty else ""
 

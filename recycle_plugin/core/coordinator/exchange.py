@@ -27,8 +27,8 @@ TOKEN = 16  # bytes of the secret with which a connection's other end goes on
 BACK_S = 60.0  # how long connections' other ends may take to come to a new coordinator
 GONE_S = 1.0  # the same for ends on a host that has probably died
 DEPOSED = (
-    "not half of the last membership's workers can be reached, and who stood by on another host may go on with the "
-    "others: the coordinator here ends, and with it whoever does not reach that one"
+    "fewer than half of the last membership's workers can be reached, and a standby on another host may go on with the "
+    "others: this coordinator ends, and with it each worker that can't reach the standby"
 )
 
 

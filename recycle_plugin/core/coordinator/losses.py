@@ -16,8 +16,8 @@ from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 EARLY = (
-    ": start the job again; where nobody has killed it, "
-    "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
+    ": start the job again; if nobody killed it, "
+    "look in dmesg on its host whether memory ran out, and give workers more of it, or make the model smaller"
 )
 GOES_ON = "its script has called os._exit(0), and others train on"
 
@@ -54,7 +54,7 @@ def unguarded(state: JobState, message: Unguarded) -> None:
     state.say(
         "unguarded",
         f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and "
-        "its worker goes with it",
+        "its worker ended with it",
         rank=message.rank,
         pid=message.pid,
     )

@@ -18,13 +18,13 @@ def missing(state: JobState, message: Missing) -> None:
         return
     why, tries, doubted = complaint
     if complaint.again:
-        state.say("warning", f"{why}: all meet again, over new connections")
+        state.say("warning", f"{why}: all regroup over new connections")
         generations.regroup(state, why)
     elif doubted is not None:
         losses.give_up(state, doubted, Cause.LINK, f"{why}, for the {tries}th time")
     else:
         ends.end(
             state,
-            f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, "
+            f"{why}, {tries} times, and no worker in it is lost: check the network between their hosts, "
             f"or let GLOO_SOCKET_IFNAME name the interface that connects them. {state.ending.safe_point}",
         )

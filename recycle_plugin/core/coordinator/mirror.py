@@ -126,7 +126,7 @@ class Mirror:
         if address and self._to_agree is not None:
             return None  # it may ask again
         if address and not self._board.succession.wants_one(self._board.membership.roster):
-            control.send(Refused("nobody on another host is to stand by"))
+            control.send(Refused("no standby on another host is wanted"))
             return None
         if address and self.elsewhere:
             if self.elsewhere[0].in_step:

@@ -52,7 +52,7 @@ def _leave(state: JobState, name: str) -> Answer:
         state.vacancies.hold_back(rank, f"recycle leave {name}", state.out)
     if coming:
         return Answer(f"seat {name} was coming back, and stays away", True)
-    return Answer(f"nobody holds seat {name}: it is lost, or has left", False)
+    return Answer(f"no worker holds seat {name}: it is lost, or has left", False)
 
 
 def _drain(state: JobState, host: str) -> Answer:
@@ -65,7 +65,7 @@ def _drain(state: JobState, host: str) -> Answer:
         return Answer(why, False)
     _start_nobody(state, host, f"host {host} is drained")
     if not members:
-        return Answer(f"nobody is left on host {host}, and nobody is started there", True)
+        return Answer(f"no worker is left on host {host}, and none is started there", True)
     return _go(state, members, f"host {host} is drained")
 
 
@@ -81,7 +81,7 @@ def host_goes(state: JobState, message: HostGoes) -> None:
         state.say("notice", why, host=host)
         _start_nobody(state, host, why)
     if message.coordinator and not state.stood_by_elsewhere:
-        ends.end_planned(state, f"{why}. The coordinator is there", TRY_AGAIN)
+        ends.end_planned(state, f"{why}. The coordinator runs there", TRY_AGAIN)
     elif members := [each for each in _there(state, host) if state.joining.get(each.worker) is None]:
         departures.leave(state, [Leaving(each.rank, why, incarnation=each.incarnation) for each in members])
 
@@ -107,7 +107,7 @@ def _admit(state: JobState, name: str) -> Answer:
         return Answer(f"{member} {how}", False)
     if not all(map(vacancies.is_vacant, ranks)):
         return Answer(
-            f"seat {name} is lost, and nobody has seen its process end; once it has, it can be admitted", False
+            f"seat {name} is lost, but its process may still run; once that has ended, the seat can be admitted", False
         )
     wanted = [rank for rank in sorted(ranks) if not vacancies.is_filled(rank)]
     if not wanted:
@@ -132,10 +132,10 @@ def _cannot_go(state: JobState, members: Collection[Member]) -> str:
     """Return why ``members`` can't leave, else ""."""
     for member in members:
         if state.joining.get(member.worker) is not None:
-            return f"{member} is being let in: ask again in a moment, once it takes part"
+            return f"{member} is being admitted: ask again in a moment, once it takes part"
     attendance = state.attendance
     empty = attendance.view(attendance.staying.without({member.worker for member in members})).empty_stages()
-    return f"stage {empty[0]} would have nobody left" if members and empty else ""
+    return f"stage {empty[0]} would have no worker left" if members and empty else ""
 
 
 def _go(state: JobState, members: Collection[Member], why: str) -> Answer:

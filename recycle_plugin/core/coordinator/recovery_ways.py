@@ -81,7 +81,7 @@ def step_of(work: Sequence[Time], together: Iterable[Group]) -> Time:
 
 def times_of(state: JobState) -> Times:
     """Return the times of a job that trains, measured as far as possible."""
-    assert state.job is not None, "who is lost has taken part in a job"
+    assert state.job is not None, "a lost worker has taken part in a job"
     measured, job = state.recovery_times, state.job
     wait = 0.0 if state.vacancies.has_spares else FIRST_S
     known, load = measured.start_up_s, measured.load_s
@@ -108,7 +108,7 @@ def say_rerouted(state: JobState) -> None:
     """Report that others of their stages do the lost workers' work now, once these have planned for it."""
     lost = sorted((each for those in state.unsaid.values() for each in those), key=lambda each: each.worker)
     state.unsaid = {}
-    assert state.job is not None, "who is lost has taken part in a job"
+    assert state.job is not None, "a lost worker has taken part in a job"
     text = who_is_lost(lost, state.job.unit, state.job.policy.shrinks)
     state.say("recovery", text, way="reroute", seats=[str(member.seat) for member in lost])
 
@@ -117,11 +117,11 @@ def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
     """Return who is ``lost``, by worker or by whole replica, and what becomes of their work, in words."""
     if unit == "replica":
         who = several("replica", sorted({member.seat.replica for member in lost}))
-        return f"{who} out whole: {'nobody does its work' if shrinks else 'others take its work'}"
+        return f"{who} out whole: {'no replica does its work' if shrinks else 'others take its work'}"
     if len(lost) > NAMED:
-        return f"{len(lost)} workers are lost: others of their stages take the work"
+        return f"{len(lost)} workers are lost: other workers of their stages take the work"
     who = " and ".join(map(str, lost))
-    return f"{who} {'is' if len(lost) == 1 else 'are'} lost: others of the stage take the work"
+    return f"{who} {'is' if len(lost) == 1 else 'are'} lost: other workers of the stage take the work"
 
 
 def several(what: str, numbers: Sequence[int]) -> str:

@@ -49,7 +49,7 @@ class Patience(NamedTuple):
 
 def patience(state: JobState, empty: Sequence[int]) -> Patience:
     """Return the patience with the ``empty`` stages."""
-    assert state.job is not None, "who is lost has taken part in a job"
+    assert state.job is not None, "a lost worker has taken part in a job"
     deadlines, times = state.job.deadlines, times_of(state)
     if not replaying(state):
         limit = 0.0 if times.start.how else FACTOR * times.start.seconds
@@ -82,7 +82,7 @@ def give_up_silent(state: JobState, empty: Sequence[int], silent_s: float) -> bo
     state.replay.given_up += 1
     for each in late:
         why = f"nothing was heard of its replay for {silent_s:.1f} s: {found} (deadline {found.give_up_s:.1f} s)"
-        state.say("warning", f"{each.member} is given up, and another one is to replay its stage: {why}")
+        state.say("warning", f"{each.member} is given up, and another process is to replay its stage: {why}")
         state.fence(each.member.worker, why)
     return True
 

@@ -25,8 +25,8 @@ from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Rep
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 ITERATORS = (
-    "its data comes from plain iterators, and which of their batches belong to the step that is under way nobody else "
-    "knows yet; engine.set_data_source() has no such limit"
+    "its data comes from plain iterators, and no other worker knows yet which of their batches belong to the current "
+    "step; engine.set_data_source() has no such limit"
 )
 
 
@@ -87,15 +87,15 @@ def _tell_replay(state: JobState, member: Member, helpers: tuple[Member, ...] = 
 
 def why_not(state: JobState, empty: tuple[int, ...]) -> str:
     """Return why the stages ``empty``, which are empty or about to be, can't be replayed, in words; "" if they can."""
-    assert state.job is not None, "who is lost has taken part in a job"
+    assert state.job is not None, "a lost worker has taken part in a job"
     if not state.logs.kept:
         return state.logs.why_not()
     if state.ending.finishing:
         for stage, why in sorted(state.logs.along(state.committed, empty).items()):
-            return f"stage {stage} would have to be replayed along ({why}), and its script is through"
+            return f"stage {stage} would have to be replayed too ({why}), and its script has ended"
     elif not set(state.roster.live_stages) - set(empty):
         back = [str(each.member) for each in state.joining]
-        return "nobody is left" + f": {', '.join(back)} had come back, and not taken part yet" * bool(back)
+        return "no worker is left" + f": {', '.join(back)} had come back, but did not take part yet" * bool(back)
     if state.ending.ended is not None:
         return "the job is about to end"
     if state.roster.shards > 1:
@@ -106,7 +106,7 @@ def why_not(state: JobState, empty: tuple[int, ...]) -> str:
         return "recycle.rejoin is never, and no spare waits"
     for stage in empty:
         if _is_abandoned(state, stage):
-            return f"of those that were to replay stage {stage}, too many in a row died before they had done so"
+            return f"too many processes in a row died before they had replayed stage {stage}"
     return state.logs.why_not()
 
 
@@ -145,7 +145,7 @@ def _tell_beside(state: JobState, stage: int) -> None:
 
 def _logs_for(state: JobState, stage: int) -> tuple[LogsAt, ...]:
     """Return where the logs are that a replay of ``stage`` reads: its own, its neighbours' and those of its tie."""
-    assert state.job is not None, "who replays has a job"
+    assert state.job is not None, "a worker that replays has a job"
     stages = {stage - 1, stage, stage + 1, *state.job.shape.tie(stage)}
     return state.log_places.of([rank for each in stages for rank in state.attendance.ranks_of_stage(each)])
 
@@ -166,8 +166,8 @@ def see_gone(state: JobState) -> None:
         state.say(
             "log_gone",
             f"the logs of ranks {', '.join(map(str, ranks))} are gone with host {', '.join(hosts)}: until the next "
-            f"checkpoint is durable, which is begun at once, stages {', '.join(map(str, stages))} are not replayed "
-            "without others",
+            f"checkpoint is durable, which is begun at once, stages {', '.join(map(str, stages))} can only be "
+            "replayed together with others",
             ranks=ranks,
             hosts=hosts,
             stages=stages,
@@ -187,7 +187,7 @@ def _see_along(state: JobState) -> None:
     if why_not(state, empty):
         go_on_without_stage(state)
     else:
-        _say_replay(state, "logs lack more than was known")
+        _say_replay(state, "the logs lack more than was known")
         _accompany(state)
 
 
@@ -216,8 +216,8 @@ def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
     state.replay.waits_since = state.now
     state.say(
         "accompanied",
-        f"{member} has replayed steps {state.logs.checkpoint.step + 1} to {message.step} of its stage along, and come "
-        "to the state that it had",
+        f"{member} has replayed steps {state.logs.checkpoint.step + 1} to {message.step} of its stage too, and has "
+        "the state again that it had",
         seat=str(member.seat),
         rank=member.rank,
         step=message.step,
@@ -259,7 +259,7 @@ def _let_in(state: JobState) -> None:
     stages = sorted({each.stage for each in done})
     state.say(
         "stalled",
-        f"all stages have somebody again: stage {', '.join(map(str, stages))} was away for "
+        f"all stages have workers again: stage {', '.join(map(str, stages))} had none for "
         f"{state.now - state.replay.lost_at:.2f} s",
         stages=stages,
         seconds=round(state.now - state.replay.lost_at, 4),
@@ -291,7 +291,7 @@ def unreplayable(state: JobState, message: Unreplayable) -> None:
         return
     newcomer, member = state.joining.get(message.worker), state.roster.member(message.worker)
     replays = newcomer.member if newcomer is not None else member
-    assert replays is not None, "who replays is a newcomer or a member"
+    assert replays is not None, "a worker that replays is a newcomer or a member"
     stage = replays.seat.stage
     tried = state.replay.told(message.worker)
     if message.checkpoint:
@@ -338,5 +338,5 @@ def call_off_late(state: JobState) -> None:
     ends.end_without_stage(
         state,
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
-        f"{patience.end_s:.0f} s of who was to replay it: {patience}. {state.ending.safe_point}",
+        f"{patience.end_s:.0f} s of the process that was to replay it: {patience}. {state.ending.safe_point}",
     )

@@ -16,7 +16,7 @@ from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-DEAF = "and of most others neither, so it may be the coordinator's host that hears nothing"
+DEAF = "nor of most others, so the coordinator's own host may be cut off"
 
 
 def see_suspects(state: JobState) -> None:
@@ -63,7 +63,7 @@ def see_standstill(state: JobState) -> None:
     standstill_s = failure_detector.standstill_s
     if state.halted or state.ending.failed or standstill_s <= failure_detector.stall_s:
         return
-    why, waits = f"everybody waits for {standstill_s:.1f} s", _say_waits(state)
+    why, waits = f"all workers have waited for {standstill_s:.1f} s", _say_waits(state)
     if state.stood_still == state.committed:
         ends.end(
             state,
@@ -71,7 +71,7 @@ def see_standstill(state: JobState) -> None:
         )
     else:
         state.stood_still = state.committed
-        state.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
+        state.say("warning", f"{why}, and none does anything: all regroup. {waits}")
         generations.regroup(state, "everybody waits")
 
 

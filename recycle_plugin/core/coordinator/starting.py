@@ -106,6 +106,6 @@ def _say_start(state: JobState, roster: Roster, job: JobSpec) -> None:
     )
     state.say(
         "deadlines",
-        f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}",
+        f"deadlines, in the order in which they fire:\n{shown(job.deadlines.table)}",
         table=[row._asdict() for row in job.deadlines.table],
     )

@@ -238,7 +238,7 @@ class Switchboard:
         self.membership.state.stood_by_elsewhere = bool(address)
         told = encode(self.term_told)
         effects.frames += [(number, told) for number, line in self.lines.items() if line.hello.role in GOING_ON]
-        who = f"a process on another host, at {address}, stands by" if address else "nobody on another host stands by"
+        who = f"a process on another host, at {address}, stands by" if address else "none on another host stands by"
         text = f"{who}, to go on if host {self.succession.host} dies"
         effects.events.append(Event("standby", text, {"address": address, "term": self.succession.term}))
 
@@ -364,7 +364,7 @@ class Switchboard:
 
     def _answer_to(self, request: object, now: float, effects: Effects) -> Answer:
         if not isinstance(request, Ask):
-            return Answer("that is no request", False)
+            return Answer("the message is no request", False)
         said, output = self.membership.asked(request, now)
         self.act(output, now, effects)
         return said
@@ -380,7 +380,7 @@ class Switchboard:
             self._take(message, now, effects)
         else:
             hello = line.hello
-            why = f"the {hello.role} of {named(hello.rank)} says what is another's to say, {str(message)[:80]}"
+            why = f"the {hello.role} of {named(hello.rank)} sent what only another may send, {str(message)[:80]}"
             effects.refused.append((number, why))
 
     def _take(self, message: object, now: float, effects: Effects) -> None:

@@ -103,20 +103,20 @@ def objection(message: OfWorker, state: JobState) -> str | None:
     if speaker is None or job is None:  # senders that take no part are judged by their handlers
         return None
     if (generation := getattr(message, "generation", -1)) > state.regrouping.generation:
-        return f"it speaks of generation {generation}, and the newest is {state.regrouping.generation}"
+        return f"it names generation {generation}, and the newest is {state.regrouping.generation}"
     if message.AHEAD is not None and (step := getattr(message, "step", 0)) > state.committed + message.AHEAD:
         return f"its {type(message).__name__} is of step {step}, and only step {state.committed} is committed"
     fits = FITS.get(type(message))
     why = fits is None or fits(message, speaker, job, state)
     if why is True:
         return None
-    return why or f"this job has nothing of the kind: {str(message)[:SHOWN]}"
+    return why or f"its message does not fit this job: {str(message)[:SHOWN]}"
 
 
 def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, state: JobState) -> bool | str:
     if state.boards.has_room(message):
         return True
-    return f"it would have more than {boards.SHARE >> 20} MiB kept, on board {message.board[:SHOWN]!r}"
+    return f"more than {boards.SHARE >> 20} MiB would be kept for it, on board {message.board[:SHOWN]!r}"
 
 
 def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, state: JobState) -> bool:
@@ -182,17 +182,17 @@ def _of_report(message: SurvivorReport, state: JobState) -> str | None:
         held.check()
         steps = [*drawn, *map(int, message.places), *(each.step for each in held.ranges)]
     except ValueError as error:
-        return f"nobody can read what it reports to hold: {error}"
+        return f"its report of what it holds can't be read: {error}"
     if message.loaded:
         return None
     if not committed <= message.stepped <= committed + 1:  # also for a newcomer, which has followed so far
         return f"it has applied {message.stepped} steps, and {committed} are committed"
     stages = range(state.attendance.shape.stages)
     if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.ranges):
-        return f"it holds what is nowhere yet: {str(message)[:SHOWN]}"
+        return f"it reports data that no worker can have yet: {str(message)[:SHOWN]}"
     before = state.regrouping.report(message.worker)
     if before is not None and _says(before) != _says(message):
-        return f"it reports twice for generation {message.generation}, and not the same"
+        return f"its two reports for generation {message.generation} differ"
     return None
 
 

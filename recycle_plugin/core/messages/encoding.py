@@ -101,7 +101,7 @@ def decode(frame: bytes) -> object:
     message = frames.take()
     if message is None or (frames.broken_off and not isinstance(message, Unreadable)):
         return Unreadable(
-            "a frame", "ends before its message does" if message is None else "has something behind its message"
+            "a frame", "ends before its message does" if message is None else "has more bytes after its message"
         )
     return message
 

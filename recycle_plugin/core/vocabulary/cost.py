@@ -53,17 +53,15 @@ class CostModel:
                 raise ValueError(f"costs.{name} has {len(values)} entries for {stages} stages")
             unit, most = ("bytes", MOST_BYTES) if name.endswith("bytes") else ("microseconds", MOST_US)
             if not all(_is_whole(value, most) for value in values):
-                raise ValueError(
-                    f"costs.{name} = {shown(values)}: whole numbers of {unit}, none negative or over {most}"
-                )
+                raise ValueError(f"costs.{name} = {shown(values)}: write whole numbers of {unit}, from 0 to {most}")
         for name in ("communication", "communication_across", "dispatch", "tie"):
             value, optional = getattr(self, name), name == "communication_across"
             if not (_is_whole(value, MOST_US) or (optional and value is None)):
                 raise ValueError(
-                    f"costs.{name} = {shown(value)}: a whole number of microseconds, not negative or over {MOST_US}"
+                    f"costs.{name} = {shown(value)}: write a whole number of microseconds, from 0 to {MOST_US}"
                 )
         if any(percent < 1 for _, percent in self.slowness):
-            raise ValueError(f"costs.slowness = {self.slowness}: percent of the stage's time, at least 1")
+            raise ValueError(f"costs.slowness = {self.slowness}: write percents of the stage's time, at least 1")
 
     def slowed(self, measured: tuple[tuple[Seat, int], ...]) -> CostModel:
         """Return a copy to which the ``measured`` slowness (seats and percent) is added; it replaces earlier values."""

@@ -73,7 +73,7 @@ class Deadlines:
             Deadline(
                 self.heartbeat_timeout_s,
                 "heartbeat_timeout_s",
-                "a word of a worker or of its supervisor",
+                "a message from a worker or its supervisor",
                 "it is given up",
             ),
             Deadline(
@@ -86,8 +86,8 @@ class Deadlines:
             Deadline(
                 STALL * self.progress_timeout_s,
                 "progress_timeout_s",
-                "anybody, while all wait for each other",
-                "all meet again; a second time, the job ends",
+                "any worker, while all wait for each other",
+                "all regroup; a second time, the job ends",
             ),
             Deadline(
                 self.busy_timeout_s,
@@ -95,19 +95,19 @@ class Deadlines:
                 "an instruction of a process that uses the CPU",
                 "its worker is given up",
             ),
-            Deadline(self.cut_off_s, "heartbeat_timeout_s", "by a worker, the coordinator", "its process ends"),
+            Deadline(self.cut_off_s, "heartbeat_timeout_s", "the coordinator, by a worker", "its process ends"),
             Deadline(self.agreement_s, "wait_timeout_s", "the survivors' agreement after a failure", "the job ends"),
             Deadline(
                 self.last_worker_timeout_s,
                 "last_worker_timeout_s",
-                "the last worker of a stage, whatever it owes",
+                "the last worker of a stage, whatever it does",
                 "the job ends",
             ),
             Deadline(
                 self.idle_timeout_s,
                 "idle_timeout_s",
-                "the script's own code, data, a checkpoint, the first step, or an instruction that has cost a worker "
-                "already",
+                "the script's own code, data, a checkpoint, the first step, or an instruction for which a worker "
+                "was given up before",
                 "its worker is given up",
             ),
             Deadline(self.wait_timeout_s, "wait_timeout_s", "anything else, by a worker", "the job ends"),

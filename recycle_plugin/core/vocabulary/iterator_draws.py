@@ -212,7 +212,7 @@ def _deal(
     lost = [one for one in orphans if one in traced]
     if lost:
         raise Gone(
-            f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, "
+            f"step {step}: all workers that kept the data of micro-batch {lost[0]} are lost, "
             "and plain iterators can't be read again; go on from the last checkpoint, "
             "or use engine.set_data_source(), which needs no copies"
         )
@@ -220,9 +220,8 @@ def _deal(
         raise Lacking(f"all iterators have ended, and step {step} lacks the data of {len(orphans)} micro-batches")
     if orphans and not alive:
         raise Gone(
-            "no replica has both its first and its last stage left, so that plain iterators give no inputs with their "
-            "labels any more; "
-            "go on from the last checkpoint, or use engine.set_data_source(), which needs no such replica"
+            "no replica has both its first and its last stage left, so plain iterators no longer give inputs with "
+            "their labels; go on from the last checkpoint, or use engine.set_data_source(), which needs no such replica"
         )
     ahead = {source: next(positions) for source, positions in free.items()}
     for one in orphans:
@@ -260,7 +259,7 @@ def _transfers(
         giver = holders[0] if holders else drawer
     elif runner.stage == 0 and other[1]:
         raise Gone(
-            f"step {step}: everybody who kept the inputs of micro-batch {micro_batch} is lost, and plain iterators "
+            f"step {step}: all workers that kept the inputs of micro-batch {micro_batch} are lost, and plain iterators "
             "can't be read again; "
             "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies"
         )

@@ -71,7 +71,7 @@ def by_name(name: str) -> MachineCosts:
     known = {
         "local": LOCAL,
         "cluster": CLUSTER,
-        "free": MachineCosts(0, 0, 0, 0, 0, 0, Wire(0, 1e12), "nothing costs anything: what the schedule alone allows"),
+        "free": MachineCosts(0, 0, 0, 0, 0, 0, Wire(0, 1e12), "changes cost nothing: the limit is the schedule alone"),
     }
     if name not in known:
         raise ValueError(f"machine {name!r}: one of {', '.join(known)}")

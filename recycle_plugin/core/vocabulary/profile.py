@@ -35,8 +35,8 @@ class Wire:
     def __post_init__(self) -> None:
         if not (_is_number(self.latency_us) and _is_number(self.bytes_per_us) and self.bytes_per_us > 0):
             raise ValueError(
-                f"a link of {shown(self.latency_us)} us and {shown(self.bytes_per_us)} bytes/us: latency not negative, "
-                "bandwidth above 0"
+                f"a link of {shown(self.latency_us)} us and {shown(self.bytes_per_us)} bytes/us: write a latency of at "
+                "least 0, and a bandwidth above 0"
             )
 
     def transfer_us(self, size: int) -> int:
@@ -63,7 +63,7 @@ class LayerProfile:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not _is_number(value):
-                raise ValueError(f"{name} is {shown(value)}: a number that is not negative, at most {MOST_BYTES}")
+                raise ValueError(f"{name} is {shown(value)}: write a number from 0 to {MOST_BYTES}")
 
     @property
     def compute_us(self) -> float:
@@ -106,9 +106,9 @@ class Profile:
     def __post_init__(self) -> None:
         for name in ("name", "origin", "device", "date", "command", "dtype"):
             if not isinstance(value := getattr(self, name), str):
-                raise ValueError(f"{name} is {shown(value)}: a text")
+                raise ValueError(f"{name} is {shown(value)}: write a text")
         if not isinstance(self.checkpointing, bool):
-            raise ValueError(f"checkpointing is {shown(self.checkpointing)}: true or false")
+            raise ValueError(f"checkpointing is {shown(self.checkpointing)}: write true or false")
         if self.origin not in ORIGINS:
             raise ValueError(f"origin is {self.origin!r}: one of {', '.join(ORIGINS)}")
         if self.dtype not in STATE_BYTES:
@@ -126,7 +126,7 @@ class Profile:
             if (type(value) is not int or not 1 <= value <= MOST_BYTES) and (
                 name != "device_bytes" or value is not None
             ):
-                raise ValueError(f"{name} is {shown(value)}: a whole number, from 1 to {MOST_BYTES}")
+                raise ValueError(f"{name} is {shown(value)}: write a whole number, from 1 to {MOST_BYTES}")
 
     @property
     def title(self) -> str:
@@ -249,7 +249,7 @@ def read_measured(path: str | Path) -> tuple[Profile | CostModel, tuple[StageByt
         if memory is None:
             return costs, ()
         if not (costs.activation_bytes and costs.pending_bytes):
-            raise ValueError(f"{MEMORY} without activation_bytes and pending_bytes")
+            raise ValueError(f"{MEMORY} needs activation_bytes and pending_bytes")
         return costs, stages_bytes(memory, costs.stages)
     except UNREADABLE as error:
         raise ValueError(f"{path} has no costs: {error}") from None
@@ -261,11 +261,11 @@ def _costs(found: dict[str, Any]) -> CostModel:
         value = found[field.name]
         if field.type.startswith("tuple"):
             if not isinstance(value, list):
-                raise ValueError(f"{field.name} is {shown(value)}: a list with a number for each stage")
+                raise ValueError(f"{field.name} is {shown(value)}: write a list with a number for each stage")
             value = tuple(value)
         given[field.name] = value
     if not given["forward"]:
-        raise ValueError("forward is empty: a list with a number for each stage")
+        raise ValueError("forward is empty: write a list with a number for each stage")
     return CostModel(**given)
 
 
@@ -277,7 +277,7 @@ def _profile(found: Any) -> Profile:
     parts = {}
     for name, kind in kinds.items():
         if not isinstance(found[name], dict):
-            raise ValueError(f"{name} is {shown(found[name])}: an object")
+            raise ValueError(f"{name} is {shown(found[name])}: write an object")
         try:
             _expected(kind, found[name])
             parts[name] = kind(**found[name])
@@ -285,7 +285,7 @@ def _profile(found: Any) -> Profile:
             raise ValueError(f"{name}: {error}") from None
     assumptions = found.get("assumptions", [])
     if not isinstance(assumptions, list) or not all(isinstance(each, str) for each in assumptions):
-        raise ValueError(f"assumptions is {shown(assumptions)}: a list of texts")
+        raise ValueError(f"assumptions is {shown(assumptions)}: write a list of texts")
     return Profile(**{**found, **parts, "assumptions": tuple(assumptions)})
 
 

@@ -40,9 +40,9 @@ class StageBytes:
             value = getattr(self, field.name)
             if field.name == "device":
                 if not isinstance(value, str):
-                    raise ValueError(f"memory.device is {value!r}: a name")
+                    raise ValueError(f"memory.device is {value!r}: write a name")
             elif type(value) is not int or value < 0:
-                raise ValueError(f"memory.{field.name} is {value!r}: a whole number of at least 0")
+                raise ValueError(f"memory.{field.name} is {value!r}: write a whole number of at least 0")
 
     @property
     def apart(self) -> bool:
@@ -57,5 +57,5 @@ def stages_bytes(found: Any, stages: int) -> tuple[StageBytes, ...]:
         raise ValueError(f"memory is no list with an object for each of {stages} stages")
     for each in found:
         if not isinstance(each, dict) or each.keys() != wanted:
-            raise ValueError(f"memory has an entry without, or with more than, {', '.join(sorted(wanted))}")
+            raise ValueError(f"memory has an entry whose keys are not {', '.join(sorted(wanted))}")
     return tuple(StageBytes(**each) for each in found)

@@ -66,7 +66,7 @@ class Companion:
         try:
             yield from self._replay.run(replay)
             if how := self._machine.otherwise(kept):
-                raise CantReplay(f"stage {store.seat.stage} comes out otherwise than it was: {how}")
+                raise CantReplay(f"the replay of stage {store.seat.stage} leads to another state than it had: {how}")
         except CantReplay as error:
             ended: object = Unreplayable(rank, str(error), error.stage, error.checkpoint)
         else:

@@ -105,7 +105,7 @@ class Evaluations:
         )
         if missing and control_view.is_first:
             text = (
-                f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, "
-                "whose ends are lost"
+                f"evaluation {self._number} lacks the data of replicas {', '.join(map(str, missing))}, "
+                "whose first or last stage is lost"
             )
             self._machine.send(Note(control_view.rank, "warning", text, {"replicas": missing}))

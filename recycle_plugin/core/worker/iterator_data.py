@@ -82,7 +82,7 @@ class IteratorData:
 
     @property
     def _iterator_state(self) -> IteratorState:
-        assert self._taken is not None, "nobody has said yet where the iterators are"
+        assert self._taken is not None, "the iterators' places are not known yet"
         return self._taken
 
     def take_state(self, iterator_state: IteratorState) -> None:
@@ -95,9 +95,9 @@ class IteratorData:
         """Read up to the replica's place, if that is known."""
         place = iterator_state.places.get(self._store.seat.replica)
         if place is None:
-            why = "does not know how far its iterator was read, as all who had its last batches were lost together"
+            why = "does not know how far its iterator was read, as all workers with its last batches were lost together"
         elif place.iterator > self.stands.iterator:
-            why = f"was given {self.stands.iterator} iterators by its script, and its replica had read {place.iterator}"
+            why = f"was given {self.stands.iterator} iterators by its script, but its replica had read {place.iterator}"
         else:
             self.skip_to(place)
             self.in_place = True
@@ -160,7 +160,7 @@ class IteratorData:
         if until < read:
             raise ValueError(
                 f"the data iterator of seat {self._store.seat} has given {read} batches, "
-                f"and is to stand behind {until}: it can't be read again; pass one that begins anew"
+                f"but training goes on after {until}: it can't go back; pass an iterator that begins anew"
             )
         self.stands = Place(number, until)
         self._iterator.skip_to(self.stands, read)
@@ -208,8 +208,8 @@ class IteratorData:
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
         if step < self._begun_in:  # the other end might read from the iterator before: inputs and labels of two
             raise Gone(
-                f"batch {draw} of step {step} is lost with all that was computed of it, and seat {self._store.seat} "
-                f"has had another iterator since step {self._begun_in}: nobody can read it again. "
+                f"batch {draw} of step {step} is lost with all results computed from it, and seat {self._store.seat} "
+                f"has had another iterator since step {self._begun_in}: the batch can't be read again. "
                 "engine.set_data_source() keeps every step's data"
             )
         if self._read_so_far.get(step, 0) > draw.position:
@@ -229,7 +229,7 @@ class IteratorData:
         except Ended as ended:
             if self.ended:
                 raise Gone(
-                    f"{ended}; the one of its replica's other end has more: both have to give the same"
+                    f"{ended}; the iterator at its replica's other end has more: both have to give the same data"
                 ) from None
             self._ended = self.stands.iterator
             raise Lacking(str(ended)) from None

@@ -187,7 +187,7 @@ class Newcomer:
                 yield from self._loop.recover()
         if not came and self.replayed is None:
             who = named(self._view.rank, self._loop.seat)
-            text = f"{who} has no source left to tell {changed}, as rates: it goes on from the state behind that step"
+            text = f"{who} has no source left for {changed}, such as rates: it goes on with the state after that step"
             self._port.send(Note(self._view.rank, "warning", text, {"seat": str(self._loop.seat), "step": clock}))
 
     def _enter(self, generation: Generation) -> Waits[bool]:
@@ -288,10 +288,10 @@ class Newcomer:
         if now - at < BEHIND_S:
             return
         gains, left = (step - before - (committed - others)) / (now - at), committed - step
-        when = f"comes to it in {left / gains:.0f} s" if gains > 0 else "never comes to it"
+        when = f"catches up in {left / gains:.0f} s" if gains > 0 else "never catches up"
         text = (
             f"the script of {named(self._view.rank, self._loop.seat)} is at step {step}, {left} behind the others, and "
-            f"at this rate {when}: have it leave out what it does beside a step while engine.behind, or call "
+            f"at this rate {when}: let it skip work outside its steps while engine.behind, or call "
             "engine.skip_to_present() before each step of a loop that goes by engine.global_steps"
         )
         details = {"seat": str(self._loop.seat), "step": step, "left": left, "gains_per_s": round(gains, 3)}

@@ -103,5 +103,5 @@ class StageReplay:
         if datum.kind in TRAVELS and datum.micro_batch == batch[datum.step % len(batch)]:
             sent = work.logs.get(datum)
             if sent is not None and (how := self._machine.differs(value, sent)):
-                raise CantReplay(f"{datum} is not what was sent of it: {how}; {OTHERWISE}")
+                raise CantReplay(f"{datum} differs from what was sent: {how}; {OTHERWISE}")
         self._log.kept(datum, value, self._store.valid_from)

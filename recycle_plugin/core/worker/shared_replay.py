@@ -155,7 +155,7 @@ class Helpers:
             for member in [each for each in self._called.values() if self._is_gone(each)]:
                 del self._called[self._note_left(member, "it was lost").worker]
             if self._called:
-                yield from self._machine.wait_share(f"{len(self._called)} who are to help with the replay", until)
+                yield from self._machine.wait_share(f"{len(self._called)} helpers of the replay", until)
 
     def _lost(self, members: Any, until: float) -> list[Member]:
         """Return those of ``members`` that are gone, and all of them if the clock is at ``until``."""
@@ -251,13 +251,13 @@ class Helpers:
         """Report who has helped, or why nobody did, and how long each part took; return how many helped to the end."""
         helped = sorted(self._ready)
         left = [*self._left, *(f"{member}: it has not answered" for member in self._called.values())]
-        why = self._why_alone or "; ".join(left) or "nobody else is there"
+        why = self._why_alone or "; ".join(left) or "no other worker is there"
         took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in sorted(times.seconds.items()))
         text = (
             f"{len(helped)} workers have helped to replay stage {self._stage} up to step {replay.committed}, with "
             f"{self._lots} shares and {self._bytes / 1e6:.1f} MB of parameters sent"
             if self._lots
-            else f"nobody has helped to replay stage {self._stage}: {why}"
+            else f"no worker has helped to replay stage {self._stage}: {why}"
         )
         details = {
             "stage": self._stage,

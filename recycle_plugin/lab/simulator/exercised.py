@@ -56,7 +56,7 @@ class ProtocolRule(str, Enum):
     LEFT_MEANWHILE = "a worker left while the membership changed"
     FENCED = "a worker was fenced"
     SENT_AGAIN = "all met again over new lines"
-    DEAF = "a worker that does not hear itself was given up"
+    DEAF = "a worker that does not receive its own data was given up"
     CHANGED_AGAIN = "the membership changed while it was changing"
     COMMITTED_BY_CHANGE = "a step was committed by a change of the membership"
     AHEAD = "somebody was a step ahead at a change of the membership"
@@ -200,9 +200,9 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.CLEARED] += event.kind == "cleared"
             self[ProtocolRule.LAST_SPARED] += event.kind == "suspected" and "it is the last worker" in event.text
             self[ProtocolRule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
-            self[ProtocolRule.STOOD_STILL] += event.text.startswith("everybody waits")
+            self[ProtocolRule.STOOD_STILL] += event.text.startswith("all workers have waited")
             self[ProtocolRule.CONFUSED] += event.kind == "lost" and event.details["cause"] == Cause.CONFUSED.value
-            self[ProtocolRule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
+            self[ProtocolRule.DEAF] += event.kind == "lost" and "misses its own data" in event.text
             self[ProtocolRule.SHRUNK] += event.kind == "committed" and "contributed" in event.details
             self[ProtocolRule.KEPT_WHOLE] += event.kind == "contributing" and bool(event.details["kept"])
             self[ProtocolRule.MADE_VOID] += event.kind == "contributing" and event.details["void"] > 0

@@ -38,7 +38,7 @@ def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _nobody(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    return why.startswith("nobody is left") and len(stages) == cluster.scenario.shape.stages
+    return why.startswith("no worker is left") and len(stages) == cluster.scenario.shape.stages
 
 
 def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -48,7 +48,7 @@ def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 def _through(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
     """Return whether another stage, which would have to replay along, has nothing more to do with the others."""
-    return why.endswith("and its script is through") and cluster.membership.committed >= cluster.scenario.steps
+    return why.endswith("and its script has ended") and cluster.membership.committed >= cluster.scenario.steps
 
 
 def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:

@@ -79,12 +79,12 @@ class Complaints:
         why = f"{member} misses {what}" + f" from {source}" * (source != member)
         deaf = min((near for near, far in pairs if near == far and near in roster.workers), default=None)
         if deaf is not None:
-            return Complaint(f"{why}, and {roster.member(deaf)} does not hear itself", sum(pairs.values()), deaf)
+            return Complaint(f"{why}, and {roster.member(deaf)} misses its own data", sum(pairs.values()), deaf)
         of_member = {far: tries for (near, far), tries in pairs.items() if near == member.worker}
         of_source = {near: tries for (near, far), tries in pairs.items() if far == source.worker}
         if len(of_member) > len(of_source):
             return Complaint(
-                f"{why}, and has missed something from {len(of_member) - 1} more",
+                f"{why}, and has missed data from {len(of_member) - 1} more",
                 sum(of_member.values()),
                 member.worker,
             )

@@ -51,10 +51,10 @@ class Enrolment:
         try:
             shape, roster = next(iter(self._ready.values())).job.shape, self.roster
         except ValueError as error:
-            return f"this is no job: {error}"
+            return f"these workers make no job: {error}"
         strange = sorted(roster.seats ^ set(shape.seats))
         return (
-            f"seat {strange[0]} is {'held by nobody' if strange[0] in shape.seats else 'none of the job'}: workers "
+            f"seat {strange[0]} is {'held by no worker' if strange[0] in shape.seats else 'not in the job'}: workers "
             "were started with another number of stages or replicas"
             if strange
             else None
@@ -70,7 +70,7 @@ def unlike(job: JobSpec, newcomers: JobSpec) -> str:
     """Return how a newcomer's settings differ from the job's, in words; "" if they agree."""
     ours, theirs = _flat(asdict(job)), _flat(asdict(newcomers))
     names = [name for name in ours | theirs if name not in CHANGES | WHERE and ours.get(name) != theirs.get(name)]
-    return "; ".join(f"{name} is {ours.get(name)} in the job and {theirs.get(name)} there" for name in names)
+    return "; ".join(f"{name} is {ours.get(name)} in the job and {theirs.get(name)} in the newcomer" for name in names)
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Logs:
         worker, written = member.worker, self._written.pop(member.worker, None)
         if self.kept and written is not None:
             written = max(written, self._durable.step) if self._durable is not None else written
-            why = "it was lost, and only what was before that was surely on its disk"
+            why = "it was lost, and only earlier records are known to be on its disk"
             self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
 
     def resized(self, step: int) -> None:
@@ -106,7 +106,7 @@ class Logs:
         worker, step = ended.member.worker, 1 if self._durable is None else self._durable.step + 1
         if ended.last >= step:
             self._until[worker] = ended.last
-            why = f"it was on host {ended.member.host}, and is gone with that"
+            why = f"it was on host {ended.member.host}, which is gone"
             self.broken(LogBroken(worker.rank, step, why, incarnation=worker.incarnation), ended.member.seat.stage)
 
     def replayed(self, by: Member, committed: int) -> None:
@@ -149,7 +149,7 @@ class Logs:
         if self._removed:
             return f"its checkpoint {self._durable.path} was removed"
         if self._durable.step < self._resized - 1:
-            return f"from step {self._resized} on, behind the last checkpoint, steps have other micro-batches"
+            return f"the number of micro-batches has changed at step {self._resized}, after the last checkpoint"
         return ""
 
     def along(self, committed: int, lost: Collection[int]) -> dict[int, str]:
@@ -173,7 +173,7 @@ class Logs:
         lacking = [each for each, its in self._broken if its == stage and each.step <= committed]
         if lacking:
             first = min(lacking, key=lambda each: (each.worker, each.step))
-            return f"the log of rank {first.worker.rank} lacks something of step {first.step}: {first.why}"
+            return f"the log of rank {first.worker.rank} lacks records of step {first.step}: {first.why}"
         return self._unreadable.get(stage, "")
 
 

@@ -69,7 +69,7 @@ class NewcomerWatch:
             elif doing.stopped_at is not None and clock - doing.stopped_at > stopped_s:
                 why = f"its process is stopped for {clock - doing.stopped_at:.1f} s (deadline {stopped_s:.1f} s)"
             elif doing.last and not doing.waits and worker not in replaying and clock - doing.since > idle_s:
-                why = f"its script has not got on for {clock - doing.since:.1f} s (deadline {idle_s:.1f} s)"
+                why = f"its script has made no progress for {clock - doing.since:.1f} s (deadline {idle_s:.1f} s)"
             if why:
                 del self._doing[worker]
                 yield worker, why

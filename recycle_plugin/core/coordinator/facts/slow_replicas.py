@@ -70,15 +70,15 @@ class SlowReplica:
             "step_us": self.step_us,
             "over": self.over,
         }
-        text = f"replica {self.replica} holds the exchange between replicas up no more"
+        text = f"replica {self.replica} no longer delays the exchange between replicas"
         if not self.over:
             who = (
-                f"late in it is {self.member}, busy for {self.own_us / 1000:.0f} ms longer than its counterparts"
+                f"its late worker is {self.member}, busy for {self.own_us / 1000:.0f} ms longer than its counterparts"
                 if self.member is not None
-                else "none of its workers is busy for longer than its counterparts: what they send each other is slow"
+                else "none of its workers is busy for longer than its counterparts: transfers between them are slow"
             )
             text = (
-                f"replica {self.replica} holds the exchange between replicas up: it comes "
+                f"replica {self.replica} delays the exchange between replicas: it comes "
                 f"{self.behind_us / 1000:.0f} ms after the others, in steps of {self.step_us / 1000:.0f} ms; {who}"
             )
         out.say("slow_replica", text, **details)

@@ -121,7 +121,7 @@ class StepLedger:
         for late, values in self._contributions.committed(step):  # a lost worker took the rest with it
             out.say(
                 "warning",
-                f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it",
+                f"the loss of step {late} is that of {len(values)} micro-batches: the others' were lost with a worker",
                 step=late,
             )
             self._tell_collected(late, LOSS, values, out)
@@ -152,7 +152,7 @@ class StepLedger:
         for seat, percent in news.items():
             out.say(
                 "rebalance",
-                f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: "
+                f"{roster.holder(seat)} needs {percent}% of the time that its stage's other workers need: "
                 "work is dealt out anew",
                 seat=str(seat),
                 percent=percent,
@@ -175,7 +175,7 @@ class StepLedger:
         """Go on from a checkpoint of ``step``, earlier or later than the last step."""
         self.committed = step
         self.recorded.rewind(step)
-        out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
+        out.say("loaded", f"all workers go on from a checkpoint of step {step}", step=step)
 
     def agree(
         self, generation: int, counts: Iterable[int], held: Mapping[str, dict[str, str]], all_valid_from: Iterable[int]

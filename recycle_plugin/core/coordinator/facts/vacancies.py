@@ -150,7 +150,7 @@ class Vacancies:
             if other.vacancy is None or (newcomer := other.vacancy.newcomer) is None:
                 continue
             ended.append(newcomer)
-            why = f"it is ended with {seat.name}, which was to come with it: {how}"
+            why = f"it is ended with {seat.name}, which was to join with it: {how}"
             out.fence(newcomer, why)
             if not other.vacancy.come:  # it may never start, and then its end is never reported
                 self._vacate(other, Vacancy(before=newcomer, how=why, in_vain=True))
@@ -182,7 +182,7 @@ class Vacancies:
             return
         unguarded = any(seat.unguarded or seat.silent for seat in seats)
         for seat in seats:
-            assert seat.vacancy is not None and seat.vacancy.before is not None, "somebody has held it"
+            assert seat.vacancy is not None and seat.vacancy.before is not None, "a worker has held it"
             before, how = seat.vacancy.before, seat.vacancy.how
             after_s = self._restarts.decide(before, seat.name, how, ending, unguarded, out, seat.unit[0])
             if after_s is not None:
@@ -365,7 +365,7 @@ class Vacancies:
         self._say_stay(self._seats[rank], out)
 
     def _say_stay(self, seat: SeatRecord, out: CoordinatorOutput) -> None:
-        assert seat.holder is not None, "somebody holds it, or has"
+        assert seat.holder is not None, "a worker holds it, or has held it"
         seat.staying = True
         out.tell(SupervisorOf(seat.rank), Stay(seat.rank, incarnation=seat.holder))
 
@@ -444,7 +444,7 @@ class Vacancies:
         if self._spares:
             return f"a spare on host {self._seat_spare(seat, out)} takes it"
         if not seat.has_starter:
-            return f"nobody is left on host {seat.host} to start it, and the next that comes by --join takes it"
+            return f"no process is left on host {seat.host} to start it: the next one started with --join takes it"
         self._start(seat, 0.0, now, out)
         return "its supervisor starts it again"
 

@@ -36,7 +36,7 @@ class Edge(NamedTuple):
         missing = (
             ""
             if self.at != WAITS or _FROM.fullmatch(self.what)
-            else f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not come to"
+            else f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not reached"
         )
         return f"{named(self.who)} {doing} for {self.for_s:.1f} s{missing if self.whom else ''}"
 
