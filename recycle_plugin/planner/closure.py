@@ -218,7 +218,7 @@ def _check(holdings: Holdings, step: int, per: int, wanted: Mask, counted: Array
         how = (
             f"is in the sums of seats {', '.join(map(str, seats))}, and would be counted twice"
             if twice[stage, place]
-            else f"is in the sum of seat {seats[0]}, and what its block adds before it is not"
+            else f"is in the sum of seat {seats[0]}, but the micro-batches before it in its block are not"
         )
         raise Torn(
             f"the weight gradient of micro-batch {MicroBatch(place // per, place % per)} on stage {stage}, "

@@ -114,7 +114,7 @@ class Selection:
         return (
             f"{in_words(self.logged, self.groups[-1][1])}; {in_bytes(self.log_bytes)} between checkpoints, one every "
             f"{self.every} steps{room}; a recovery takes {self.expected_s:.3g} s on average, {self.worst_s:.3g} s "
-            "where the slowest group has failed"
+            "if the slowest group fails"
         )
 
     @property

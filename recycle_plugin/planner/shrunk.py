@@ -35,11 +35,11 @@ def shrunk(view: ClusterView, costs: CostModel, policy: Policy, plan: Planner) -
     """Return ``plan``'s plan for the replicas left in ``view``. Raises PlanError if none is, or one is lost in part."""
     replicas = view.whole
     if not replicas:
-        raise PlanError("no replica is whole: with batch: shrink nobody else computes what is left of one")
+        raise PlanError("no replica is whole: with batch: shrink no other worker computes for the rest of one")
     torn = sorted({seat.replica for seat in view.live} - set(replicas))
     if torn:
         raise PlanError(
-            f"replica {torn[0]} is lost in part: with batch: shrink replicas are lost whole (unit: replica)"
+            f"replica {torn[0]} is lost in part: with batch: shrink only whole replicas are lost (unit: replica)"
         )
     place = {replica: number for number, replica in enumerate(replicas)}
     slowness = tuple(

@@ -157,7 +157,7 @@ def test_another_setting_is_refused(boundaries, said) -> None:
 def test_it_says_what_it_means() -> None:
     assert str(choose(FOUR, "hosts", 10)) == (
         "logged: 1|2, 2|3; stages 0 to 1 replay together; 6 kB between checkpoints, one every 10 steps, more than the "
-        "budget of 0.01 kB; a recovery takes 25 s on average, 29 s where the slowest group has failed"
+        "budget of 0.01 kB; a recovery takes 25 s on average, 29 s if the slowest group fails"
     )
     assert "; 6 kB between checkpoints, one every 10 steps, within the budget of 6 kB; " in str(
         choose(FOUR, "hosts", 6000)

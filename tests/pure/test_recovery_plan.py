@@ -255,8 +255,8 @@ def test_a_block_that_is_not_added_in_order_by_one_worker_is_refused(wrong) -> N
     held[Seat(0, 2)].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
     with pytest.raises(
         Torn,
-        match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, and what its block adds before it "
-        r"is not",
+        match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, but the micro-batches before it "
+        r"in its block are not",
     ):
         recover(planned, COSTS, STEP, held)
 
