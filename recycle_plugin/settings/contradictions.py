@@ -75,7 +75,7 @@ def _refuse_units(settings: Settings) -> None:
     if settings.log is not None:
         raise SettingsError(
             "unit",
-            '"replica" with recycle.log: a log brings back a stage that nobody is left in, worker by worker',
+            '"replica" with recycle.log: a log brings back a stage without workers, worker by worker',
             'write "worker", or set recycle.log to null',
         )
     if settings.replicas is not None:
@@ -105,8 +105,8 @@ def refuse_shrinking(settings: Settings) -> None:
         return
     for wrong, what, instead in (
         (settings.unit == "worker", 'unit = "worker", whose work others take', 'recycle.unit to "replica"'),
-        (not settings.reroute, "reroute = false: a step that has what was lost is finished by others", "it to true"),
-        (bool(settings.exact), "exact, whose sums have all blocks in their order", "that to false"),
+        (not settings.reroute, "reroute = false: others finish a step that counts lost work", "it to true"),
+        (bool(settings.exact), "exact, whose sums need all blocks in order", "that to false"),
         (settings.loss_scaling, "loss_scaling, or fp16: scales are not tried with it", "that to false, or use bf16"),
         (settings.clip == "validate", 'clip = "validate": a rejected step may be void too', 'that to "sync"'),
         (settings.undo == "inverse", 'undo = "inverse", which goes by the rate of the step', 'that to "snapshot"'),
@@ -168,6 +168,6 @@ def _refuse_unheeded(settings: Settings) -> None:
     if cap.in_bytes(settings.activation_cap) and settings.profile() is None:
         raise SettingsError(
             "activation_cap",
-            f"{shown(settings.activation_cap)} counts bytes, and without a profile nobody knows those of a micro-batch",
+            f"{shown(settings.activation_cap)} counts bytes, and only a profile has those of a micro-batch",
             "set recycle.costs to a file that recycle profile --out wrote, or write a number of micro-batches",
         )

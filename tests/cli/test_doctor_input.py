@@ -28,7 +28,7 @@ ZERO = json.dumps({"forward": [0, 0], "input": [0, 0], "weight": [0, 0]})
         ({**HEALTHY, "recycle": 3}, SHAPE, 'write an object such as {"enabled": true}'),
         ({**HEALTHY, "recycle": {"enabeld": True}}, SHAPE, "recycle.enabeld: no such key; did you mean enabled?"),
         ({**HEALTHY, "recycle": {"activation_cap": [1, 2, 3]}}, SHAPE, "3 entries for 2 stages"),
-        ({**HEALTHY, "recycle": {"activation_cap": "auto"}}, SHAPE, "without a profile nobody knows"),
+        ({**HEALTHY, "recycle": {"activation_cap": "auto"}}, SHAPE, "only a profile has"),
         (
             {**HEALTHY, "recycle": {"costs": "zero.json"}},
             SHAPE,
