@@ -51,8 +51,8 @@ class Exporter:
             self._say(
                 Event(
                     "warning",
-                    f"metrics: nobody can listen on {where} ({error.strerror}), and the job goes on without; port 0 in "
-                    "recycle.metrics takes one that is free",
+                    f"metrics: can't listen on {where} ({error.strerror}), so the job goes on without; port 0 in "
+                    "recycle.metrics takes a free one",
                     {"address": where},
                 )
             )

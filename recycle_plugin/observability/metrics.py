@@ -38,7 +38,7 @@ class Metrics:
         self._training = TrainingTime(clock)
         self._batch = 0
         self._workers = self._gauge(
-            "recycle_workers", "Workers by what has become of them; those that come back are live again.", "state"
+            "recycle_workers", "Workers by state; those that come back are live again.", "state"
         )
         self._live = self._gauge("recycle_stage_live_workers", "Live workers of a stage; at 0 the job ends.", "stage")
         self._step = self._gauge("recycle_step", "The last committed step.")
@@ -57,13 +57,13 @@ class Metrics:
             "Computed in interrupted steps in a lost worker's place, or once more: seconds of all workers.",
         )
         self._failures = self._counter(
-            "recycle_failures_total", "Workers lost, by what they were given up for.", "cause"
+            "recycle_failures_total", "Workers lost, by the cause of giving them up.", "cause"
         )
         self._returns = self._counter(
             "recycle_rejoins_total", "Workers that came back after they were lost or had left."
         )
         self._suspicions = self._counter(
-            "recycle_suspicions_total", "Workers suspected, by what of; most go on.", "cause"
+            "recycle_suspicions_total", "Workers suspected, by the cause; most go on.", "cause"
         )
         self._recovery = Histogram(
             "recycle_recovery_seconds",

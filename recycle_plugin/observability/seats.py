@@ -118,7 +118,7 @@ def _asked(history: RunHistory) -> Told:
 def _waiting(history: RunHistory) -> Told:
     """Return the waiting seats, and for whom they wait, if a stage is empty or all stand still."""
     if stages := history.unmanned:
-        why = f"waits for stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}, which nobody holds"
+        why = f"waits for stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}, which has no worker"
         return {str(seat): (Mark.WAITS, why) for seat in history.view.live}
     of = lambda whom: f" of {these(whom)}" if whom else ""
     last = (history.of("wait_graph") or [{"time": 0.0}])[-1]

@@ -187,7 +187,7 @@ def test_who_waits_for_whom(tmp_path):
     ]
     marks = {state.seat: state for state in seat_states(RunHistory.read(told.write(*lost)), told.now)}
     assert [state.mark for state in marks.values()] == [Mark.WAITS, Mark.LOST, Mark.WAITS, Mark.LOST]
-    assert marks["0.0"].text == "waits for stage 1, which nobody holds"
+    assert marks["0.0"].text == "waits for stage 1, which has no worker"
     assert "interrupted for 0.5 s, since seat 1.1 was lost" in printed(
         screen(RunHistory.read(told.folder), told.now + 0.5, os.terminal_size((200, 24)))[0], 200
     )

@@ -311,7 +311,7 @@ def test_where_nobody_can_listen_there_is_a_warning(address):
         exporter, (said,) = exported(f"{address}:{(port := taken.getsockname()[1])}")
         exporter.take(Event("loss", "", {"step": 2, "loss": 0.25}), 2.0)
         exporter.close()
-    assert said.kind == "warning" and said.text.startswith(f"metrics: nobody can listen on {address}:{port} (")
+    assert said.kind == "warning" and said.text.startswith(f"metrics: can't listen on {address}:{port} (")
     assert "\n" not in said.text
 
 
