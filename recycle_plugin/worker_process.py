@@ -180,7 +180,7 @@ def _end_given_up(session: Session, reason: str) -> None:
     """Leave the process: the others go on without this worker. Whatever the main thread does must stop: no checkpoint
     that the others don't know, no message.
     """
-    _say(f"recycle: {session.view} was given up ({reason}), and the others go on without it: it ends")
+    _say(f"recycle: {session.view} was given up ({reason}), and the others go on without it: its process ends")
     os._exit(GIVEN_UP)
 
 

@@ -86,6 +86,6 @@ def test_such_a_sum_ends_the_job_where_it_is_told_to(train):
     result = train(group_sums="raise")
     assert_one_line(
         result,
-        "torch.distributed.all_reduce over ranks 0, 1, 2, 3 adds up what 3 of 4 have, rank 1 being lost, and "
-        "get_world_size() stays as it was: write",
+        "torch.distributed.all_reduce over ranks 0, 1, 2, 3 adds up over 3 of 4 members (rank 1 lost), but "
+        "get_world_size() still counts all: write",
     )

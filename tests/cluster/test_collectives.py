@@ -57,7 +57,7 @@ def test_collectives_in_a_program_are_refused_by_name(launch, tmp_path):
                     and f"{Path(SCRIPT).name}:" in of_it[0]
                 ), (place, said[place][:3])
             assert "went" not in said[place]
-    assert_one_line(result, "after a loss other workers run what a micro-batch needs")
+    assert_one_line(result, "after a loss other workers run its micro-batches")
     (line,) = [line for line in result.output.splitlines() if "after a loss other workers" in line]
     print(line)
     assert "@3: " in line and "recycle_plugin.mean(tensor, group)" in line

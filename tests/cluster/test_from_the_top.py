@@ -312,7 +312,7 @@ def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(
     (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
     assert said.startswith("rank 1, which has come back, can't take part: torch.distributed.all_reduce over ranks 0, 1")
     assert f"called at {SCRIPT}:" in said
-    assert "between steps that were over before this worker came back: what it gave then is not kept" in said
+    assert "between steps that were over before this worker came back: its result is not kept" in said
     assert said.endswith("; the script has caught this error") == (pattern == "catches_errors")
     assert not newcomer.said(Fatal) and not newcomer.said(Crashed)
     top.end()

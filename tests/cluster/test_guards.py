@@ -147,6 +147,6 @@ def test_where_nobody_stands_by_the_coordinators_death_is_told_by_its_guard(star
     for host in reversed(in_step(run)):
         host.kill()
     result = run.finish()
-    said = "the job ends: the coordinator's process was killed by signal 9; without it nobody can go on"
+    said = "the job ends: the coordinator's process was killed by signal 9; the job can't go on without it"
     assert_one_line(result, f"recycle: {said}")
     assert status(run, capsys)["end"] == said

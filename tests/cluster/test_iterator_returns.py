@@ -19,7 +19,7 @@ EPOCH = 20  # steps
 
 
 def stays_out(result: Result) -> list[str]:
-    return [each["text"] for each in result.of("data") if "stays no source" in each["text"]]
+    return [each["text"] for each in result.of("data") if "gives no data" in each["text"]]
 
 
 def assert_each_once(result: Result, shape: Shape, lost: int, epoch: int = LONG) -> None:

@@ -251,7 +251,7 @@ def test_a_job_goes_on_at_each_iterators_place(launch, tmp_path):
     assert [each["text"] for each in skips.of("data") if "unevenly, since workers were missing" in each["text"]]
     assert not [each for each in second.of("data") if "unevenly" in each["text"]]
     (said,) = [each["text"] for each in third.of("data") if "the checkpoint is of 2 replicas" in each["text"]]
-    assert "here are 3 replicas with 2: each iterator begins behind its batch 8," in said
+    assert "here are 3 replicas with 2: each iterator begins after its batch 8," in said
 
 
 def test_a_job_goes_on_with_each_loaders_state(launch, tmp_path):

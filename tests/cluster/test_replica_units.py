@@ -104,7 +104,7 @@ def test_plain_iterators_of_a_replica_rest_while_it_is_out(launch: Launch, tmp_p
     fewer = {event["step"]: event["contributed"] for event in result.of("committed") if "contributed" in event}
     assert fewer and set(map(tuple, fewer.values())) == {(0, 2)} and max(fewer) < steps
     assert not [event for event in result.of("data") if "retired" in event], "nobody draws for it"
-    assert [event for event in result.of("data") if "its own rests" in event["text"]]
+    assert [event for event in result.of("data") if "its iterator rests" in event["text"]]
     for file in folder.glob("rows/rank*.pt"):
         rows = torch.load(file)["rows"].reshape(3, -1)
         for replica, mine in enumerate(rows):

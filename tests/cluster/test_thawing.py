@@ -106,7 +106,7 @@ def test_a_change_while_a_worker_comes_back_costs_it_that_start_at_most(start):
 
 
 def test_a_job_with_a_log_is_refused_in_one_line(start):
-    said = ".linear.weight has changed since training was set up, and that is not followed in a job with recycle.log"
+    said = ".linear.weight has changed since training was set up, which is not supported in a job with recycle.log"
     assert_one_line(start(recycle={"log": {}, "checkpoint": {}}).finish(), said)
 
 

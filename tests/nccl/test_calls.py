@@ -271,7 +271,7 @@ def test_who_is_cut_off_from_a_result_is_told_it():
 def test_who_is_cut_off_from_a_large_result_is_told_so():
     first, second, died = run(functools.partial(one_is_through, length=LARGE + 1), 3, loses=True, first=False)
     assert (first, died) == (6.0, DIED)
-    assert second.startswith("refused: all_reduce was over on rank 0 and not on rank 1 when a worker was lost"), second
+    assert second.startswith("refused: all_reduce was over on rank 0 but not on rank 1 when a worker was lost"), second
 
 
 # --- mistakes that would be seen ---------------------------------------------------------------------

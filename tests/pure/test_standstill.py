@@ -79,7 +79,7 @@ def test_the_second_time_counts_from_when_all_had_met_again():
     [
         ("all_reduce among ranks 0, 2", "seat 0.1 (rank 2) has"),
         (
-            "the connections among ranks 0, 2; not there of 2 are number 1 for all_reduce among ranks 0, 2",
+            "the connections among ranks 0, 2; missing of 2 are number 1 for all_reduce among ranks 0, 2",
             "seat 0.1 (rank 2) has",
         ),
         ("all_reduce among ranks 0, 1, 2, 3", "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),

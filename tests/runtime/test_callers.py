@@ -316,10 +316,10 @@ def test_each_line_that_adds_up_is_said_once(said):
             "work = dist.all_reduce(held, reduction, **named)",
             "dist.reduce(held, destination, reduction)",
         )
-        assert "adds up what 2 of 3 have, rank 2 being lost" in note.text
+        assert "adds up over 2 of 3 members (rank 2 lost)" in note.text
         assert "recycle_plugin.mean(tensor, group)" in note.text and 'set recycle.group_sums to "scale"' in note.text
     for rank in (0, 1):
-        assert "adds up what 2 of 3 have" in found[rank]["raise"] and f"{HERE}:" in found[rank]["raise"]
+        assert "adds up over 2 of 3 members" in found[rank]["raise"] and f"{HERE}:" in found[rank]["raise"]
 
 
 @pytest.mark.parametrize("when", ("whole", "lost"))

@@ -318,7 +318,7 @@ def test_a_newcomer_that_takes_sums_too_slowly_is_given_up(ends, coordinator, mo
         assert not outlet.broken
     outlet.send(Sums(7, {"a": (torch.ones(400),)}))
     assert outlet.broken
-    assert "it takes what it follows too slowly: 6400 bytes of more than 2 steps" in coordinator.hear(Note)[-1].text
+    assert "it takes updates too slowly: 6400 bytes of more than 2 steps" in coordinator.hear(Note)[-1].text
 
 
 def test_a_newcomer_reads_no_further_than_it_takes_in(ends, monkeypatch):
@@ -493,7 +493,7 @@ def test_newcomers_come_to_the_interface_of_the_setting(coordinator):
             "eth77",
             "recycle.transfer_interface: 'eth77' is neither an address nor one of this host's network interfaces",
         ),
-        ("203.0.113.7", "recycle.transfer_interface: 203.0.113.7: no newcomer could come there"),
+        ("203.0.113.7", "recycle.transfer_interface: 203.0.113.7: no newcomer could connect there"),
     ),
 )
 def test_an_interface_that_is_not_there_is_refused(coordinator, interface, why):

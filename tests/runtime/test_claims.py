@@ -110,8 +110,8 @@ def test_where_there_are_no_locks_or_the_disk_is_full_it_says_so_and_goes_on(tmp
     warned: list[str] = []
     assert Claims(warned.append).take(replace(job(), run_dir=str(tmp_path)), "second") == ""
     assert warned == [
-        f"recycle.run_dir: the folder {tmp_path} can't be locked ({os.strerror(number)}): see to it that no other job "
-        "has it"
+        f"recycle.run_dir: the folder {tmp_path} can't be locked ({os.strerror(number)}): make sure that no other job "
+        "uses it"
     ]
 
 

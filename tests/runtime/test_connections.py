@@ -506,7 +506,7 @@ def test_it_knows_what_the_network_holds_up(ends):
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)
 def test_an_end_that_takes_nothing_is_given_up_after_a_deadline(ends):
     assert not ends.near.send(LARGE, 0.05)
-    assert ends.near.broken == Disconnected("the other end has taken nothing for 0.05 s")
+    assert ends.near.broken == Disconnected("the other end has read nothing for 0.05 s")
 
 
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)
@@ -514,7 +514,7 @@ def test_an_end_that_takes_nothing_is_given_up_before_memory_is(ends, monkeypatc
     monkeypatch.setattr(framed, "UNSENT", 1 << 25)
     while ends.near.broken is None:
         assert not ends.near.send(LARGE)
-    assert "the other end takes nothing, and " in ends.near.broken.why
+    assert "the other end reads nothing, and " in ends.near.broken.why
 
 
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)

@@ -228,7 +228,7 @@ def test_who_hears_of_a_loss_before_the_end_of_a_sum_takes_no_other_for_it(last)
         assert living == [(FIRST[last], [300.0] * 3)] * 2
     else:
         assert (
-            "all_to_all_single was over on rank 0 and not on rank 1 when a worker was lost, and its result"
+            "all_to_all_single was over on rank 0 but not on rank 1 when a worker was lost, and its result"
             in (living[1])
         )
 

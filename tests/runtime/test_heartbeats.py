@@ -95,7 +95,7 @@ def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
     session = coordinator.session(0)
     session.heartbeats.lease_until, session.waiting.cut_off_s = time.monotonic(), 0.05
-    with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's word before 0REDUCE@4"):
+    with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's answer before 0REDUCE@4"):
         session.waiting.for_lease("0REDUCE@4")
     assert [type(message) for message in beats(coordinator, 1)] == [Heartbeat]
 

@@ -54,7 +54,7 @@ def test_others_begin_where_no_sample_is_left_out(numbers, replicas, size):
     had = sum(numbers) * 2
     assert len(set(found.read)) == 1 and 0 <= had - sum(found.read) * size < replicas * size
     assert f"had given {', '.join(map(str, numbers))} batches, and here are {replicas} replicas" in found.change
-    assert ("not gone on evenly" in found.change) == (len(set(numbers)) > 1)
+    assert ("given unequal numbers" in found.change) == (len(set(numbers)) > 1)
 
 
 def test_a_replica_whose_place_nobody_knew():

@@ -89,7 +89,7 @@ def test_a_state_that_is_not_on_the_way_is_not_loaded(job, place, read):
 def test_states_that_can_not_be_kept_are_said_once_and_large_ones_are_not_sent(job):
     states = job.states({"made_by": Data})
     assert states.state() is None is states.state()
-    assert len(job.said) == 1 and "gives nothing that can be kept" in job.said[0]
+    assert len(job.said) == 1 and "can't be kept" in job.said[0]
     large = job.states({"buffer": torch.zeros(MOST)})
     state = large.state()
     assert state is not None
@@ -102,6 +102,6 @@ def test_states_that_can_not_be_kept_are_said_once_and_large_ones_are_not_sent(j
 def test_data_that_does_not_take_its_state_ends_in_one_line(job):
     states = job.states({"read": 0})
     states.set(3, packed({"read": -1}))
-    with pytest.raises(RecycleError, match="behind its batch 3: AssertionError: a state; give it the data") as raised:
+    with pytest.raises(RecycleError, match="after its batch 3: AssertionError: a state; give it the data") as raised:
         states.nearest(Place(1, 3), 0)
     assert "\n" not in str(raised.value)

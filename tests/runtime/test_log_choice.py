@@ -56,7 +56,7 @@ def test_before_steps_are_measured_what_is_logged_stays_and_is_said_once():
     assert made.choose(brought(steps=0), EVERY) == made.choose(brought(steps=2), EVERY) == (0, 1, 2)
     (text,) = session.texts("log_boundaries")
     assert text == (
-        "logged: 0|1, 1|2, 2|3; each stage replays alone; what that takes is not measured yet; recycle.log.boundaries "
+        "logged: 0|1, 1|2, 2|3; each stage replays alone; its cost is not measured yet; recycle.log.boundaries "
         "chooses once steps are measured"
     )
 
@@ -69,7 +69,7 @@ def test_the_best_within_the_budget_is_chosen_whoever_chooses(budget, expected):
     assert session.said == other.said
     ((kind, text, details),) = session.said
     assert kind == "log_boundaries" and details["boundaries"] == expected and details["fits"]
-    assert text.endswith("(measured; logs and checkpoints are taken to be read at 1 GB/s)")
+    assert text.endswith("(measured; logs and checkpoints are read at 1 GB/s)")
 
 
 def test_a_choice_follows_the_interval_and_says_so_when_it_changes():

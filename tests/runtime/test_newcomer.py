@@ -128,12 +128,12 @@ REFUSED = {
     other_order: "torch.distributed.broadcast over ranks 0, 1, 2, called at {line}, on float32[2]: in the same place "
     "this worker's predecessor called all_reduce on float32[2], at {file}",
     other_shape: "on float32[3]: in the same place this worker's predecessor called all_reduce on float32[2]",
-    one_more: "this worker's predecessor has not called it before its first step, or there was no room",
-    much: "gave this worker's predecessor more than is kept for a newcomer (4 MiB in all), and not what the newcomer",
-    under_way: "torch.distributed.recv over ranks 0, 1, 2, called at {line}, can't be had again by a newcomer: it was "
-    "under way when training began",
+    one_more: "this worker's predecessor did not call it before its first step, or there was no room",
+    much: "gave this worker's predecessor more than is kept for a newcomer (4 MiB in all), and the newcomer has",
+    under_way: "torch.distributed.recv over ranks 0, 1, 2, called at {line}, has a result that a newcomer can't get: "
+    "it was under way when training began",
     between_steps: "torch.distributed.barrier over ranks 0, 1, 2, called at {line}, between steps that were over "
-    "before this worker came back: what it gave then is not kept; call it before the first step, leave it out",
+    "before this worker came back: its result is not kept; call it before the first step, leave it out",
     not_trained: "has filled a parameter of shape (2,) that is not trained",
 }
 
@@ -154,7 +154,7 @@ def test_what_cant_be_had_again_is_refused_by_its_line(job, scenario):
 
 def test_without_a_record_nothing_is_made_up(job):
     """The predecessor was lost before it trained."""
-    assert "this worker's predecessor has not called it before its first step" in job.alone(one_more, 1)
+    assert "this worker's predecessor did not call it before its first step" in job.alone(one_more, 1)
 
 
 def builds(script: Script) -> list[float]:
@@ -348,7 +348,7 @@ def test_a_call_that_is_refused_before_somebody_is_let_in_is_no_other_behind_tha
     members, newcomer, _ = begun(job, is_refused, sums)
     (early, total), (late, same) = map(result_of, members)
     assert "needs every member, and rank 2 is lost" in early
-    assert "all_gather was over on rank 0 and not on rank 1" in late
+    assert "all_gather was over on rank 0 but not on rank 1" in late
     assert total == same == result_of(newcomer) == [6.0, 6.0]
 
 
@@ -444,7 +444,7 @@ def test_what_has_failed_is_not_had_again(coordinator):
     first.fill(first.keep("line", "all_reduce", held, True), held, None, ValueError("odd"))
     first.begin_training([])
     newcomer = startup_of(coordinator, newcomer=True)
-    with pytest.raises(RecycleError, match="can't be had again by a newcomer: it has failed: odd"):
+    with pytest.raises(RecycleError, match="has a result that a newcomer can't get: it has failed: odd"):
         newcomer.replay("line", "all_reduce", held, [0, 1])
 
 

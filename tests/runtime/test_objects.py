@@ -83,8 +83,8 @@ def test_places_that_are_too_few_are_said():
     for said in run(wrong_places, 2):
         few, whose = said
         assert few.startswith("torch.distributed.all_gather_object over ranks 0, 1, called at ")
-        assert few.endswith("object_list has 1 places for 2 members, lost ones too")
-        assert whose.endswith("object_gather_list is for rank 0, which gathers, and nobody else")
+        assert few.endswith("object_list has 1 places for 2 members (counting lost ones)")
+        assert whose.endswith("rank 0, which gathers, must give object_gather_list, and no other rank")
 
 
 def saved_by_the_live(script: Script) -> list[Any]:

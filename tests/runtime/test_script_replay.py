@@ -66,7 +66,7 @@ def test_a_piece_may_come_twice_and_another_is_added():
     [
         (Recorded(3, (1.0,), 1, (), 3), "comes to step 1, of which the others have no loss"),
         (Recorded(1, (0.0, 1.0), 1, (), 2, unknown=(1,)), "comes to step 1, of which the others have no loss"),
-        (Recorded(1, (), 1, (), 2, refused="they have loaded"), "they have loaded: step 1 can't be gone through"),
+        (Recorded(1, (), 1, (), 2, refused="they have loaded"), "they have loaded: step 1 can't be repeated"),
     ],
 )
 def test_a_loss_that_nobody_has_is_not_made_up(message, said):

@@ -122,7 +122,7 @@ def test_nothing_else_of_the_host_is_given(server, folder, tmp_path) -> None:
         with line(server) as connection:
             asked(connection, server)
             connection.say(Want(name, 0, 10))
-            with pytest.raises(Nonsense, match="^it is refused: .* is for nothing that is here$"):
+            with pytest.raises(Nonsense, match="^it is refused: .* asks for a log that is not here$"):
                 connection.hear(Piece)
             assert_over(connection)
 
@@ -133,7 +133,7 @@ def test_who_wants_too_much_gets_nothing(server, folder, offset, size) -> None:
     with line(server) as connection:
         asked(connection, server)
         connection.say(Want("1.0-000000.log", offset, size))
-        with pytest.raises(Nonsense, match="^it is refused: .* is for nothing that is here$"):
+        with pytest.raises(Nonsense, match="^it is refused: .* asks for a log that is not here$"):
             connection.hear(Piece)
         assert_over(connection)
 
@@ -356,7 +356,7 @@ def test_what_is_wrong_with_who_serves_is_named(mirrored, monkeypatch, answer, w
     with Odd(answer) as odd:
         mirror = mirrored(LogsAt("a token", (odd.address,), (1, 2)))
         until(mirror.faults, "fault")
-        assert mirror.faults()[0].startswith(f"the logs of ranks 1, 2 do not come from {odd.address}: ")
+        assert mirror.faults()[0].startswith(f"the logs of ranks 1, 2 can't be fetched from {odd.address}: ")
         assert why in mirror.faults()[0]
         assert not list(mirror.folder.parent.glob("*.log"))
         mirror.close()

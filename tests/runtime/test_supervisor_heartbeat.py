@@ -61,7 +61,7 @@ def test_heartbeats_get_through_and_nothing_else_does():
     ]
     taken, refused = heard({3: KEY, 2: b"of the supervisor of rank 2"}, sent)
     assert taken == [first, LAST]
-    nobodys, no_heartbeat = "a datagram that no process of this job has sealed", "says by datagram what is no heartbeat"
+    nobodys, no_heartbeat = "a datagram that no process of this job has sealed", "sent a datagram that is no heartbeat"
     assert refused[:3] == [nobodys] * 3 and refused[5:] == [nobodys]
     assert refused[3:5] == [f"the supervisor of rank 3 {no_heartbeat}"] * 2
 

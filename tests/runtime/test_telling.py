@@ -127,5 +127,5 @@ def test_a_way_to_a_job_that_is_malformed_is_refused_in_one_line(tmp_path, chang
     assert access.write(tmp_path) == "" and OperatorAccess.read(tmp_path).address == access.address
     path = tmp_path / FILE
     path.write_text(changed if isinstance(changed, str) else json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{path} is no file of a job')}'s: {re.escape(said)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path} is not a file of a job')}: {re.escape(said)}$"):
         OperatorAccess.read(tmp_path)

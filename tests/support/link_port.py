@@ -193,7 +193,7 @@ def test_a_member_that_never_comes_is_named_at_the_deadline(run):
         two
         == [
             (
-                "waited 1 s for the connections among ranks 0, 1, 2; not there of 3 are number 2",
+                "waited 1 s for the connections among ranks 0, 1, 2; missing of 3 are number 2",
                 "waited 1 s for AllReduce among ranks 0, 1, 2",
                 "Broken",
                 "Broken",

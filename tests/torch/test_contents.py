@@ -110,7 +110,7 @@ FIELDS = np.zeros(2, [("step", "i8"), ("loss", "f8")])
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an iterator": (lambda: itertools.count(), r"held.where is a itertools.count, whose content can't be read"),
     "a generator": (lambda: (each for each in "ab"), r"held.where is a builtins.generator"),
-    "a process group": (Sends, r"held.where is a process group: the optimizer sends to other workers by itself"),
+    "a process group": (Sends, r"held.where is a process group: the optimizer sends to others by itself"),
     "an object of nothing": (object, r"held.where is a builtins.object"),
     "an array with fields": (lambda: FIELDS, r"held.where is a numpy value with fields or a mask"),
     "one value with fields": (lambda: FIELDS[0], r"held.where is a numpy value with fields or a mask"),

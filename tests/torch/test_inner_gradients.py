@@ -292,7 +292,7 @@ def test_a_graph_that_is_kept_past_its_forward_gives_no_number():
         return layer.other(x)
 
     Trained(built(keeps), True, "IW").run()
-    with pytest.raises(RecycleError, match="detach what is kept of a forward"):
+    with pytest.raises(RecycleError, match="detach tensors kept from a forward"):
         kept[0].sum().backward()
 
 

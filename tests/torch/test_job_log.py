@@ -105,7 +105,7 @@ def test_a_checkpoint_of_a_step_in_the_gap_is_none_to_replay_from(tmp_path, chec
         keep(log, step)
     log.checkpointed(checkpoint)
     (note,) = session.wait(Note)
-    behind = ", and of the steps up to 5 behind the checkpoint of step 4 not all is" * (checkpoint == 4)
+    behind = ", but it lacks parts of the steps up to 5 after the checkpoint of step 4" * (checkpoint == 4)
     assert note.text == f"everything is logged again from step 6 on{behind}"
     log.close()
     assert [each.step for each in session.sent if isinstance(each, LogBroken)] == broken

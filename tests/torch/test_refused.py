@@ -246,7 +246,7 @@ def test_what_changes_once_training_has_begun():
     module[1].bias.requires_grad = False
     with pytest.raises(
         RecycleError,
-        match=r"requires_grad of 1\.bias has changed since training was set up, and that is not followed in such a "
+        match=r"requires_grad of 1\.bias has changed since training was set up, which is not supported in such a "
         "job: freeze and thaw parameters before that",
     ):
         started.check()

@@ -353,7 +353,7 @@ def test_a_tensor_that_the_commit_has_replaced_is_not_read(job: Job) -> None:
 
     job.change = change
     job.step()
-    with pytest.raises(RecycleError, match="read it from the optimizer again"):
+    with pytest.raises(RecycleError, match="get it from the optimizer again"):
         job.moment.sum()
     assert job.optimizer.state[job.first]["exp_avg"].sum() == 16
 

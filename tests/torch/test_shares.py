@@ -229,9 +229,9 @@ def test_who_can_t_help_says_why(tmp_path, how, stage, size, why):
 
 def test_an_error_in_the_compute_is_a_refusal(tmp_path):
     stage = Bench(tmp_path).ready()
-    with pytest.raises(CantHelp, match="come out otherwise here"):
+    with pytest.raises(CantHelp, match="layers differ here"):
         stage.begin(5, SentWeights((torch.zeros(3),), 1.0))
-    with pytest.raises(CantHelp, match="set otherwise than their specs"):
+    with pytest.raises(CantHelp, match="differ from what their specs make"):
         stage.begin(5, replace(weights(), layers="of a layer that the script has set to evaluation"))
     stage.begin(5, weights())
     stage.store.put(Datum("act", 0, MicroBatch(0, 0), 5), (torch.rand(3, WIDTH + 1),))

@@ -44,7 +44,7 @@ class StateListener:
             self._listener = Listener(host, door, "state for newcomers", self._note, self._takes, HELLO_S)
         except OSError as error:
             setting = f"recycle.transfer_interface: {interface}" if interface else host
-            why = f"no newcomer could come there ({error.strerror}); name another one"
+            why = f"no newcomer could connect there ({error.strerror}); name another one"
             raise RecycleError(f"{setting}: {why}") from None
         self.address = self._listener.address
 

@@ -95,7 +95,7 @@ class TcpOutlet:
             waiting = sum(weight for _, weight in self._sums)
             too_slow = waiting > ROOM and len({step for step, _ in self._sums}) > STEPS
         if too_slow:
-            self._end(f"it takes what it follows too slowly: {waiting} bytes of more than {STEPS} steps wait for it")
+            self._end(f"it takes updates too slowly: {waiting} bytes of more than {STEPS} steps wait for it")
 
     def has_room(self, waiting: bool) -> bool:
         """Return whether something may be read for this newcomer; ``waiting``: this worker has nothing else to do."""
@@ -216,7 +216,7 @@ class TcpOutlet:
             self._changed.notify_all()
             connection = self._connection
         if first and why:
-            self._note(f"the state is not sent any more to {self.newcomer}, which catches up: {why}")
+            self._note(f"the state is no longer sent to {self.newcomer}, which is catching up: {why}")
         if connection is not None and first:
             end(connection)
         self._tell_once()

@@ -140,7 +140,7 @@ def _settings(text: str) -> list[dict[str, Any]] | None:
         found = json.loads(text)
         return None if found is None else [{name: _tuples(value) for name, value in group.items()} for group in found]
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise Nonsense(f"settings that are none: {text[:80]!r}") from None
+        raise Nonsense(f"invalid settings: {text[:80]!r}") from None
 
 
 def _tuples(value: Any) -> Any:
@@ -188,7 +188,7 @@ def _weights(text: bytes) -> dict[str, int]:
     try:
         return {name: int(weight) for name, weight in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise Nonsense(f"units that are none: {text[:80]!r}") from None
+        raise Nonsense(f"invalid units: {text[:80]!r}") from None
 
 
 def check(begin: Begin) -> None:

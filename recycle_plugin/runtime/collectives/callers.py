@@ -56,12 +56,12 @@ class Callers:
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
         if elsewhere:
             raise RecycleError(
-                f"{where} in thread {threading.current_thread().name!r}: groups that can lose members meet in the "
-                "order of one thread's calls; "
+                f"{where} in thread {threading.current_thread().name!r}: groups that can lose members match calls "
+                "by their order in one thread; "
                 "call it in the thread that trains, between steps"
             )
         raise RecycleError(
-            f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, "
+            f"{where} in {work}: after a loss other workers run its micro-batches, some more often than others, "
             "so the members would wait for each other in vain; leave collectives out of layers, but for those over "
             "recycle_plugin.seat_group(), out of loss functions, data and optimizers: train_batch() returns the loss "
             "over all micro-batches, "
@@ -81,8 +81,8 @@ class Callers:
             return
         lost = [rank for rank in ranks if rank not in live]
         text = (
-            f"{line}: torch.distributed.{called} over {named(ranks)} adds up what {len(live)} of {len(ranks)} have, "
-            f"{named(lost)} being lost, and get_world_size() stays as it was"
+            f"{line}: torch.distributed.{called} over {named(ranks)} adds up over {len(live)} of {len(ranks)} members "
+            f"({named(lost)} lost), but get_world_size() still counts all"
         )
         if self._session.group_sums == "raise":
             raise RecycleError(

@@ -111,7 +111,7 @@ def all_gather_object(session: Session, stock: Stock, *arguments: Any, **given: 
     objects, members = bound["object_list"], group.size()
     if len(objects) < members:
         raise RecycleError(
-            f"{_where(stock, group)}: object_list has {len(objects)} places for {members} members, lost ones too"
+            f"{_where(stock, group)}: object_list has {len(objects)} places for {members} members (counting lost ones)"
         )
     objects[:members] = _gathered(stock, group, bound["obj"])
 
@@ -127,7 +127,7 @@ def gather_object(session: Session, stock: Stock, *arguments: Any, **given: Any)
     root = _member(group, bound.get("dst"), bound.get("group_dst"))
     objects, where = bound.get("object_gather_list"), _where(stock, group)
     if (root == session.rank) != bool(objects):
-        raise RecycleError(f"{where}: object_gather_list is for rank {root}, which gathers, and nobody else")
+        raise RecycleError(f"{where}: rank {root}, which gathers, must give object_gather_list, and no other rank")
     found = _gathered(stock, group, bound["obj"], lambda: _check_root(where, group, root))
     if objects:
         objects[: len(found)] = found
@@ -209,7 +209,7 @@ def load(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
 
 def async_save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
     """Call torch.distributed.checkpoint's. Raises RecycleError for a group that can lose members."""
-    advice = "its collectives would meet in a thread of their own, where no recovery begins; call save()"
+    advice = "its collectives would run in a thread of their own, where no recovery can begin; call save()"
     return _refused(stock, "process_group", advice, arguments, given)
 
 

@@ -143,7 +143,7 @@ class Flight:
         """Continue the others' numbers in this group's sequences, once, as a newcomer."""
         while (hear := self._outcomes.count_on(self._name, self.live_ranks())) is not None:
             try:
-                self._session.waiting.run(f"where the others are in {self._name}", hear)
+                self._session.waiting.run(f"the others' place in {self._name}", hear)
             except Interrupted:
                 if self._session.hooks.between_steps is None:
                     raise
@@ -475,9 +475,9 @@ class Flight:
 
     def _cant_be_had(self, call: Call, ahead: int) -> RecycleError:
         return RecycleError(
-            f"{call.asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a "
-            f"worker was lost, and its result, of each member's own or of more than {LARGEST >> 20} MiB, "
-            "can't be had again: go on from the last checkpoint"
+            f"{call.asked.called} was over on rank {self._ranks[ahead]} but not on rank {self._session.rank} when a "
+            f"worker was lost, and its result (another one for each member, or more than {LARGEST >> 20} MiB) "
+            "can't be fetched: go on from the last checkpoint"
         )
 
     def _sources(self, gives: str | Channel) -> list[int]:
@@ -501,7 +501,7 @@ class Flight:
             silent = self._outcomes.whereabouts.read(self._generation).missing(
                 self._ranks[other] for other in self._others
             )
-            return f"what {call.asked.called} has come to elsewhere" + f", of rank {_listed(silent)}" * bool(silent)
+            return f"the outcome of {call.asked.called} elsewhere" + f", on rank {_listed(silent)}" * bool(silent)
         connecting = call.connecting
         if connecting is None or connecting.poll():
             return self._name_of(call)
@@ -521,7 +521,7 @@ class Flight:
             session.waiting.until(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
         except WaitTimeout:  # before the job's start nobody can be told to meet again
             raise RecycleError(
-                f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network "
+                f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: check the network "
                 "between their hosts, "
                 f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})"
             ) from failure

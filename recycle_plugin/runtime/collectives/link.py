@@ -215,7 +215,7 @@ def connecting(name: str, ranks: Sequence[int], missing: Callable[[], Sequence[i
 
     def what() -> str:
         whole, numbers = f"the connections among {name}", ", ".join(str(ranks.index(rank)) for rank in missing())
-        return f"{whole}; not there of {len(ranks)} are number {numbers}" if numbers else whole
+        return f"{whole}; missing of {len(ranks)} are number {numbers}" if numbers else whole
 
     return Handle(what)
 

@@ -22,7 +22,7 @@ OLDEST_TORCH = "2.7.1"  # earlier ones hang if a group is bound to a device
 OLDEST, FIRST_UNTRIED = (2, 26, 2), (2, 31, 0)
 BAD = (((2, 28, 3), (2, 28, 8), "crash where a group is aborted"),)
 
-STORE = "else torch asks a group's store for what boards do not have, and ends the process"
+STORE = "else torch asks the group's store for keys that it does not have here, and ends the process"
 
 
 class Variable(NamedTuple):
@@ -39,13 +39,13 @@ VARIABLES = (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0",
         NO,
-        "else torch ends the process after an error, or aborts a group by itself, and nobody knows that its sums are "
+        "else torch ends the process after an error, or aborts a group by itself without telling that its sums are "
         "garbage",
     ),
     Variable("TORCH_NCCL_BLOCKING_WAIT", "0", NO, "else a lost member blocks the others where nothing ends it"),
     Variable("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", NO, "else an error after an abort ends the process"),
     Variable("TORCH_NCCL_ENABLE_MONITORING", "0", NO, "else torch ends a process whose abort takes long"),
-    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", NO, "else a dump waits for Python's lock, and that for the dump"),
+    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", NO, "else a dump and the holder of Python's lock wait for each other"),
     Variable("TORCH_NCCL_PROPAGATE_ERROR", "0", NO, STORE),
     Variable("TORCH_NCCL_DESYNC_DEBUG", "0", NO, STORE),
     Variable("NCCL_NVLS_ENABLE", "0", ("0",), "NVLink SHARP's memory is shared with the lost member"),
@@ -55,7 +55,7 @@ VARIABLES = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         UNSET,
         tuple(map(str, range(2, 33))),
-        "with one connection all streams stand behind a stuck sum",
+        "with one connection a stuck sum blocks all streams",
     ),
 )
 AT_START = {  # read by CUDA as a process starts, so the launcher sets them
@@ -97,7 +97,7 @@ def objections(environment: Mapping[str, str]) -> Iterator[str]:
     if not given.isdecimal() or not 0 < int(given) <= LONGEST_S:
         yield (
             f'{LIMIT} is {given!r}, and recycle.device_link is "nccl": leave it out, or write seconds, from 1 to '
-            f"{LONGEST_S}; so long a call may block whose peer is gone"
+            f"{LONGEST_S}; a call whose peer is gone may block for so long"
         )
 
 

@@ -251,7 +251,7 @@ class LinkedPairs:
             for way in filter(Way.is_stuck, ways):
                 self._fail(way)
                 text = f"the link for {way.name} is given up: an operation was not over within {STUCK_S:g} s"
-                self._session.note("warning", f"{text}. They go by the host until the membership changes")
+                self._session.note("warning", f"{text}. Its tensors go through the host until the membership changes")
 
     # --- sending --------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class LinkedPairs:
         if way is None or way.link.generation != message.generation:
             if message.generation < self._session.view.number:
                 return  # of a past membership: it is sent again if needed
-            raise Nonsense(f"{message.datum} over a link of generation {message.generation}, which there is not")
+            raise Nonsense(f"{message.datum} over a link of generation {message.generation}, which does not exist")
         with way.turn:
             if way.over:
                 return  # its sender is told, and sends it through the host

@@ -123,8 +123,8 @@ class Startup:
         for where, tensor in self._awaited:
             if not {id(tensor), _address(tensor)} & known:
                 raise self._session.hooks.refusal(
-                    f"{where}, has filled a parameter of shape {tuple(tensor.shape)} that is not trained, and what was "
-                    f"in it is not kept for a newcomer: freeze it before, {ADVICE}"
+                    f"{where}, has filled a parameter of shape {tuple(tensor.shape)} that is not trained, and its "
+                    f"values are not kept for a newcomer: freeze it before, {ADVICE}"
                 )
         self._awaited.clear()
         self._calls, self._remembered = {}, {}
@@ -206,24 +206,24 @@ class Startup:
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
         if self._training:
             raise self._session.hooks.refusal(
-                f"{where}, between steps that were over before this worker came back: what it gave then is not kept; "
+                f"{where}, between steps that were over before this worker came back: its result is not kept; "
                 f"call it before the first step, {ADVICE}"
             )
         kept = self._of_predecessor(line, where)
         if kept.called != called or kept.forms != _forms(tensors):
             raise self._session.hooks.refusal(
                 f"{where}, on {_listed(_forms(tensors))}: in the same place this worker's predecessor called "
-                f"{kept.called} on {_listed(kept.forms)}, at {kept.line}, so a newcomer can't have what it gave: let "
+                f"{kept.called} on {_listed(kept.forms)}, at {kept.line}, so a newcomer can't get its result: let "
                 f"the script begin as it did then, or {ADVICE}"
             )
         if kept.why:
-            raise self._session.hooks.refusal(f"{where}, can't be had again by a newcomer: {kept.why}; {ADVICE}")
+            raise self._session.hooks.refusal(f"{where}, has a result that a newcomer can't get: {kept.why}; {ADVICE}")
         if kept.arrives and self._arrives(tensors):
             self._awaited += [(where, tensor) for tensor in tensors]
         elif kept.values is None and kept.digests != [fingerprint(tensor) for tensor in tensors]:
             raise self._session.hooks.refusal(
                 f"{where}, gave this worker's predecessor more than is kept for a newcomer ({MOST >> 20} MiB in all), "
-                f"and not what the newcomer has there: let it make or read the same beforehand, or {ADVICE}"
+                f"and the newcomer has other values there: let it make or read the same beforehand, or {ADVICE}"
             )
         return kept
 
@@ -261,8 +261,8 @@ class Startup:
         if number < len(calls):
             return calls[number]
         raise self._session.hooks.refusal(
-            f"{where}: this worker's predecessor has not called it before its first step, or there was no room "
-            f"to keep what it gave ({MOST >> 20} MiB); let the script begin as it did then, or {ADVICE}"
+            f"{where}: this worker's predecessor did not call it before its first step, or there was no room "
+            f"to keep the result ({MOST >> 20} MiB); let the script begin as it did then, or {ADVICE}"
         )
 
     def _record(self) -> dict[str, list[Kept]]:

@@ -72,5 +72,5 @@ class BoardAccess:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not wanted() or (view.end is not None and not view.end.step):
                     who = ", ".join(map(str, missing))
-                    raise WaitTimeout(f"waited for {what}, and rank {who} has not said so")
+                    raise WaitTimeout(f"waited for {what}, but rank {who} has not reported")
                 self._waiting.changed.wait(min(left_s, LOOK_S))

@@ -69,7 +69,7 @@ class Claims:
             why = f"recycle.{setting}: the folder {folder}"
             if error.errno not in (*NO_LOCKS, *FULL):
                 return f"{why} can't be made or written to ({error.strerror}): set another one"
-            self._warn(f"{why} can't be locked ({error.strerror}): see to it that no other job has it")
+            self._warn(f"{why} can't be locked ({error.strerror}): make sure that no other job uses it")
         return ""
 
     def _lock(self, path: Path) -> None:

@@ -158,7 +158,7 @@ class Coordinator(Exchange):
                 entrance.address, self._take_datagram, self._refuse_datagram
             )
         except OSError as error:
-            self._warn(f"no heartbeats come by datagram ({error.strerror})")
+            self._warn(f"it can't receive heartbeats by datagram ({error.strerror})")
         entrance.answer = self._answer
         self._begin(gone)
 

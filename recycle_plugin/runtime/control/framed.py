@@ -254,9 +254,9 @@ class Framed(LineEnd):
 
     def _overdue(self, timeout_s: float) -> bool:
         if timeout_s:
-            self._break(Disconnected(f"the other end has taken nothing for {timeout_s:g} s"))
+            self._break(Disconnected(f"the other end has read nothing for {timeout_s:g} s"))
         elif len(self._unsent) > UNSENT and not self._holds_all:
-            self._break(Disconnected(f"the other end takes nothing, and {len(self._unsent)} bytes wait for it"))
+            self._break(Disconnected(f"the other end reads nothing, and {len(self._unsent)} bytes wait for it"))
         return False
 
     def _fill(self, deadline: float) -> bool:

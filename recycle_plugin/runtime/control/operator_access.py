@@ -51,7 +51,7 @@ class OperatorAccess:
         except (ValueError, RecursionError):
             said = Unreadable("it", "is no JSON")
         if isinstance(said, Unreadable):
-            raise ValueError(f"{path} is no file of a job's: {said}")
+            raise ValueError(f"{path} is not a file of a job: {said}")
         return cls((said.host, said.port), Secret(said.secret, Tls(said.tls) if said.tls else None))
 
     def write(self, folder: Path) -> str:
@@ -63,7 +63,7 @@ class OperatorAccess:
             tls = str(self.secret.tls.folder.absolute()) if self.secret.tls else None
             write_own(path, json.dumps(asdict(_Said(host, port, self.secret.shared, tls))))
         except OSError as error:
-            return f"recycle leave, drain and admit will find no way to this job: {path}: {error.strerror}"
+            return f"recycle leave, drain and admit can't reach this job: {path}: {error.strerror}"
         self._path = path
         return ""
 

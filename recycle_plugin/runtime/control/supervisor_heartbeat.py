@@ -61,7 +61,7 @@ class HeartbeatListener(asyncio.DatagramProtocol):
         if isinstance(message, SupervisorHeartbeat):
             self._take(hello, message, sender)
         else:
-            self._refuses(sender, f"the supervisor of rank {hello.rank} says by datagram what is no heartbeat")
+            self._refuses(sender, f"the supervisor of rank {hello.rank} sent a datagram that is no heartbeat")
 
 
 class HeartbeatSender:

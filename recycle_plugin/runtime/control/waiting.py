@@ -99,7 +99,7 @@ class Waiting:
         if not self._heartbeats.has_lease:
             self._heartbeats.beat()
             self.until(
-                lambda: f"the coordinator's word before {what}",
+                lambda: f"the coordinator's answer before {what}",
                 lambda: self._heartbeats.has_lease or None,
                 interruptible,
             )

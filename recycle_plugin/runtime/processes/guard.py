@@ -389,7 +389,7 @@ class Guard:
         if self._elsewhere and code < 0:
             say(f"warning: the coordinator's process {how}; a process on another host may go on in its place")
         elif (self._ready or code < 0) and code != DEPOSED:
-            self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
+            self._tell_folder(f"the coordinator's process {how}; the job can't go on without it")
         if not self._ready and self._supervisor_pid:  # the host has said why; the supervisor waits for it
             self._supervisor.end.shutdown(socket.SHUT_WR)
         elif not self._ready:
@@ -406,7 +406,7 @@ class Guard:
                 with appending(Path(self._folder, "events.jsonl")) as log:
                     log.write(json.dumps(event).encode() + b"\n")
             except OSError as error:
-                say(f"warning: the run folder does not tell: {error}")
+                say(f"warning: the end was not written to the run folder: {error}")
 
     # --- what they say -----------------------------------------------------------------------------
 

@@ -395,7 +395,7 @@ def _check_reachable(name: str) -> None:
     """Raise BadMaster for a loopback address, at which workers on other hosts can't reach the coordinator."""
     if ip_address(found := _resolved(name)).is_loopback:
         raise BadMaster(
-            f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}"
+            f"master address {name} is {found} on its own host, which other hosts can't reach: {ANOTHER_ADDRESS}"
         )
 
 

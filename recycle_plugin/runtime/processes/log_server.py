@@ -54,7 +54,7 @@ class LogServer:
         try:
             self._listener = Listener(host, door, "logs", say, self._answer, HELLO_S, most=MOST)
         except OSError as error:
-            raise RecycleError(f"{host}: nobody could come there for logs ({error.strerror})") from error
+            raise RecycleError(f"{host}: no process could fetch logs there ({error.strerror})") from error
         self.address = self._listener.address
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class LogServer:
                 case Want(name, offset, size) if name in listed and offset >= 0 and 0 < size <= PIECE_BYTES:
                     self._give(line, listed[name], offset, size)
                 case other:
-                    why = f"{str(other)[:200]} is for nothing that is here"
+                    why = f"{str(other)[:200]} asks for a log that is not here"
                     line.say(Refusal(why))
                     raise Nonsense(why)
 

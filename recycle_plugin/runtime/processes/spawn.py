@@ -123,7 +123,7 @@ def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
         connection.close()
         raise ConnectionError(
             f"{request.module} was not started: the process that it is to be forked from can't be reached "
-            f"({error.strerror}); unset {SERVER_VARIABLE} where it names one of before"
+            f"({error.strerror}); unset {SERVER_VARIABLE} if it names an earlier one"
         ) from error
     return connection
 

@@ -113,7 +113,7 @@ class Candidate:
     def __init__(self, way: ControlWay, control: InLoop, here: str) -> None:
         self._way, self._control = way, control
         self.entrance = Entrance(
-            here, 0, Door(way.known.read(), Port.CONTROL, "who stands by", _say), self._come, _warn
+            here, 0, Door(way.known.read(), Port.CONTROL, "at the stand-by", _say), self._come, _warn
         )
         self._turned: Turned[InLoop] = Turned()
         self._answer: Callable[[InLoop, Hello], None] | None = None
@@ -211,7 +211,7 @@ class Candidate:
 
 
 def _warn(text: str) -> None:
-    say(f"warning: at who stands by for the coordinator {text}")
+    say(f"warning: at the coordinator's stand-by {text}")
 
 
 def _say(text: str, address: str) -> None:

@@ -109,7 +109,7 @@ class BlockSums:
             if max(column) != len(members[block]) or sum(column) != len(members[block]):
                 raise RecycleError(
                     f"the block of micro-batches {members[block][0]} to {members[block][-1]} has {column} weight "
-                    "gradients on the live workers of a stage, and one has to have all: "
+                    "gradients on the live workers of a stage, but one worker must have all of them: "
                     "this is a mistake of the plugin; go on from the last checkpoint"
                 )
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]

@@ -75,8 +75,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, what: str) -> None:
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
         raise RecycleError(
-            f"{kind.__name__} with {what} is not supported yet, since nobody knows whether it steps each element of a "
-            f"weight by itself: use one of torch.optim's {', '.join(ELEMENTWISE)}"
+            f"{kind.__name__} with {what} is not supported yet, since it may not step each element of a weight "
+            f"by itself: use one of torch.optim's {', '.join(ELEMENTWISE)}"
         )
 
 

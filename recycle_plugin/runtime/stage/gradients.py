@@ -187,8 +187,8 @@ class Gradients:
         for place, weight in self._tied.items() if before else ():
             if not torch.equal(bytes_of(before[place]), bytes_of(totals[place])):
                 raise RecycleError(
-                    f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two "
-                    "ways: this is a mistake of the plugin; go on from the last checkpoint, "
+                    f"the gradient of {weight.name}, step {step}, differs between two sums over the stages that share "
+                    "it: this is a mistake of the plugin; go on from the last checkpoint, "
                     "and report it with the run's events.jsonl"
                 )
         return totals

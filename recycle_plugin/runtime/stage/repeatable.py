@@ -166,7 +166,7 @@ class Rehearsal:
             self._warn(
                 f"{counted} changes with each {self._what}, and after a failure some are run again, and others by "
                 "workers with more micro-batches: "
-                "where what a layer gives depends on it, now or later, losses will not be those of a run without a "
+                "if a layer's output depends on it, now or later, losses will not be those of a run without a "
                 "failure"
             )
 
@@ -179,8 +179,8 @@ def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, adv
 def _refuse(changed: str | None, what: str, advice: str) -> None:
     if changed is not None:
         raise RecycleError(
-            f"{changed} is changed by each {what} in training, which one that is run again would do twice, "
-            "and workers with more micro-batches more often: leave out what counts there (running statistics, "
+            f"{changed} is changed by each {what} in training; a repeated one would change it twice, "
+            "and workers with more micro-batches change it more: leave out what counts there (running statistics, "
             f"spectral norm, max_norm of an embedding, steps in a hook), {advice}"
         )
 

@@ -199,8 +199,8 @@ class _Deferral:
             return
         if self.held is None:
             raise RecycleError(
-                "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: "
-                "detach what is kept of a forward, or set recycle.split_backward to false"
+                "a tensor of a layer's forward was differentiated later, outside of the job's own backward: "
+                "detach tensors kept from a forward, or set recycle.split_backward to false"
             )
         self.held.add(graph, saved, gradient)
         self.put_off.update(map(id, graph.parameters))
@@ -214,7 +214,7 @@ class _Deferral:
 
 _UNSEEN = (
     "a backward (a custom Function's, or the recomputation of a checkpointed layer) calls torch.autograd.grad by "
-    "parameters, or twice through layers, whose backward is split, and the forward did not: "
+    "parameters, or twice through layers, whose backward is split, though the forward did not: "
     "set recycle.split_backward to false"
 )
 

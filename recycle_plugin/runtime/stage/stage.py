@@ -423,7 +423,7 @@ def _checked(loss: Any) -> torch.Tensor:
     if not torch.is_tensor(loss) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
     elif not loss.is_floating_point():
-        found = f"of type {str(loss.dtype).removeprefix('torch.')}, which can't be gone down"
+        found = f"of type {str(loss.dtype).removeprefix('torch.')}, which has no gradient"
     elif torch.is_grad_enabled() and not loss.requires_grad:
         found = "computed from nothing that is trained, or detached from it"
     else:

@@ -196,7 +196,7 @@ class Telling:
 
     def _object(self, value: Any, kind: type, where: str) -> Any:
         if isinstance(value, dist.ProcessGroup):
-            return _refused(where, "a process group: the optimizer sends to other workers by itself, who may be lost")
+            return _refused(where, "a process group: the optimizer sends to others by itself, and they may be lost")
         if isinstance(value, torch.nn.Module) and any(each in self._around.called for each in value.parameters()):
             return STAYS  # the model
         if self._tensors is None and hasattr(value, "param_groups"):

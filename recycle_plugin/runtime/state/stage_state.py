@@ -99,7 +99,7 @@ class StageState:
         foreign = small.keys() - {part.name for part in self.parts.values() if part.set is not None}
         if foreign:
             raise RecycleError(
-                f"{min(foreign)} is no part of this worker's state that goes by value: the other worker, or the "
+                f"{min(foreign)} is not among the values in this worker's state: the other worker, or the "
                 "checkpoint, is of another job"
             )
         for part in self.parts.values():
@@ -141,7 +141,7 @@ class StageState:
             if (refused := next(refusals(told), None)) is not None:
                 of = type(self.optimizer.optimizer).__name__ if name in ("optimizer", "attributes") else name
                 raise RecycleError(
-                    f"{of}: {refused}; a worker that comes back could not have it: keep numbers, words and tensors "
+                    f"{of}: {refused}; a worker that comes back could not get it: keep numbers, words and tensors "
                     "there, in lists, dicts, or objects of classes that are written in Python"
                 )
 
@@ -315,7 +315,7 @@ class OptimizerState:
         if len(settings) != len(self.optimizer.param_groups):
             raise RecycleError(
                 f"the optimizer has {len(self.optimizer.param_groups)} groups here, and {len(settings)} at the worker "
-                "that gives its state, whose script has added some meanwhile: the next process of this seat has them"
+                "that gives its state, whose script has added some meanwhile: the next process of this seat gets them"
             )
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
             for name, told in given.items():

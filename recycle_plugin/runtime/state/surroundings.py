@@ -292,7 +292,7 @@ class AsStarted:
         """Raise RecycleError if a script has frozen or thawed a parameter since; ``where``: words for the message."""
         if self.changed is not None:
             raise RecycleError(
-                f"requires_grad of {self.changed} has changed since training was set up, and that is not followed "
+                f"requires_grad of {self.changed} has changed since training was set up, which is not supported "
                 f"{where}: freeze and thaw parameters before that, or set the learning rate of their group to 0 by a "
                 "scheduler"
             )

@@ -143,8 +143,8 @@ class FirstTouch(TorchFunctionMode):
             self._settle()
         if not known <= self._look_up():
             raise RecycleError(
-                "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: "
-                "read it from the optimizer again, or call engine.settle() after train_batch()"
+                "a tensor of the optimizer's state was read that a rejected step had made, and that is gone: "
+                "get it from the optimizer again, or call engine.settle() after train_batch()"
             )
 
 

@@ -393,7 +393,7 @@ def _checked(name: str, value: Any) -> Any:
     except Exception as error:  # torch's, or that of a class that cannot be pickled
         raise RecycleError(f"{name} has something that can't be sent to another worker: {_first(error)}") from None
     if as_text(made) != as_text(value):
-        raise RecycleError(f"{name} has something that another worker would read otherwise")
+        raise RecycleError(f"{name} has something that another worker would read differently")
     return value
 
 

@@ -241,7 +241,7 @@ class Background:
         del self._made[: -self._keep]
 
     def _say_failed(self, begun: _Begun, error: str) -> None:
-        grows = "; until one is whole all that is logged stays" * (self._valid_from is not None)
+        grows = "; until one succeeds, no log is deleted" * (self._valid_from is not None)
         self._session.note(
             "warning",
             f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}"

@@ -120,8 +120,8 @@ class Entry:
         if self._newcomer is not None and self._newcomer.asked > 0:
             raise self._parts.session.hooks.refusal(
                 "the script of a worker that comes back freezes or thaws parameters, or adds groups, after step "
-                f"{self._script.position}, while the state of its stage is on its way: its next process gets that with "
-                "these"
+                f"{self._script.position}, while the state of its stage is on its way: its next process gets the state "
+                "with these changes"
             )
 
     def check_caught_up(self) -> None:
@@ -129,6 +129,6 @@ class Entry:
         if not self.caught_up:
             raise self._parts.session.hooks.refusal(
                 f"the script of a worker that comes back touches parameters after step {self._script.position}, "
-                "which are not here yet: leave that out while engine.behind, and let engine.on_join bring what it "
+                "which have not arrived yet: skip that while engine.behind is true, let engine.on_join bring what it "
                 'needs, or set recycle.rejoin to "never"'
             )

@@ -64,7 +64,7 @@ class Feed:
                 "data",
                 "data comes from plain iterators: a step that a loss interrupts is finished with its own data, "
                 + (
-                    "or without the lost replica's; while that is out its own rests; "
+                    "or without the lost replica's; while a replica is out, its iterator rests; "
                     if self._rests
                     else "after that the survivors' iterators give the lost replica's share; "
                 )
@@ -130,8 +130,8 @@ class Feed:
         state = iterator_places.state(folder, self._store.seat.replica)
         if state is not None and not wanted:
             self._say_first(
-                "the checkpoint has the states of its data iterators, and the script is left to place them itself: "
-                "recycle.resume_iterators has load_state_dict() called with them"
+                "the checkpoint has the states of its data iterators, but the script has to place them itself: "
+                "recycle.resume_iterators lets the plugin call load_state_dict() with them"
             )
         elif state is not None and own is not None and (own.replicas, own.size) == (replicas, size):
             self._had, self._state = own.read, state
@@ -143,8 +143,8 @@ class Feed:
             self._say_first(
                 f"when the checkpoint was saved, the iterators of its replicas had given "
                 f"{iterator_places.shown(given)} batches, unevenly, since workers were missing: "
-                "a script that skips as many on each uses samples twice "
-                "or never; recycle.resume_iterators has each go on at its own place"
+                "a script that skips the same number on each uses samples twice "
+                "or never; recycle.resume_iterators lets each go on at its own place"
             )
 
     def _say_first(self, text: str) -> None:
@@ -160,7 +160,7 @@ class Feed:
         seat = self._store.seat
         self._session.note(
             "data",
-            f"seat {seat}, which has come back, {why}: replica {seat.replica} stays no source of data, and the others' "
+            f"seat {seat}, which has come back, {why}: replica {seat.replica} gives no data, and the others' "
             "iterators give its share; engine.set_data_source() has no such limit",
             seat=str(seat),
         )

@@ -120,10 +120,10 @@ class TorchHelpedStage(LoggedWork):
             module, device = self._made.model.module, self._made.model.device
             targets = [*module.parameters(), *module.buffers()]
             if [(each.shape, each.dtype) for each in targets] != [(one.shape, one.dtype) for one in weights.tensors]:
-                raise CantHelp("the stage's layers come out otherwise here than at the worker that replays it")
+                raise CantHelp("the stage's layers differ here from those of the worker that replays it")
             if weights.layers != layers_digest(module):
                 raise CantHelp(
-                    "the stage's layers are set otherwise than their specs make them: a mode, a number or a hook that "
+                    "the stage's layers differ from what their specs make: in a mode, a number or a hook that "
                     "the script has given them"
                 )
             sources = device.from_host(weights.tensors, "weights to help with", shared=True).wait(COPY_S)

@@ -90,12 +90,12 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
     if missing:
         raise RecycleError(
             f"recycle.resume_iterators: the checkpoint does not say how far the iterator of replica {missing[0]} was "
-            "read, both of whose ends were lost when it was saved; skip in the script, and set it to false"
+            "read, whose first and last stage were lost when it was saved; skip in the script, and set it to false"
         )
     if (several := max(each.iterators for each in places.values())) > 1:
         raise RecycleError(
-            f"recycle.resume_iterators: the script that has saved the checkpoint had given {several} iterators in "
-            "turn, and nobody knows which of them one that goes on gives first; skip in the script, and set it to false"
+            f"recycle.resume_iterators: the script that saved the checkpoint had given {several} iterators in "
+            "turn, and may not give the same one first now; skip in the script, and set it to false"
         )
     given = {each.replica: each.read for each in sorted(places.values(), key=lambda each: each.replica)}
     if (replicas, size) == (before.replicas, before.size):
@@ -106,14 +106,14 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
         ""
         if len(set(given.values())) == 1
         else (
-            ", and since they have not gone on evenly, some samples between these places are used twice, others never"
+            ", and since they had given unequal numbers, some samples between these places are used twice, others never"
         )
     )
     return ResumedIterators(
         (each,) * replicas,
         f"the checkpoint is of {before.replicas} replicas with {before.size} samples a batch, whose iterators had "
         f"given {shown(given)} batches, and here are {replicas} replicas with {size}: each iterator begins "
-        f"behind its batch {each}, right where replicas share one data set out in turn; "
+        f"after its batch {each}, which is right if replicas take turns on one data set; "
         f"{rest} samples are used twice{uneven}",
     )
 

@@ -96,7 +96,7 @@ class IteratorStates:
                 self.present.load_state_dict(unpacked(state))
             except Exception as error:  # a script's objects may raise anything
                 raise RecycleError(
-                    f"load_state_dict() of the data iterator, with the state behind its batch {known}: "
+                    f"load_state_dict() of the data iterator, with the state after its batch {known}: "
                     f"{_why(error)}; give it the data, and as many helper processes, that it had when the state was "
                     "saved, or set recycle.resume_iterators to false"
                 ) from error
@@ -107,7 +107,7 @@ class IteratorStates:
             self._said = True
             self._session.note(
                 "data",
-                f"state_dict() of the data iterator gives nothing that can be kept ({_why(error)}): tensors, numbers, "
+                f"state_dict() of the data iterator can't be kept ({_why(error)}): tensors, numbers, "
                 "strings, lists and dicts can; after a checkpoint, and in a worker that comes back, the iterator is "
                 "read up to its place",
             )

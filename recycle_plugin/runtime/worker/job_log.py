@@ -123,8 +123,8 @@ class WorkerLog:
             return
         text = f"everything is logged again from step {news.step} on"
         if lacking > self._checkpoint:  # no replay leads on from that checkpoint
-            self._send(LogBroken(rank, lacking, f"its log has stopped before, and not all of step {lacking} is in it"))
-            text += f", and of the steps up to {lacking} behind the checkpoint of step {self._checkpoint} not all is"
+            self._send(LogBroken(rank, lacking, f"its log had stopped, and lacks parts of step {lacking}"))
+            text += f", but it lacks parts of the steps up to {lacking} after the checkpoint of step {self._checkpoint}"
         self._send(Note(rank, "log", text, {"step": news.step}))
 
     def _send(self, message: object) -> None:

@@ -79,7 +79,7 @@ class LogChoice:
         chooses = "; recycle.log.boundaries chooses once steps are measured" * self._auto
         self._session.note(
             "log_boundaries",
-            f"{in_words(logged, stages)}; what that takes is not measured yet{chooses}",
+            f"{in_words(logged, stages)}; its cost is not measured yet{chooses}",
             boundaries=logged,
             groups=_inclusive(groups(logged, stages)),
         )
@@ -91,7 +91,7 @@ class LogChoice:
         self._said = (chosen.logged, chosen.fits)
         self._session.note(
             "log_boundaries",
-            f"{chosen}, without the start of the next process ({how}; logs and checkpoints are taken to be read at "
+            f"{chosen}, not counting the start of the next process ({how}; logs and checkpoints are read at "
             f"{STORAGE_BYTES_PER_S / 1e9:g} GB/s)",
             boundaries=chosen.logged,
             groups=_inclusive(chosen.groups),

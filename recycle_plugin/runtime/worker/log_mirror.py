@@ -75,7 +75,7 @@ class Mirror:
                 self._fetch_from(at, address)
             except (OSError, EOFError, Nonsense) as error:
                 ranks = ", ".join(map(str, at.ranks))
-                self._faults[at.token] = f"the logs of ranks {ranks} do not come from {address}: {error}"
+                self._faults[at.token] = f"the logs of ranks {ranks} can't be fetched from {address}: {error}"
                 turn += 1
             self._closed.wait(self._look_s)
 

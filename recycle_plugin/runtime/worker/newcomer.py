@@ -46,14 +46,14 @@ class ScriptReplay:
         """Return the script's next loss, and advance; None while unknown. Raises RecycleError if nobody has it."""
         coming = self.position + 1
         if self._refused:
-            raise RecycleError(f"{self._refused}: step {coming} can't be gone through once more")
+            raise RecycleError(f"{self._refused}: step {coming} can't be repeated")
         known = self._losses.pop(coming, None)
         if known is not None:
             self.position = coming
         elif coming in self._unknown or any(step > coming for step in self._losses):
             raise RecycleError(
                 f"a newcomer's script comes to step {coming}, of which the others have no loss: it has to begin as "
-                "theirs did, with as many steps before its first one"
+                "theirs did, at the same step"
             )
         return known
 

@@ -204,8 +204,8 @@ class Parts:
     def _short_of_pinned(self, size: int) -> None:
         self.session.note(
             "warning",
-            f"recycle.pinned_bytes {self.settings.pinned_bytes}, or what the machine lets one pin, is used up at seat "
-            f"{self.seat}, and {size} bytes more were asked for: from now on copies from and to the accelerator keep "
+            f"recycle.pinned_bytes {self.settings.pinned_bytes}, or the machine's limit of pinned memory, is used up "
+            f"at seat {self.seat}, which needs {size} bytes more: from now on copies from and to the accelerator keep "
             "this worker waiting; raise it (ulimit -l and a container's limits too), or lower recycle.keep_bytes",
             seat=str(self.seat),
         )
@@ -216,7 +216,7 @@ class Parts:
             f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: "
             "a forward differentiates by its parameters, or twice through it; or its graph leads to other tensors, or "
             "through a custom Function; or they have hooks; "
-            "the numbers are stock's, with less to overlap",
+            "the results stay the same, but less work overlaps",
             stage=self.seat.stage,
             layers=names,
         )
@@ -268,7 +268,7 @@ class Parts:
         if changed is None:
             return
         if framework.masters is not None or not isinstance(summed_in, TorchGradients):
-            self.as_started.check("in bf16 and fp16, by shards, and where a framework has gradients of its own")
+            self.as_started.check("in bf16 or fp16, with shards, or if a framework has gradients of its own")
         if self.log is not None:
             self.as_started.check("in a job with recycle.log")
         if self.topology.tie(self.seat.chunk):

@@ -54,7 +54,7 @@ class LoggedWork:
                     mirror_in(self.folder, session.rank), session.job_id, others, session.secret, LOOK_S
                 )
         except NotSaved as error:
-            raise CantReplay(f"others' logs can't be had: {error}") from error
+            raise CantReplay(f"other workers' logs can't be fetched: {error}") from error
         return JobLogs(self.folder, session.job_id, LOOK_S, self._mirror)
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
@@ -198,7 +198,7 @@ class ReplayMachine(LoggedWork):
         try:
             return self._parts.gradients.tied_of(logged)
         except ValueError as error:
-            raise CantReplay("it shares weights with several stages, each of which has others of them") from error
+            raise CantReplay("it shares weights with several stages, different ones with each") from error
 
 
 def difference(made: Tensors, sent: Tensors, exact: bool) -> str:

@@ -59,5 +59,5 @@ class Replays:
 
     def _why_alone(self) -> str:
         if self._parts.settings.rng == "stream":
-            return 'recycle.rng is "stream": random numbers are those of whoever draws'
+            return 'recycle.rng is "stream": random numbers depend on the worker that draws them'
         return "" if self._parts.framework.make is not None else "the script runs the model itself"

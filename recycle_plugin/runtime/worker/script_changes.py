@@ -51,7 +51,7 @@ class ScriptChanges:
 
     def adopt(self, step: int) -> None:
         """Replace the sum of ``step``, which is about to be applied, by its change."""
-        assert self._step == step, f"step {step} is applied, and nobody has asked what scripts have made of its sum"
+        assert self._step == step, f"step {step} is applied before the scripts' changes of its sum were collected"
         self._gradients.replace_sums(step, self._gradients.sums(step) if self._change is None else self._change)
         self._change = None
 

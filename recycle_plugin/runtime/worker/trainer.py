@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
         if session.hooks.trains:
             raise RecycleError(
-                "a second engine, pipeline or set of replicas in this process: one for each process is supported yet; "
+                "a second engine, pipeline or set of replicas in this process: only one per process is supported; "
                 "make one, and give it all layers"
             )
         session.hooks.trains, session.hooks.through = True, self.await_others
@@ -94,7 +94,7 @@ class Trainer:
             if framework.compute is not None and session.rank == 0:
                 session.note(
                     "warning",
-                    "recycle.leave_on: where the job ends for a notice no checkpoint is made, since this script calls "
+                    "recycle.leave_on: if a notice ends the job, no checkpoint is made, since this script calls "
                     "forward and backward itself: have it save often",
                 )
 
@@ -237,8 +237,8 @@ class Trainer:
         if session.view.is_first:
             session.note(
                 "data",
-                f"the script of {session.view} ends in the middle of step {self.step + 1}: what was drawn for that is "
-                "dropped, and the scripts of all have to end there",
+                f"the script of {session.view} ends in the middle of step {self.step + 1}: the data drawn for that is "
+                "dropped, and the scripts of all workers have to end there",
                 step=self.step + 1,
             )
 
