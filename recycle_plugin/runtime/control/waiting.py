@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
@@ -113,24 +113,14 @@ class Waiting:
         After an interruption the thread is left behind, and its late result is dropped. The owner of the resource that
         it blocks on has to break it (see runtime.collectives.group).
         """
-        outcome: list[Callable[[], T]] = []  # returns or raises what ``function`` did
+        outcome: Future[T] = Future()
 
         def work() -> None:
             try:
-                result: Callable[[], T] = partial(_returned, function())
+                outcome.set_result(function())
             except Exception as error:  # any error goes to the waiting thread
-                result = partial(_raised, error)
-            with self.changed:
-                outcome.append(result)
-                self.changed.notify_all()
+                outcome.set_exception(error)
+            self.wake()
 
         threading.Thread(target=work, name=f"recycle: {what}", daemon=True).start()
-        return self.until(what, lambda: outcome[0] if outcome else None)()
-
-
-def _returned(value: T) -> T:
-    return value
-
-
-def _raised(error: Exception) -> NoReturn:
-    raise error
+        return self.until(what, lambda: outcome if outcome.done() else None).result()

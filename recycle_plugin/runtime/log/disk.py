@@ -5,22 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from recycle_plugin.runtime.log.segment import Buffer
 
-
-class GrowingFile(Protocol):
-    """A file that grows. Each method raises OSError."""
-
-    def append(self, pieces: Sequence[Buffer]) -> None:
-        """Write all the pieces at the file's end."""
-
-    def cut(self, size: int) -> None:
-        """Drop everything after the first ``size`` bytes."""
-
-    def close(self) -> None:
-        """Close the file."""
+MOST = 1024  # pieces in one system call
 
 
 class Disk:
@@ -28,18 +16,21 @@ class Disk:
 
     def create(self, path: Path) -> GrowingFile:
         """Create and return an empty file. Raises FileExistsError if it exists."""
-        return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666))
+        return GrowingFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666))
 
     def remove(self, path: Path) -> None:
         """Remove a file, which may be gone already."""
         path.unlink(missing_ok=True)
 
 
-class _File:
+class GrowingFile:
+    """The file open as ``descriptor``. Each method raises OSError."""
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def append(self, pieces: Sequence[Buffer]) -> None:
+        """Write all the pieces at the file's end."""
         left = [memoryview(piece) for piece in pieces if len(piece)]
         while left:
             done = os.writev(self._descriptor, left[:MOST])
@@ -49,10 +40,9 @@ class _File:
                 left[0] = left[0][done:]
 
     def cut(self, size: int) -> None:
+        """Drop everything after the first ``size`` bytes."""
         os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
-
-
-MOST = 1024  # pieces in one system call

@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, TypeVar
 
 from recycle_plugin.authentication.secret import NoSecret, SecretFile
 from recycle_plugin.core.coordinator.facts.output import Event
@@ -28,7 +29,6 @@ from recycle_plugin.errors import NoCredentials
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
-from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import DEPOSED, Pipe
 from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
@@ -48,12 +48,23 @@ ANOTHER_ADDRESS = (
     "others"
 )
 ANYWHERE = "0.0.0.0"
+T = TypeVar("T")
 
 
 async def pause(seconds: float) -> bool:
     """Let ``seconds`` pass; return True."""
     await asyncio.sleep(seconds)
     return True
+
+
+async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: float | None = None) -> T | None:
+    """Return the result of ``wanted``; None if one of ``ends`` is done by then or ``timeout_s`` has passed."""
+    waiting = asyncio.ensure_future(wanted)
+    try:
+        await asyncio.wait({waiting, *ends}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() and not any(end.done() for end in ends) else None
+    finally:
+        waiting.cancel()
 
 
 class Adopted:
@@ -91,7 +102,7 @@ class BadMaster(RuntimeError):
 
 
 class Hosted:
-    """The coordinator and the store's process, hosted by rank 0's guard or by the launcher for one host."""
+    """The ``coordinator`` and the store's process, hosted by rank 0's guard or by the launcher for one host."""
 
     def __init__(
         self,
@@ -101,7 +112,7 @@ class Hosted:
         telling: Telling,
         secret: SecretFile,
     ) -> None:
-        self._coordinator, self._telling, self._secret = coordinator, telling, secret
+        self.coordinator, self._telling, self._secret = coordinator, telling, secret
         self._store, self._life = store, life
         self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
@@ -183,7 +194,7 @@ class Hosted:
         """Tell the user ``why``, and claim the job's folders anew; returns this."""
         told_of = f"{why}: process {os.getpid()} on host {socket.gethostname()}, which stood by, goes on in its place"
         self._telling.say(Event("coordinator", told_of), clock.now())
-        self._coordinator.claim_anew()
+        self.coordinator.claim_anew()
         return self
 
     @staticmethod
@@ -209,35 +220,18 @@ class Hosted:
                 Event("standby", f"{text}, to go on if the coordinator's process dies", {"pid": pid}), clock.now()
             )
 
-        self._coordinator.mirror.watch(changes)
+        self.coordinator.mirror.watch(changes)
 
     def tell_store(self, guard: Pipe) -> None:
         """Tell the ``guard`` the store's process, and hand over the descriptor without which the store ends."""
         guard.tell(self._life, store=self._store.pid)
-
-    def connect(self) -> InProcess:
-        """Return a connection to the coordinator from within this process."""
-        return self._coordinator.connect()
-
-    def terminate(self, reason: str) -> None:
-        """End the job: at a commit if training has started."""
-        self._coordinator.terminate(reason)
-
-    async def deposed(self) -> None:
-        """Return once the others may go on without this coordinator."""
-        await self._coordinator.deposed.wait()
-
-    @property
-    def code(self) -> int:
-        """The exit code with which the job has ended, 0 if it has not ended."""
-        return self._coordinator.code
 
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
         """End coordinator and store once the other supervisors are gone, whose workers may train on without this one's.
         ``closing`` is called before that end. ``at_once``: don't wait for the supervisors.
         """
         if not at_once:
-            await self._coordinator.all_gone(GOODBYE_S)
+            await self.coordinator.all_gone(GOODBYE_S)
         closing()
         await self.leave()
         self._secret.remove()
@@ -247,7 +241,7 @@ class Hosted:
 
     async def leave(self) -> None:
         """End both, and leave what is the job's alone: the job may go on elsewhere."""
-        await self._coordinator.close()
+        await self.coordinator.close()
         self._closing = True
         if not self._watching.done():
             self._store.send_signal(signal.SIGKILL)
@@ -267,7 +261,7 @@ class Hosted:
         code = await self._store.wait()
         if not self._closing:
             how = "has ended" if code is None else how_ended(code)
-            self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
+            self.coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
 def _begin_report(folder: Path) -> None:
@@ -339,13 +333,13 @@ async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReade
     guard.tell(ready=True)
     through = asyncio.Event()
     hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
-    ways = asyncio.create_task(through.wait()), asyncio.create_task(hosted.deposed())
+    ways = asyncio.create_task(through.wait()), asyncio.create_task(hosted.coordinator.deposed.wait())
     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     deposed = ways[1].done()
     await (hosted.leave() if deposed else hosted.close(lambda: guard.tell(closing=True)))
     for task in (hearing, *ways):
         task.cancel()
-    return DEPOSED if deposed else hosted.code
+    return DEPOSED if deposed else hosted.coordinator.code
 
 
 async def _start_store(listener: socket.socket, environment: dict[str, str]) -> tuple[Process, int]:
@@ -385,7 +379,7 @@ async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asy
     while said := await reader.readline():
         message = json.loads(said)
         if "signal" in message:
-            hosted.terminate(f"the guard of rank 0 on host {socket.gethostname()} got {message['signal']}")
+            hosted.coordinator.terminate(f"the guard of rank 0 on host {socket.gethostname()} got {message['signal']}")
         if "through" in message:
             through.set()
     through.set()

@@ -107,7 +107,7 @@ class Launcher:
                 each.cancel()
             await asyncio.wait(running)
             await self._hosted.close(at_once=given_up)
-        return 1 if self._told else max(*codes, self._hosted.code)
+        return 1 if self._told else max(*codes, self._hosted.coordinator.code)
 
     def _supervisor(self, rank: int) -> Supervisor:
         described = self._environment | {"RANK": str(rank), "LOCAL_RANK": "0" if self._one_device else str(rank)}
@@ -132,7 +132,7 @@ class Launcher:
             self._running.cancel()
         else:
             self._told = True
-            self._hosted.terminate(f"the launcher got {what}")
+            self._hosted.coordinator.terminate(f"the launcher got {what}")
             asyncio.get_running_loop().call_later(END_S, self._running.cancel)
 
 

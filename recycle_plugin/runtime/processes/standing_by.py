@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,15 @@ from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.mirror import follow
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import HOST, Pipe, call_this
-from recycle_plugin.runtime.processes.hosted import Hosted, address_of, in_one_line, pause, tell_folder, until_through
+from recycle_plugin.runtime.processes.hosted import (
+    Hosted,
+    address_of,
+    first_of,
+    in_one_line,
+    pause,
+    tell_folder,
+    until_through,
+)
 from recycle_plugin.runtime.system.console import say
 
 CONNECT_S = 60.0  # how long a standby tries to reach the coordinator
@@ -118,7 +126,7 @@ class Candidate:
         self._turned: Turned[InLoop] = Turned()
         self._answer: Callable[[InLoop, Hello], None] | None = None
         self._known: Known | None = None
-        self._enough = asyncio.Event()
+        self._enough: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._coming: set[asyncio.Task[Any]] = set()
 
     @classmethod
@@ -138,15 +146,15 @@ class Candidate:
         """Return what is known once enough workers have turned here; None once unwanted, or without a coordinator."""
         hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
         while True:
-            wanted = await self._unless_enough(follow(self._control, hello, self._learn))
+            wanted = await first_of(follow(self._control, hello, self._learn), self._enough)
             self._control.close()
             self._count()
-            if self._enough.is_set():
+            if self._enough.done():
                 return self._known
             if not wanted or self._known is None or self._known.board.over is not None:
                 return None
-            again = await self._unless_enough(self._again())
-            if self._enough.is_set():
+            again = await first_of(self._again(), self._enough)
+            if self._enough.done():
                 return self._known
             if not again:
                 return None
@@ -159,14 +167,6 @@ class Candidate:
         except (ConnectionError, NoSecret):
             return False
         return True
-
-    async def _unless_enough(self, work: Coroutine[Any, Any, bool]) -> bool:
-        """Return the result of ``work``, False if enough workers have turned here before it is done."""
-        tasks = asyncio.create_task(work), asyncio.create_task(self._enough.wait())
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        return tasks[0].done() and not tasks[0].cancelled() and bool(tasks[0].result())
 
     def _learn(self, known: Known) -> None:
         self._known = known
@@ -191,7 +191,7 @@ class Candidate:
         asyncio.get_running_loop().call_later(TURNED_S, self._look_at, control)
 
     def _look_at(self, control: InLoop) -> None:
-        if not self._enough.is_set() and self._turned.send_back(control, self._known):
+        if not self._enough.done() and self._turned.send_back(control, self._known):
             asyncio.get_running_loop().call_later(TURNED_S, self._look_at, control)
 
     def send_all_back(self) -> None:
@@ -205,8 +205,8 @@ class Candidate:
             answer(control, hello)
 
     def _count(self) -> None:
-        if self._turned.elect(self.entrance.address[1], self._known):
-            self._enough.set()
+        if not self._enough.done() and self._turned.elect(self.entrance.address[1], self._known):
+            self._enough.set_result(None)
             self._control.close()  # what is confirmed from now on, the coordinator would go on with
 
 

@@ -13,10 +13,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
@@ -50,14 +50,13 @@ from recycle_plugin.runtime.control.connections import ControlWay
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.processes import signal_senders as senders
-from recycle_plugin.runtime.processes.hosted import ANOTHER_PORT, Hosted, in_one_line, pause
+from recycle_plugin.runtime.processes.hosted import ANOTHER_PORT, Hosted, first_of, in_one_line, pause
 from recycle_plugin.runtime.processes.served_logs import ServedLogs
 from recycle_plugin.runtime.processes.spawn import Process
-from recycle_plugin.runtime.processes.worker_keeper import Guarded, WorkerKeeper
+from recycle_plugin.runtime.processes.worker_keeper import Guarded, Here
 from recycle_plugin.runtime.system.console import say
 from recycle_plugin.runtime.system.process_life import life_of
 
-T = TypeVar("T")
 WORKER = "recycle_plugin.worker_process"  # the module that a worker runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 10.0  # the same after the connection has broken
@@ -70,16 +69,6 @@ JOIN_S = 10.0  # how long a supervisor that joins tries to reach the coordinator
 NOBODY = -1  # the rank of a supervisor that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
 KILLED_S = 60.0  # how long the end of a killed worker may take, with much memory to give back
-
-
-async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: float | None = None) -> T | None:
-    """Return the result of ``wanted``; None if one of ``ends`` is done by then or ``timeout_s`` has passed."""
-    waiting = asyncio.ensure_future(wanted)
-    try:
-        await asyncio.wait({waiting, *ends}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return waiting.result() if waiting.done() and not any(end.done() for end in ends) else None
-    finally:
-        waiting.cancel()
 
 
 def _refused(stranger: Stranger, advice: str) -> NoCredentials | ConnectionError:
@@ -109,7 +98,7 @@ class Supervisor:
         command: list[str],
         environment: dict[str, str],
         placement: str,
-        place: WorkerKeeper,
+        place: Here | Guarded,
         hosted: Hosted | None = None,
         joins: bool | None = None,
     ) -> None:
@@ -170,7 +159,7 @@ class Supervisor:
 
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
-            return InLoop(self._hosted.connect())
+            return InLoop(self._hosted.coordinator.connect())
         try:
             return await InLoop.connect(self._way, CONNECT_S if self._worker is None else RESUME_S)
         except Stranger as stranger:

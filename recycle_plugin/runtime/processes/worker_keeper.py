@@ -1,4 +1,9 @@
-"""Keepers of a supervisor's worker: the guard, which started both and outlives the supervisor, or its own process."""
+"""Keepers of a supervisor's worker: the guard, which started both and outlives the supervisor, or its own process.
+
+``pid``: the process that holds the rank's place in the job. The rest is what an earlier supervisor here has left, if
+there was one: the ``rank`` and ``incarnation`` of the worker that it started or was to start, the ``worker``'s process,
+and the ``coordinator``'s address if it has moved since the start.
+"""
 
 from __future__ import annotations
 
@@ -9,52 +14,12 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 
 GUARD_GONE = "the worker was not started: the process that the launcher has started for it is gone"
-
-
-class WorkerKeeper(Protocol):
-    """Keeps the worker of a supervisor, and knows whether the guard is still there. ``pid``: the process that holds the
-    rank's place in the job. The rest is what an earlier supervisor here has left; ``coordinator``: the coordinator's
-    address if it has moved since the start.
-    """
-
-    pid: int
-    coordinator: tuple[str, int] | None
-
-    @property
-    def rank(self) -> int | None:
-        """The rank of the last supervisor's worker, None if there was none."""
-
-    @property
-    def incarnation(self) -> int:
-        """Which of the rank's processes the last supervisor's worker was, or was to be."""
-
-    @property
-    def worker(self) -> Process | None:
-        """The worker that the last supervisor has started, None if there was none."""
-
-    def next(self, rank: int, incarnation: int) -> None:
-        """Keep, for the next supervisor, which process this one starts; the worker before has ended."""
-
-    def follow(self, coordinator: tuple[str, int]) -> None:
-        """Keep the coordinator's present address for the next supervisor."""
-
-    def stand_by(self, coordinator: tuple[str, int]) -> None:
-        """Have a process on this host stand by for the coordinator at this address."""
-
-    async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Start the worker as runtime/processes/spawn.py does. Raises ConnectionError."""
-
-    def on_signal(self, told_to_end: Callable[[str], None]) -> None:
-        """Call ``told_to_end`` with the first signal that ends the job, and its sender if known."""
-
-    async def gone(self) -> None:
-        """Return when the guard is gone, and the worker with it."""
 
 
 class Here:
@@ -68,7 +33,7 @@ class Here:
         self.coordinator: tuple[str, int] | None = None
 
     def follow(self, coordinator: tuple[str, int]) -> None:
-        """Do nothing: no other supervisor follows."""
+        """Do nothing: no other supervisor has to know the coordinator's present address."""
 
     def stand_by(self, coordinator: tuple[str, int]) -> None:
         """Do nothing: this is the coordinator's own process."""
@@ -122,15 +87,15 @@ class Guarded:
         return cls(reader, writer, message["held"]) if said else None
 
     def next(self, rank: int, incarnation: int) -> None:
-        """Have the guard keep both, and forget the worker before."""
+        """Have the guard keep, for the next supervisor, which process this one starts; the worker before has ended."""
         self._tell(rank=rank, incarnation=incarnation)
 
     def follow(self, coordinator: tuple[str, int]) -> None:
-        """Have the guard keep the address."""
+        """Have the guard keep the coordinator's present address for the next supervisor."""
         self._tell(coordinator=coordinator)
 
     def stand_by(self, coordinator: tuple[str, int]) -> None:
-        """Have the guard start a standby if none runs."""
+        """Have the guard start a standby for the coordinator at this address if none runs."""
         self._tell(stand_by=coordinator)
 
     async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
@@ -152,7 +117,7 @@ class Guarded:
             told_to_end(what)
 
     async def gone(self) -> None:
-        """Return when the guard is gone."""
+        """Return when the guard is gone, and the worker with it."""
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
