@@ -25,8 +25,7 @@ COMMANDS = {
         ("report", ("report",)),
         ("clean", ("clean",)),
         ("log", ("log",)),
-        ("docs", ("docs",)),
-        ("settings", ("settings",)),
+        ("docs", ("docs", "settings")),
     )
     for word in words
 }

@@ -152,9 +152,11 @@ class OneHost:
         workers, port = given.get("--workers"), given.get("--port")
         if workers is None:
             raise BadCommand(f"how many workers? Write {HERE}")
-        count, at = _workers(workers), None if port is None else _port(port)
+        if not workers.isdecimal() or int(workers) < 1:
+            raise BadCommand(f"--workers {workers}: write a whole number, 1 or more: {HERE}")
+        at = None if port is None else _port(port)
         _check_script(rest, HERE)
-        return cls(count, rest, at, "--no-fork" not in on, "--one-device" in on)
+        return cls(int(workers), rest, at, "--no-fork" not in on, "--one-device" in on)
 
 
 def _options(
@@ -186,12 +188,6 @@ def _check_script(command: list[str], example: str) -> None:
             f"{command[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of "
             f"your training script, {example}"
         )
-
-
-def _workers(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise BadCommand(f"--workers {text}: write a whole number, 1 or more: {HERE}")
-    return int(text)
 
 
 def _port(text: str) -> int:
@@ -276,7 +272,7 @@ def run(arguments: list[str]) -> int | str:
         if (unknown := variables.check(os.environ)) and first:
             print(f"recycle: warning: {unknown}", file=sys.stderr, flush=True)
         if (asked := Join.asked_for(arguments)) is not None:
-            return join(asked)
+            return guard(asked.command, asked.environment(os.environ), asked.waits)
         if arguments and arguments[0].startswith("-") and not _is_rank(arguments[0]):
             return launch_here(arguments)
     except variables.Misspelt as error:
@@ -290,11 +286,6 @@ def run(arguments: list[str]) -> int | str:
             f"or on one host {HERE}"
         )
     return guard(command)
-
-
-def join(asked: Join) -> int | str:
-    """Hold the place of a worker that takes a lost worker's seat, and return the value to exit with."""
-    return guard(asked.command, asked.environment(os.environ), asked.waits)
 
 
 def guard(command: list[str], environment: Mapping[str, str] | None = None, joins: bool | None = None) -> int | str:

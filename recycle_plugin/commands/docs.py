@@ -1,4 +1,4 @@
-"""``recycle docs``: print the documents that the package ships."""
+"""``recycle docs`` and ``recycle settings``: print the documents that the package ships, and the table of settings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,32 @@ Without a name: list the documents.  With one: print it, in Markdown.
 
 recycle docs tutorial | less
 """
+OF_SETTINGS = """\
+Print the settings of the "recycle" section as a table in Markdown: key, default, meaning.
+
+recycle settings | less
+"""
 _ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.md\) \| (.+?) \|$", re.MULTILINE)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     made = command(commands, "docs", "print the documents: tutorial, operations, settings, ...", DESCRIPTION, run)
     made.add_argument("name", metavar="NAME", nargs="?", help="one of the list")
+    about = 'print the settings of the "recycle" section as a table'
+    command(commands, "settings", about, OF_SETTINGS, run_settings)
 
 
 def run(found: argparse.Namespace) -> int:
     """Print the list of documents, or one of them, and return the exit code. Raises ValueError for an unknown name."""
     print(listing() if found.name is None else document(found.name).rstrip())
+    return 0
+
+
+def run_settings(found: argparse.Namespace) -> int:
+    """Print the table of settings and return the exit code."""
+    from recycle_plugin.settings.schema import reference
+
+    print(reference())
     return 0
 
 

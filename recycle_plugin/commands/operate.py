@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from recycle_plugin.commands.parsers import command
-from recycle_plugin.commands.run_folder import folder_of
+from recycle_plugin.commands.parsers import command, folder_of
 from recycle_plugin.commands.running_job import ask
 from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain, AskLeave
 

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
 
-from recycle_plugin.commands.parsers import command
-from recycle_plugin.commands.run_folder import add_job, folder_of
+from recycle_plugin.commands.parsers import add_job, command, folder_of
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.comings import comings
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, last_event

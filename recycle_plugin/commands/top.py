@@ -8,8 +8,7 @@ import shutil
 import sys
 import time
 
-from recycle_plugin.commands.parsers import command
-from recycle_plugin.commands.run_folder import add_job, folder_of
+from recycle_plugin.commands.parsers import add_job, command, folder_of
 from recycle_plugin.commands.status import ended_early
 from recycle_plugin.observability.run_history import EventLog, RunHistory
 from recycle_plugin.observability.run_summary import end, exit_code, sentence

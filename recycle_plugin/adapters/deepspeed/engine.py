@@ -47,6 +47,9 @@ from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
+# an evaluation that needs all workers
+WHOLE = "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg'"
+
 
 @dataclass(frozen=True)
 class EngineArguments:
@@ -200,15 +203,13 @@ class RecycleEngine(ComesBack, PipelineEngine):
         whole = return_logits or not compute_loss or reduce_output != "avg"
         if whole and self._trainer.behind:
             raise self._job.session.hooks.refusal(
-                "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg', in "
-                "a worker that has come back: only mean losses of evaluations are kept for its script; ask for the "
-                'mean loss alone, or set recycle.rejoin to "never"'
+                f"{WHOLE}, in a worker that has come back: only mean losses of evaluations are kept for its script; "
+                'ask for the mean loss alone, or set recycle.rejoin to "never"'
             )
         if whole and self._trainer.may_have_replayed:
             raise RecycleError(
-                "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' after "
-                "a worker has come back in a job with recycle.log: stock evaluation counts its own messages, and that "
-                "worker does not know the others' count; ask for the mean loss alone"
+                f"{WHOLE} after a worker has come back in a job with recycle.log: stock evaluation counts its own "
+                "messages, and that worker does not know the others' count; ask for the mean loss alone"
             )
         if (past := self._trainer.recorded_evaluation()) is not None:
             return put(torch.tensor(past), self.device, "the mean loss")
@@ -217,10 +218,8 @@ class RecycleEngine(ComesBack, PipelineEngine):
         if whole:
             if missing := self._trainer.missing:
                 raise RecycleError(
-                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' "
-                    "needs every worker, and seat "
-                    f"{', '.join(map(str, missing))} is lost; ask for the mean loss alone, or evaluate from a "
-                    "checkpoint"
+                    f"{WHOLE} needs every worker, and seat {', '.join(map(str, missing))} is lost; ask for the mean "
+                    "loss alone, or evaluate from a checkpoint"
                 )
             with self._trainer.apart():
                 return super().eval_batch(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, session_with, settings_of
-from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
@@ -227,8 +226,4 @@ def _source(data: Any, topology: Topology, cursor: DataCursor, size: int) -> Sou
         raise RecycleError(
             f"data is a {type(data).__name__}: give a function of (step, replica, micro_batch), or a map-style dataset"
         )
-
-    def batch(step: int, micro_batch: MicroBatch) -> Any:
-        return data(step, *micro_batch)
-
-    return batch
+    return lambda step, micro_batch: data(step, *micro_batch)

@@ -116,17 +116,7 @@ class MemberGroup(Several, dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_reduce`` over the live members; an average is divided by those that took part."""
         op: Any = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
-        check = self._adding("all_reduce", op, tensors)
-        return self._run(
-            Asked(
-                "all_reduce",
-                partial(_reduction, op),
-                tensors,
-                check,
-                adjust=self._adjust(op),
-                op=_added(op),
-            )
-        )
+        return self._summed("all_reduce", op, tensors, self._adding("all_reduce", op, tensors))
 
     def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``reduce`` over the live members; raises RecycleError if the root is lost. All members
@@ -140,17 +130,13 @@ class MemberGroup(Several, dist.ProcessGroup):
         op, root, is_root = options.reduceOp, options.rootRank, options.rootRank == self._rank
         adding = self._adding("reduce", op, tensors)
         own = tensors if is_root else [tensor.clone() for tensor in tensors]  # an all-reduce changes it
-        return self._run(
-            Asked(
-                "reduce",
-                partial(_reduction, op),
-                own,
-                check,
-                adjust=self._adjust(op),
-                writes=is_root,
-                op=_added(op),
-            )
-        )
+        return self._summed("reduce", op, own, check, is_root)
+
+    def _summed(
+        self, called: str, op: Any, tensors: Tensors, check: Callable[[], object], writes: bool = True
+    ) -> dist.Work:
+        make, adjust = partial(_reduction, op), self._adjust(op)
+        return self._run(Asked(called, make, tensors, check, adjust=adjust, writes=writes, op=_added(op)))
 
     def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``broadcast`` to the live members; raises RecycleError if the root is lost."""

@@ -22,8 +22,8 @@ import torch
 from recycle_plugin.core.messages.from_workers import ALWAYS
 from recycle_plugin.runtime.collectives.callers import calling_line, named
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.packing import packed, unpacked, unpacked_objects
+from recycle_plugin.runtime.state.stage_state import fingerprint
 
 MOST = 4 << 20  # bytes kept by a worker
 OF_MODELS = MOST // 4  # part of MOST for what frameworks send when they build a model

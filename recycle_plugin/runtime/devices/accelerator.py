@@ -254,16 +254,12 @@ class Downward:
         return self._targets
 
 
-class Upward:
+class Upward(Downward):
     """Tensors on their way to the device; ``current()``: the stream that the calling thread computes on."""
 
     def __init__(self, targets: Tensors, over: Any, what: str, current: Callable[[], Any]) -> None:
-        self._targets, self._over, self._what, self._current = targets, over, what, current
-        self.nbytes = sum(target.nbytes for target in targets)
-
-    def poll(self) -> bool:
-        """Return whether it is over, also with an error."""
-        return _over(self._over)
+        super().__init__(targets, over, what)
+        self._current = current
 
     def wait(self, timeout_s: float) -> Tensors:
         """Return the tensors at once; later work of the calling thread is after the copy."""

@@ -72,5 +72,5 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a non-empty contiguous host tensor."""
-    return bytes_of(tensor).numpy().data
+    """Return the memory of a contiguous host tensor."""
+    return bytes_of(tensor.detach()).numpy().data

@@ -22,13 +22,14 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_log import CommittedStep
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.devices.host import There, bytes_of
+from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.devices.port import COPY_S, Copy, Device, Tensors
 from recycle_plugin.runtime.log import records
 from recycle_plugin.runtime.log.reader import KeptDatum, LogReader, NotKept
 from recycle_plugin.runtime.log.records import DatumRecord, Part, Stream
 from recycle_plugin.runtime.log.segment import Damaged
 from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
+from recycle_plugin.runtime.movers.wire import raw, shapes_of
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 
 FLUSH_S = 60.0
@@ -62,13 +63,13 @@ class WorkerLog:
 
     def _write(self, datum: Datum, copy: Copy, valid_from: int) -> None:
         tensors = copy.wait(COPY_S)
-        parts = tuple(Part(str(place), _dtype(tensor), tuple(tensor.shape)) for place, tensor in enumerate(tensors))
-        self._writer.keep(DatumRecord(datum, parts, valid_from), [_raw(tensor) for tensor in tensors])
+        parts = tuple(Part(str(place), *form) for place, form in enumerate(shapes_of(tensors)))
+        self._writer.keep(DatumRecord(datum, parts, valid_from), [*map(raw, tensors)])
 
     def commit(self, record: CommittedStep) -> None:
         """Log the record of a committed step."""
         norm = None if record.norm is None else float(record.norm)
-        dtype = _dtype(record.norm) if torch.is_tensor(record.norm) else ""
+        dtype = str(record.norm.dtype).removeprefix("torch.") if torch.is_tensor(record.norm) else ""
         kept = records.StepRecord(record.step, record.valid_from, norm, dtype)
 
         def write() -> None:
@@ -228,14 +229,6 @@ class JobLogs:
         """Remove the copies."""
         if self._mirror is not None:
             self._mirror.close()
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    return bytes_of(tensor.detach()).numpy().data
 
 
 def _tensor(part: Part, raw: bytearray) -> torch.Tensor:

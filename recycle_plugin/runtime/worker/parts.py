@@ -37,8 +37,7 @@ from recycle_plugin.runtime.stage.randomness import key, keyed_torch
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
-from recycle_plugin.runtime.state.fingerprint import fingerprint
-from recycle_plugin.runtime.state.stage_state import add_parameters
+from recycle_plugin.runtime.state.stage_state import add_parameters, fingerprint
 from recycle_plugin.runtime.state.surroundings import AsStarted
 from recycle_plugin.runtime.state.undo import NoUndo
 from recycle_plugin.runtime.worker.changed_state import ever_summed, stage_state, stage_units

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.ports import Scaler
 
@@ -46,8 +44,3 @@ class LossScale:
         """Restore the scaler's attributes."""
         if self._scaler:
             vars(self._scaler).update(state)
-
-
-def unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a copy of a gradient without the loss ``scale``, to the bit as DeepSpeed computes it."""
-    return gradient * (1.0 / scale)

@@ -25,7 +25,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
 from recycle_plugin.runtime.state.undo.inverse import Inverse
 from recycle_plugin.runtime.state.undo.kept import Keeper
-from recycle_plugin.runtime.worker.scaling import LossScale, unscaled
+from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
@@ -111,7 +111,8 @@ class Stepping:
             return self.clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        self.gradients.scale(partial(unscaled, scale=self._scale.value))  # the step may change the scale
+        by = 1.0 / self._scale.value  # to the bit as DeepSpeed computes it; the step may change the scale
+        self.gradients.scale(lambda gradient: gradient * by)
         self._optimizer.apply(self.clip)
 
     def _skip(self) -> None:
