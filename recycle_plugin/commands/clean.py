@@ -17,14 +17,14 @@ from recycle_plugin.observability.run_summary import end
 from recycle_plugin.runtime.control.claims import Claims
 
 DESCRIPTION = """\
-Say what may go of jobs that are over, and how many bytes that is: logs, which only the job itself could replay, and
-checkpoints that were never completed.  With --yes it goes.  Whole checkpoints, events and reports stay.  Of a job that
-runs, or may run, nothing goes: one whose folder is locked, or whose event log has no end and is not an hour old.
+Show what can be removed of jobs that are over, and its bytes: logs, which only the job itself could replay, and
+checkpoints that were never completed.  With --yes, remove it.  Whole checkpoints, events and reports stay.  Nothing is
+removed of a job that may run: its folder is locked, or its event log has no end and is less than an hour old.
 
 recycle clean runs/*
 recycle clean runs/train --yes
 
-Exit code: 0; 1 where something was kept since its job may run, or could not be removed; 2 for bad input.
+Exit code: 0; 1 if something was kept because its job may run, or could not be removed; 2 for bad input.
 """
 LOGS = re.compile(r"\d+\.\d+-\d+\.log|\d+\.mirror")  # names of files in a folder of logs, as runtime/log/ makes them
 LATE_S = 60.0  # how long after its last event a job's own processes may still write
@@ -42,7 +42,7 @@ class Leftover(NamedTuple):
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = command(commands, "clean", "remove what jobs that are over have left", DESCRIPTION, run)
+    made = command(commands, "clean", "remove what ended jobs have left behind", DESCRIPTION, run)
     made.add_argument("folders", nargs="+", metavar="RUN_DIR", type=Path, help="the jobs' run folders")
     made.add_argument("--yes", action="store_true", help="remove it; without this it is only shown")
 
@@ -65,7 +65,7 @@ def run(found: argparse.Namespace) -> int:
                 kept |= found.yes and not _removed(left)
         finally:
             claims.release()
-    said = "nothing may go" if not total else "is gone" if found.yes else "may go: --yes removes it"
+    said = "nothing to remove" if not total else "removed" if found.yes else "can be removed: --yes does so"
     print(f"{folders.size(total)} in all {said}" if total else said)
     return int(kept)
 

@@ -19,7 +19,7 @@ from recycle_plugin.commands.progress import told
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what is refused, and whether it fits into memory.
-What a setting costs is told by a second run without it.  Nothing is started, and neither torch nor DeepSpeed is
+To see what a setting costs, run it again without it.  Nothing is started, and neither torch nor DeepSpeed is
 imported.
 
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
@@ -32,9 +32,9 @@ stage have neighbouring ranks; or dealt out over the hosts, with recycle.placeme
 planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
 schedule with this routing and memory could reach.
 
-With recycle.log it says which way each loss goes, and what that is predicted to take.
+With recycle.log it says how the job recovers from each loss, and the predicted time.
 
-Exit code: 0 where nothing has to change; 1 where something has to, in lines that begin with "!"; 2 for bad input.
+Exit code: 0 if nothing has to change; 1 if something has to, in lines that begin with "!"; 2 for bad input.
 """
 
 
@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--megatron",
         nargs=argparse.REMAINDER,
         metavar="FLAGS",
-        help="in the place of all that: Megatron-LM's own flags",
+        help="in place of all that: Megatron-LM's own flags",
     )
     made.add_argument(
         "--micro-batches", type=int, metavar="M", help=f"micro-batches of each replica in a step (default: {COUNT})"

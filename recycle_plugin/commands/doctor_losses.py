@@ -116,7 +116,7 @@ def slowdown(job: ConfiguredJob) -> Section:
         each = [round(job.planned((Seat(0, stage),))[0] / free, 4) for stage in range(job.stages)]
     lines = []
     if job.policy.shrinks:
-        lines.append("of steps that have only the micro-batches of who is left: for samples see the next table")
+        lines.append("of steps that have only the live replicas' micro-batches: for samples see the next table")
     if len(hosts) > ROWS:
         lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
     table = [("lost", "step", "slower", "bound")]

@@ -38,8 +38,8 @@ def memory(job: ConfiguredJob) -> Section:
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
     lines: tuple[str, ...] = (
-        "bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is there until "
-        "that is known",
+        "bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker keeps the last "
+        "sum until it hears of the commit",
     )
     if job.survives:
         data["activation_cap"], said = _enough(job)

@@ -26,8 +26,8 @@ from recycle_plugin.settings.wording import SECTION
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
 BEFORE_S = LOCAL.detection_us / 1e6 + FIRST_S + START_UP_S
 NO_BYTES = (
-    "bytes over the boundaries, which of them to log, and the loading of a checkpoint: not known without a profile "
-    "(--profile FILE), and in none of these times"
+    "bytes over the boundaries, which of them to log, and the time to load a checkpoint: not known without a profile "
+    "(--profile FILE), so these times leave them out"
 )
 GUESSES = (
     f"assumed: {BEFORE_S:.0f} s until the next process has its model, {FIRST_S:.0f} s of them the wait before it is "
@@ -113,16 +113,16 @@ def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
     if len(sizes) == 1:
         batch = f"all {len(job.shape.batch)} micro-batches of a step"
         return found, (
-            f"nobody can help with a replay: {SECTION}.exact adds {batch} as one block, which can't be shared; "
-            "a number in its place cuts it"
+            f"no worker can help with a replay: {SECTION}.exact adds {batch} as one block, which can't be shared; "
+            "a number in its place splits it"
         )
     if not helpers:
-        return found, f"nobody helps with a replay: {SECTION}.log.helpers is 0"
+        return found, f"no worker helps with a replay: {SECTION}.log.helpers is 0"
     which = ["share weights"] * bool(job.shape.ties) + ["replay together"] * together
     alone = f"; stages that {' or '.join(which)} are replayed without it" * bool(which)
     return found, (
         "help with a replay: the times in the table are those of one worker; "
-        f"with {helpers} that help, of {live} that are left, who share {len(sizes)} blocks of up to {max(sizes)} "
+        f"if {helpers} of the {live} live ones help, and share {len(sizes)} blocks of up to {max(sizes)} "
         f"micro-batches a step, it computes {share:.0%} itself{alone}"
     )
 

@@ -18,11 +18,11 @@ recycle log inspect runs/train/log
 """
 VERIFY = """\
 Read every record of every segment and check it.  Prints one line for each fault: the file, the byte, and what was
-expected there.  A last segment without an index is none: its writer was killed, or is still writing.
+expected there.  A last segment without an index is no fault: its writer was killed, or is still writing.
 
 recycle log verify runs/train/log
 """
-CODES = "Exit code: 0, or 1 where something can't be read; 2 for a wrong command."
+CODES = "Exit code: 0, or 1 if something can't be read; 2 for a wrong command."
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -33,8 +33,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         ("verify", "every record is read and checked", VERIFY, verify),
     ):
         part = command(parts, name, help_, f"{description}\n{CODES}", run)
-        part.add_argument("folder", metavar="FOLDER", type=Path, help="where the segments are")
-        part.add_argument("--run", dest="job", metavar="ID", default=None, help="of several runs in it, this one")
+        part.add_argument("folder", metavar="FOLDER", type=Path, help="the folder with the segments")
+        part.add_argument("--run", dest="job", metavar="ID", default=None, help="the run to read, if it has several")
 
 
 def _reader(found: argparse.Namespace) -> LogReader:

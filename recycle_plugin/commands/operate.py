@@ -10,33 +10,33 @@ from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain,
 
 LEAVE = """\
 Ask that the worker of a seat leaves as planned: it goes at a commit, nothing is lost, and nothing is computed twice.
-The others go on without it, and nobody takes its seat until recycle admit asks for that.  The job never ends by this:
-it is refused where a stage would have nobody left.
+The others go on without it, and no worker takes its seat until recycle admit asks for that.  This never ends the job:
+it is refused if a stage would have no worker left.
 
 recycle leave 1.1 --run runs/train
 """
 DRAIN = """\
-Ask that the workers of all seats on a host leave as planned, and that nobody is started there any more, so that the
-host can be taken away.  All of them leave, or where a stage would have nobody left, none.  Once they have left, SIGTERM
-to the launcher's process there ends only that; but the coordinator's host is the job's.
+Ask that the workers of all seats on a host leave as planned, and that none is started there any more, so that the host
+can be taken away.  All of them leave, or none if a stage would have no worker left.  Once they have left, SIGTERM to
+the launcher's process there ends only that process; on the coordinator's host it ends the job.
 
 recycle drain node7 --run runs/train
 """
 ADMIT = """\
-Ask that somebody holds a seat again, which has left as planned, or was given up since its newcomers kept dying.  A
-spare takes it, if there is one, else its own supervisor starts the next process.  Where its host is gone too, the next
-one takes it that is started with --join.
+Ask for a new worker in a seat that has left as planned, or was given up because its newcomers kept dying.  A spare
+takes it, if there is one, else its own supervisor starts the next process.  If its host is gone too, the next process
+started with --join takes it.
 
 recycle admit 1.1 --run runs/train
 """
-CODES = "Exit code: 0 once it is asked for, 1 where that can't be, with the reason; 2 for a wrong command."
+CODES = "Exit code: 0 if the job has taken the request, 1 if it refuses, with the reason; 2 for a wrong command."
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     for name, what, help_, description, make in (
         ("leave", "SEAT", "a seat's worker leaves a running job as planned", LEAVE, AskLeave),
         ("drain", "HOST", "all workers of a host leave a running job as planned", DRAIN, AskDrain),
-        ("admit", "SEAT", "a seat that has left a running job, or was given up, is held again", ADMIT, AskAdmit),
+        ("admit", "SEAT", "a seat that has left a running job, or was given up, gets a new worker", ADMIT, AskAdmit),
     ):
         made = command(commands, name, help_, f"{description}\n{CODES}", run)
         made.add_argument("what", metavar=what, help="as recycle status names it")

@@ -44,16 +44,16 @@ def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
     if why is not None:
         return Answer(f"the job is over: {why}", False)
     if access is None:
-        return Answer(f"the job of {folder} takes no requests: it has left no way to it there", False)
+        return Answer(f"the job of {folder} takes no requests: its run folder has no address of it", False)
     try:
         control, _ = _connected(ControlWay(access.address, access.secret))
     except OSError as error:
-        return Answer(f"the job of {folder} can't be reached, if it runs at all: {error}", False)
+        return Answer(f"the job of {folder} can't be reached; it may have ended: {error}", False)
     with closing(control):
         control.send(make(what), ANSWER_S)
         said = control.receive(ANSWER_S)
     if not isinstance(said, Answer):
-        return Answer(f"the coordinator has given no answer within {ANSWER_S:.0f} s, and may have done it", False)
+        return Answer(f"the coordinator did not answer within {ANSWER_S:.0f} s, but may have done it", False)
     return said
 
 

@@ -21,13 +21,13 @@ DESCRIPTION = """\
 Say where a job is: first in one sentence, then why it has ended, steps, live workers, who is lost and why, who is
 coming back and how far each has come, how many copies of its state each stage has, throughput now and before, what the
 planner predicts, goodput, model, batch, precision, hosts, times, checkpoints.  Reads events.jsonl of the run folder
-(recycle.run_dir; the line "start" names it) and asks no process; on the coordinator's host it sees whether that is
-there.  The coordinator's address will do too, where the run folder can be read.
+(recycle.run_dir; the line "start" names it) and asks no process; on the coordinator's host it sees whether that process
+runs.  It takes the coordinator's address too, if the run folder can be read here.
 
 recycle status runs/train
 recycle status node1:29500
 
-Exit code: 0 while the job runs and where it came to its planned end, 1 where it has ended otherwise; 2 for bad input.
+Exit code: 0 while the job runs or if it came to its planned end, 1 if it has ended otherwise; 2 for bad input.
 """
 MOST_NAMED = 24  # seats in a line
 
@@ -148,8 +148,8 @@ def _joining(history: RunHistory, now: float) -> list[dict]:
 
 def _predicted(throughput: float | None, unmanned: list[int]) -> str:
     if unmanned:
-        return f"nothing: nobody is left in stage{'s' * (len(unmanned) > 1)} {', '.join(map(str, unmanned))}"
-    return "not known yet" if throughput is None else f"{throughput:.0%} of the throughput with everybody there"
+        return f"nothing: no worker is left in stage{'s' * (len(unmanned) > 1)} {', '.join(map(str, unmanned))}"
+    return "not known yet" if throughput is None else f"{throughput:.0%} of the throughput with all workers"
 
 
 def _number(value: float, digits: int = 4) -> float | None:

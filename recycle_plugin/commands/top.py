@@ -17,12 +17,12 @@ from recycle_plugin.observability.screen import printed, screen
 DESCRIPTION = """\
 Show a job on one screen, drawn anew every 2 s until it ends: step, loss, throughput, goodput, and each seat; of many
 seats a grid of replicas and stages, a mark a seat, and a list of those that do not just train.  It reads what recycle
-status reads, and takes the coordinator's address too.  Where the output is no terminal, it prints one screen.
+status reads, and takes the coordinator's address too.  If the output is no terminal, it prints one screen.
 
 recycle top runs/train
 recycle top runs/train --once
 
-Exit code: 0 where the job came to its planned end, or with --once runs; 1 where it has ended otherwise; 2 for bad
+Exit code: 0 if the job came to its planned end, or with --once runs; 1 if it has ended otherwise; 2 for bad
 input; 130 after Ctrl-C.
 """
 EVERY_S = 2.0

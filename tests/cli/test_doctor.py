@@ -439,8 +439,8 @@ Memory of a worker
   of each stage: not known without a profile: --profile takes the costs.json of a traced run, which
     has measured its own model, or what recycle profile --out FILE says of a GPT
   recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
-  bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is
-    there until that is known
+  bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
+    keeps the last sum until it hears of the commit
                  committed  between steps  computing  summing  stepping
   weights                4              4          4        4         4
   optimizer              8              8          8        8         8
@@ -500,8 +500,8 @@ Memory of a worker
   between: steps; today, with all workers, and peak, after one loss: the most within one; host:
     beside these, where the device is not the host
   recycle.activation_cap 6 is enough: from 3 micro-batches (0.59 GiB) on one loss costs 1.47x
-  bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is
-    there until that is known
+  bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
+    keeps the last sum until it hears of the commit
                  committed  between steps  computing  summing  stepping
   weights                4              4          4        4         4
   optimizer              8              8          8        8         8

@@ -86,10 +86,10 @@ def test_a_disk_that_is_too_small_has_to_change(doctor, tmp_path, monkeypatch, f
 @pytest.mark.parametrize(
     "settings, blocks, helpers, said",
     [
-        ({}, 6, 1, "with 1 that help, of 1 that are left, who share 6 blocks of up to 1 micro-batches"),
-        ({"exact": True}, 1, 0, "nobody can help with a replay: recycle.exact adds all 6 micro-batches"),
-        ({"exact": 4}, 2, 1, "who share 2 blocks of up to 4 micro-batches"),
-        ({"log": {"helpers": 0}}, 6, 0, "nobody helps with a replay: recycle.log.helpers is 0"),
+        ({}, 6, 1, "if 1 of the 1 live ones help, and share 6 blocks of up to 1 micro-batches"),
+        ({"exact": True}, 1, 0, "no worker can help with a replay: recycle.exact adds all 6 micro-batches"),
+        ({"exact": 4}, 2, 1, "and share 2 blocks of up to 4 micro-batches"),
+        ({"log": {"helpers": 0}}, 6, 0, "no worker helps with a replay: recycle.log.helpers is 0"),
     ],
 )
 def test_the_help_that_a_replay_gets_is_said(doctor, settings, blocks, helpers, said) -> None:

@@ -63,15 +63,15 @@ def test_what_may_go_is_shown_and_then_goes(job, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert names(job, elsewhere) == before
     assert f"{job}: 1.95 KiB: logs for replays, 2 files in {elsewhere / 'log'}" in shown
-    assert shown[-1] == "10.7 KiB in all may go: --yes removes it" and len(shown) == 5
+    assert shown[-1] == "10.7 KiB in all can be removed: --yes does so" and len(shown) == 5
     assert main(["clean", str(job), "--yes"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "10.7 KiB in all is gone"
+    assert capsys.readouterr().out.splitlines()[-1] == "10.7 KiB in all removed"
     gone = {called(WorkerId(3, 1), 7), "2.mirror", "0.0-000001.log", "step3.incomplete-own-1"}
     gone |= {"global_step6.incomplete-other-1"}
     assert names(job, elsewhere) == before - gone, (
         "whole checkpoints, the user's files, and what may be written to stay"
     )
-    assert main(["clean", str(job)]) == 0 and capsys.readouterr().out == "nothing may go\n"
+    assert main(["clean", str(job)]) == 0 and capsys.readouterr().out == "nothing to remove\n"
 
 
 @pytest.mark.parametrize("ahead_s", (0, 7200))
@@ -109,7 +109,7 @@ def test_nothing_goes_of_a_job_that_holds_one_of_its_folders(job, setting, capsy
         running.release()
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{job}: kept: recycle.{setting}: {place} is the folder of job 7, process 8 on host h")
-    assert said[1:] == ["nothing may go"] and names(job) == before
+    assert said[1:] == ["nothing to remove"] and names(job) == before
 
 
 @pytest.mark.parametrize("age_s, code", ((60.0, 1), (folders.STALE_S + 60, 0)))

@@ -29,7 +29,7 @@ def test_status(folder, capsys):
     assert lines["step"] == "9, loss 4.100000" and lines["workers"] == "3 of 4" and lines["checkpoint"] == "none"
     assert lines["gone"].startswith("seat 0.1 (rank 2), ") and lines["gone"].endswith(f" s ago: {WHY}")
     assert lines["now"] == "20 samples/s, 0.400 s a step" and lines["before"] == "34.78 samples/s, 0.230 s a step"
-    assert lines["predicted"] == "60% of the throughput with everybody there, 0.383 s a step"
+    assert lines["predicted"] == "60% of the throughput with all workers, 0.383 s a step"
     assert lines["live"] == "0.0, 1.0, 1.1" and lines["copies"] == "of each stage's state: 2, 1"
     assert "joining" not in lines
 
@@ -168,7 +168,9 @@ def without_end(folder: Path, *more: dict, **start: object) -> dict[str, str]:
 def test_nothing_is_predicted_where_a_stage_is_gone_nor_before_there_is_a_plan(folder):
     one = {"event": "lost", "seat": "0.0", "rank": 0, "how": "its connection broke", "seen_at": 104.6}
     assert without_end(folder, one)["predicted"] == "not known yet"
-    assert without_end(folder, {**one, "seat": "1.1", "rank": 3})["predicted"] == "nothing: nobody is left in stage 1"
+    assert (
+        without_end(folder, {**one, "seat": "1.1", "rank": 3})["predicted"] == "nothing: no worker is left in stage 1"
+    )
     assert "predicted 0%" not in (text := report.write(folder).read_text()) and "predicted None" not in text
 
 
