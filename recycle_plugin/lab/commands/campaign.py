@@ -33,27 +33,27 @@ def add(commands: argparse._SubParsersAction) -> None:
         "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in "
         "recovery, over lines of unequal length; "
         "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the "
-        "protocol was needed. Exits with 1 where something that must hold does not, and prints the line that runs it "
+        "protocol was needed. Exits with 1 if something that must hold does not, and prints the command that runs it "
         "again.",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=int, metavar="N", help="so many random jobs (default 300)")
-    what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
+    what.add_argument("--seeds", type=int, metavar="N", help="the number of random jobs (default 300)")
+    what.add_argument("--seed", type=int, metavar="S", help="only the random job of this seed, with its events")
     for option, about in EVERY.items():
         what.add_argument(option, dest="every", action="store_const", const=option, help=about)
     parser.add_argument(
         "--confused",
         action="store_true",
-        help="in each of these random jobs a worker or two say, beside what they have to, what is valid and wrong: "
-        "old, another's, out of turn, of a generation or a step that there is not",
+        help="in each of these random jobs one or two workers also send messages that are valid but wrong: old, "
+        "another worker's, out of turn, of a generation or a step that does not exist",
     )
     parser.add_argument(
         "--takeovers",
         action="store_true",
-        help="in each of these random jobs the coordinator, its host or one that stands by for it dies, is stopped or "
-        "cut off, at any time or at a step of taking over",
+        help="in each of these random jobs the coordinator, its host or a standby dies, is stopped or cut off, at any "
+        "time or at a step of a takeover",
     )
-    parser.add_argument("--kill", metavar="FAULT", help="only this one of these kinds of jobs, with its story")
+    parser.add_argument("--kill", metavar="FAULT", help="only the job with this fault of those kinds, with its events")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
     parser.add_argument(
@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="so many processes (default: one for each core)",
+        help="the number of processes (default: one for each core)",
     )
     parser.add_argument(
         "--json",

@@ -23,12 +23,12 @@ gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
 
 recycle simulate --costs F=2,I=2,W=2,step=1 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
 
-With --fault the steps are played instruction by instruction and drawn; --png writes what the runtime's runs write.
+With --fault the steps are played instruction by instruction and drawn; --png writes a picture as real runs do.
 "kill 1.2 before 2I1.3@1": the worker of replica 1, stage 2 dies before the input gradient of replica 1's micro-batch 3
-in step 1; "kill 1.2 after 2STEP@1": behind its optimizer's step.
+in step 1; "kill 1.2 after 2STEP@1": after its optimizer's step.
 
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
-of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
+of ReCycle's evaluation (digitised).  If the trace does not name the lost workers, they are drawn at random (--seed).
 """
 RESTARTED = "1s"  # until a supervisor starts the next process of a lost worker
 _SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_job(made).add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see above")
     failures = made.add_mutually_exclusive_group(required=True)
     failures.add_argument("--trace", metavar="FILE", help="failure trace: a file, or gcp")
-    failures.add_argument("--mtbf", metavar="TIME", help="one worker lost so often, as in 30m or 6h")
+    failures.add_argument("--mtbf", metavar="TIME", help="the time between two losses of a worker, such as 30m or 6h")
     failures.add_argument(
         "--fault", metavar="FAULT", action="append", help="kill a worker at a named instruction; may be repeated"
     )
@@ -49,16 +49,15 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument(
         "--restart",
         action="store_true",
-        help="with --fault: print beside it what is run again where an interrupted step starts anew, and nothing of it "
-        "is kept",
+        help="with --fault: also print what is run again if an interrupted step starts anew, and nothing of it is kept",
     )
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
     made.add_argument(
         "--back",
         metavar="TIME",
-        help="with --mtbf: after what time a lost worker's process is started again, or never (default: 1s, as the "
-        "plugin does where the host lives)",
+        help="with --mtbf: the time until a lost worker's process is started again, or never (default: 1s, as the "
+        "plugin does if the host lives)",
     )
     made.add_argument(
         "--machine",
@@ -67,7 +66,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "assumed), free (nothing); default: local with --costs, else cluster",
     )
     made.add_argument("--no-normalise", action="store_true", help="do not move workers to stages that lost more")
-    made.add_argument("--seed", type=int, default=0, help="of who is lost (default: 0)")
+    made.add_argument("--seed", type=int, default=0, help="the seed that draws the lost workers (default: 0)")
     made.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
