@@ -97,7 +97,7 @@ def test_releases_that_will_do(release):
         ((2, 25, 1), "2.25.1: groups can be aborted from 2.26.2 on; install a later one"),
         ((2, 28, 3), "2.28.3: 2.28.3 to 2.28.8 crash where a group is aborted; install a later one"),
         ((2, 28, 8), "2.28.8: 2.28.3 to 2.28.8 crash where a group is aborted; install a later one"),
-        ((2, 31, 0), "2.31.0: from 2.31.0 on an abort may wait for members that are gone; install one before it"),
+        ((2, 31, 0), "2.31.0: from 2.31.0 on an abort may wait for members that are gone; install an earlier one"),
         (None, 'no library of NCCL\'s is loaded that tells its release: write "host"'),
     ],
 )

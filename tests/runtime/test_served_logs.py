@@ -198,7 +198,7 @@ async def test_a_folder_that_can_not_be_served_keeps_no_later_one_from_it(folder
     assert isinstance(served_now, LogsServed) and served_now.token == token_of(folder, RUN)
     running.cancel()
     await asyncio.wait({running})
-    assert f"nobody else can have the logs of rank 1 in {tmp_path / 'nowhere'}: " in capsys.readouterr().err
+    assert f"other workers can't fetch the logs of rank 1 in {tmp_path / 'nowhere'}: " in capsys.readouterr().err
 
 
 def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:

@@ -152,8 +152,8 @@ def of_checkpoints(section: dict[str, Any]) -> Iterator[str]:
     """Refuse ways to save whose files can't be waited for, can't be read by all, or are of another optimizer."""
     reasons = {
         "load_universal": "needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet",
-        "use_node_local_storage": "keeps each host's files where the others can't read them, and a lost host takes "
-        "them along",
+        "use_node_local_storage": "keeps each host's files where the others can't read them, so that they are lost "
+        "with their host",
         "writer": "writes files without telling when they are complete",
     }
     for name, reason in reasons.items():

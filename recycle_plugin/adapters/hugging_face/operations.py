@@ -166,7 +166,7 @@ class Operations:
 
 def _refuse_dispatch(stock: Callable[..., Any], of: Any) -> Any:
     raise RecycleError(
-        "Accelerate reads these batches on process 0 alone, whose loss would take the data along (dispatch_batches, "
+        "Accelerate reads these batches on process 0 alone, and the data would be lost with it (dispatch_batches, "
         "which an IterableDataset has by default): set dispatch_batches=False, for Hugging Face's Trainer by "
         'accelerator_config={"dispatch_batches": False}'
     )

@@ -251,7 +251,7 @@ def _check_whole(stock: Stock, group: MemberGroup) -> None:
     if lost := group.lost:
         raise RecycleError(
             f"{_where(stock, group)}, needs every member's part, and {named(lost)} {'are' if len(lost) > 1 else 'is'} "
-            "lost: give process_group=torch.distributed.new_group(the live ranks) where each of them has all, or let "
+            "lost: give process_group=torch.distributed.new_group(the live ranks) if each of them has all, or let "
             "the engine save"
         )
 

@@ -143,7 +143,7 @@ def wrong_release(release: tuple[int, int, int] | None) -> str | None:
     if release >= FIRST_UNTRIED:
         return (
             f"{_loaded(release)}: from {_text(FIRST_UNTRIED)} on an abort may wait for members that are gone; install "
-            "one before it"
+            "an earlier one"
         )
     return None
 

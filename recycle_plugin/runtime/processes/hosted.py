@@ -370,7 +370,7 @@ async def _until_free(start: Callable[[], Coroutine[None, None, None]], port: in
             return await start()
         except OSError as error:
             if time.monotonic() >= deadline:
-                raise BadMaster(f"master port {port} can't be had any more ({error.strerror})") from error
+                raise BadMaster(f"master port {port} is no longer available ({error.strerror})") from error
         await asyncio.sleep(LOOK_S)
 
 

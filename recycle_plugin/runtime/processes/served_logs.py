@@ -49,7 +49,7 @@ class ServedLogs:
                         place = Path(folder.path), self._job_id, folder.token, folder.host
                         server = await asyncio.to_thread(LogServer, *place, self._secret.read(), warn, say_stranger)
                 except (RecycleError, RuntimeError) as error:  # the second without room for a thread
-                    warn(f"nobody else can have the logs of rank {self._rank} in {folder.path}: {error}")
+                    warn(f"other workers can't fetch the logs of rank {self._rank} in {folder.path}: {error}")
                 else:
                     self._tell(LogsServed(self._rank, server.token, server.address))
         finally:

@@ -34,7 +34,7 @@ def outgoing(outputs: Any) -> Tensors:
     if wrong or not members:
         found = ", ".join(wrong) or "an empty tuple"
         raise RecycleError(
-            f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors"
+            f"the last layer of a stage gives {found}: it has to give the next stage a tensor, or a tuple of tensors"
         )
     return tuple([member.resolve_conj().resolve_neg() for member in members])
 

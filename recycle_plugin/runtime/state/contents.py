@@ -189,7 +189,7 @@ class Telling:
     def _key(self, key: Any, where: str) -> Any:
         if isinstance(key, torch.Tensor):
             name = self._around.called.get(key)
-            return _refused(where, "a dict by a tensor that is no parameter") if name is None else ("parameter", name)
+            return _refused(where, "a dict keyed by a non-parameter tensor") if name is None else ("parameter", name)
         if type(key) is int and key >= CLOCKED:
             return ("id", self._ids[key]) if key in self._ids else key
         return self.of(key, where)

@@ -112,7 +112,7 @@ def _of_precision(config: dict[str, Any]) -> Iterator[str]:
 def _of_ranks(replicas: int, world: int) -> Iterator[str]:
     if world % replicas:
         yield (
-            f"recycle.replicas is {replicas}, and the job has {world} ranks: each replica has as many, so start a "
+            f"recycle.replicas is {replicas}, and the job has {world} ranks: each replica has equally many, so start a "
             f"multiple of {replicas}"
         )
 

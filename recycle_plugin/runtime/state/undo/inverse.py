@@ -148,7 +148,7 @@ class Inverse:
         moments = [step.state[name] for name in self._rule.moments if torch.is_tensor(step.state.get(name))]
         if not all(_is_finite(tensor) for tensor in (step.gradient, step.parameter, *moments)):
             raise _refused(
-                "cannot take the last step back, because a gradient or what it made is infinite or not a number",
+                "cannot take the last step back, because a gradient or a result of it is infinite or not a number",
                 'write "snapshot"',
             )
 
@@ -156,7 +156,7 @@ class Inverse:
 def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
     if beside:
         raise _refused(
-            "cannot take steps back whose optimizer has parameters or attributes of its own beside the model's",
+            "cannot take back steps of an optimizer that has parameters or attributes of its own beside the model's",
             'write "snapshot"',
         )
     stepped = [one for one in parameters.values() if one.requires_grad]  # frozen ones never are
