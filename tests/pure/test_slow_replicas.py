@@ -141,4 +141,4 @@ def told(given: Scenario, *kinds: str) -> list[str]:
 
 def test_a_replica_that_stays_slow_is_named_once() -> None:
     (line,) = told(slow_job(300, steps=40), "slow_replica", "lost", "leaving")
-    assert "late in it is seat 1.1 (rank 3)" in line
+    assert "its late worker is seat 1.1 (rank 3)" in line
