@@ -206,7 +206,7 @@ def test_who_comes_back_with_other_settings_is_told_which_and_ends():
     membership = newcomer()
     out = membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always", seed=5)), 0.0)
     (event,) = out.events
-    assert event.kind == "warning" and "seed is 0 in the job and 5 there" in event.text
+    assert event.kind == "warning" and "seed is 0 in the job and 5 in the newcomer" in event.text
     assert [(whom, type(told)) for whom, told in out.messages] == [(NEXT, End)] and out.messages[0][1].failed
     assert membership.ended is None and not membership.state.joining
 
