@@ -307,10 +307,9 @@ def _perform(seat, one, programs, held, stages, counted, blocks) -> None:
     held[seat] |= set(provides(one))
     if one.op in (Op.W, Op.B):
         counted[one.stage, one.micro_batch] += 1
-        before = blocks.before(one.micro_batch)
-        assert before is None or Datum("wgrad", one.stage, before, one.step) in held[seat], (
-            f"{one} is not in its block's turn"
-        )
+        members = blocks.members()[blocks.of(one.micro_batch)]
+        for before in members[: members.index(one.micro_batch)][-1:]:
+            assert Datum("wgrad", one.stage, before, one.step) in held[seat], f"{one} is not in its block's turn"
     if one.op is Op.STEP:
         held[seat].discard(Datum("params", seat.stage, None, STEP))
 

@@ -40,7 +40,7 @@ CAP = (
 )
 SIZE = 'write a whole number of at least 1, a size such as "2GiB", or null'
 NO_PROFILE = (
-    "and without a profile nobody knows those of a micro-batch; "
+    "and only a profile has those of a micro-batch; "
     "set recycle.costs to a file that recycle profile --out wrote, or write a number of micro-batches"
 )
 LOGS = {"checkpoint": {}}

@@ -59,7 +59,7 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
         if (
             str(trainer.seat) in seats
             and f"{trainer.seat.stage}REDUCE@{step}" == reduce
-            and not trainer.program.resumed
+            and not trainer._made.worker.program.resumed
         ):
             inside(trainer).session.waiting.until("a membership change", lambda: None)
         return made
@@ -75,7 +75,7 @@ def lose_tied(seats: list[str], step: int) -> None:
 
     def changed(self: Gradients, of: int) -> dict[int, torch.Tensor]:
         (trainer,) = TRAINERS
-        if str(trainer.seat) in seats and of == step and not trainer.program.resumed:
+        if str(trainer.seat) in seats and of == step and not trainer._made.worker.program.resumed:
             for place, weight in self._tied.items():
                 weight.total(self._whole(step)[place])
             inside(trainer).session.waiting.until("a membership change", lambda: None)
