@@ -35,5 +35,7 @@ def test_the_loss_scale_of_an_fp16_job_is_refused():
     check_scale(None, None, "saved")
     check_scale(ours, SimpleNamespace(dynamic=False, loss_scale=1.0), "saved")
     for other in (half, SimpleNamespace(dynamic=False, loss_scale=64.0)):
-        with pytest.raises(RecycleError, match=r"^load_checkpoint: saved is of a job with a loss scale \((65536|64)\), as in fp16"):
+        with pytest.raises(
+            RecycleError, match=r"^load_checkpoint: saved is of a job with a loss scale \((65536|64)\), as in fp16"
+        ):
             check_scale(ours, other, "saved")
