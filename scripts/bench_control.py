@@ -3,6 +3,7 @@
 
 scripts/bench_control.py                            # 8 x 4, 16 x 16 and 32 x 48 workers
 scripts/bench_control.py --shapes 64x64 --micro-batches 128 --out runs/control
+scripts/bench_control.py --shapes 32x48 64x192 --alone    # only the state machine: 1,536 and 12,288 workers
 
 No job runs: the coordinator's state machine gets the messages of such a job's workers, in a random order. In the middle
 of a step a worker is lost; each worker then holds what the plan says. Reading and writing the messages of a step is
@@ -63,38 +64,44 @@ IDLE_S = 10.0  # the time in which the coordinator's server gets only heartbeats
 
 
 class Measured(NamedTuple):
-    """CPU seconds and bytes. The coordinator's: ``step``, a median; ``codec``, to read and write a step's messages;
-    ``loss``, until all may go on. ``left``: a worker's, to work out the rest of the step. ``told``: bytes sent to each
-    worker at the loss. The coordinator's server, over connections: ``idle``, the share of a core that heartbeats take,
-    and ``served``, the seconds of a step.
+    """CPU seconds and bytes. The coordinator's: ``start``, until all may begin; ``step``, a median; ``codec``, to read
+    and write a step's messages; ``loss``, until all may go on. ``left``: a worker's, to work out the rest of the step.
+    ``told``: bytes sent to each worker at the loss. The coordinator's server, over connections: ``idle``, the share of
+    a core that heartbeats take, and ``served``, the seconds of a step; None if not measured.
     """
 
     workers: int
+    start: float
     step: float
     codec: float
     loss: float
     left: float
     told: int
-    idle: float
-    served: float
+    idle: float | None = None
+    served: float | None = None
+
+    def __str__(self) -> str:
+        alone = (
+            f"{self.workers:5} workers: {1e3 * self.start:7.1f} ms the start, {1e3 * self.step:7.1f} ms a step and "
+            f"{1e3 * self.codec:7.1f} ms to read and write its messages, {1e3 * self.loss:7.1f} ms a loss, "
+            f"{self.told / 1024:7.1f} KiB told to each, which takes {1e3 * self.left:7.1f} ms to work out what is left"
+        )
+        if self.idle is None or self.served is None:
+            return alone
+        return f"{alone}; over connections {self.idle:6.1%} of a core if idle, {1e3 * self.served:7.1f} ms a step"
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[(8, 4), (16, 16), (32, 48)], metavar="DxP")
     parser.add_argument("--micro-batches", type=int, default=64)
+    parser.add_argument("--alone", action="store_true", help="without connections")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_control"))
     found = parser.parse_args(arguments)
     rows = []
     for replicas, stages in found.shapes:
-        row = measured(Topology(replicas, stages, found.micro_batches))
-        print(
-            f"{row.workers:5} workers: {1e3 * row.step:7.1f} ms a step and {1e3 * row.codec:7.1f} ms to read and write "
-            f"its messages, {1e3 * row.loss:7.1f} ms a loss, "
-            f"{row.told / 1024:7.1f} KiB told to each, which takes {1e3 * row.left:7.1f} ms to work out what is left; "
-            f"over connections {row.idle:6.1%} of a core if idle, {1e3 * row.served:7.1f} ms a step",
-            flush=True,
-        )
+        row = measured(Topology(replicas, stages, found.micro_batches), not found.alone)
+        print(row, flush=True)
         rows.append(row._asdict())
     found.out.mkdir(parents=True, exist_ok=True)
     (found.out / "control.json").write_text(json.dumps(rows, indent=1))
@@ -106,15 +113,15 @@ def _shape(text: str) -> tuple[int, int]:
     return int(replicas), int(stages)
 
 
-def measured(shape: Topology) -> Measured:
-    """Return the costs of a job of this shape."""
+def measured(shape: Topology, connects: bool = True) -> Measured:
+    """Return the costs of a job of this shape; without ``connects`` not those over connections."""
     costs, whole = CostModel.uniform(shape.stages), shape.full()
     lost = Seat(shape.replicas // 2, shape.stages // 2)
     planner.warm()
     before, after = (planner.plan(view, costs, Policy()) for view in (whole, whole.without(lost)))
     job = JobSpec(shape.replicas, shape.stages, shape.micro_batches, (), "", costs, Policy(), DEADLINES, rebalance=True)
     ranks = {seat: seat.replica * shape.stages + seat.stage for seat in sorted(whole.live)}
-    membership, whole_job = started(job, ranks)
+    membership, whole_job, start = started(job, ranks)
     steps = [one_step(membership, job, ranks, step) for step in range(1, STEPS + 1)]
     step, codec = map(median, zip(*steps))
     told: list[object] = []
@@ -122,11 +129,13 @@ def measured(shape: Topology) -> Measured:
     loss = spent(lambda: told.extend(one_loss(membership, ranks[lost], {ranks[seat]: held[seat] for seat in held})))
     (resume,) = (each for each in told if isinstance(each, Resume))
     left = spent(lambda: worked_out(after, costs, resume, Seat(0, 0)))
+    row = Measured(len(ranks), start, step, codec, loss, left, sum(map(len, sent(told, whole_job))))
+    if not connects:
+        return row
     all_said = (of_step(job, ranks, step) for step in range(1, SERVED + 1))
     said = ([each for each in messages if not isinstance(each, Heartbeat)] for messages in all_said)
     served = control_sockets.measured(job, ranks, IDLE_S, said)
-    told_bytes = sum(map(len, sent(told, whole_job)))
-    return Measured(len(ranks), step, codec, loss, left, told_bytes, served.idle, served.step)
+    return row._replace(idle=served.idle, served=served.step)
 
 
 def spent(work: Callable[[], object]) -> float:
@@ -136,18 +145,26 @@ def spent(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def started(job: JobSpec, ranks: dict[Seat, int]) -> tuple[Membership, Generation]:
-    """Return the state of a job that all its workers have joined, and what they have heard of its membership."""
+def started(job: JobSpec, ranks: dict[Seat, int]) -> tuple[Membership, Generation, float]:
+    """Return the state of a job that all its workers have joined, what they have heard of its membership, and the
+    CPU seconds that it took.
+    """
     membership = Membership(len(ranks))
     told: list[tuple[Whom, object]] = []
-    for seat, rank in ranks.items():
-        member = Member(rank, seat, f"tcp://host{rank // HOST}:{rank}", f"host{rank // HOST}")
-        told += membership.receive(Ready(member, 0, job), 0.0).messages
-    for rank in ranks.values():
-        membership.receive(SurvivorReport(rank, 0, 0, "plan"), 0.0)
+    members = [
+        Member(rank, seat, f"tcp://host{rank // HOST}:{rank}", f"host{rank // HOST}") for seat, rank in ranks.items()
+    ]
+
+    def join() -> None:
+        for member in members:
+            told.extend(membership.receive(Ready(member, 0, job), 0.0).messages)
+        for rank in ranks.values():
+            membership.receive(SurvivorReport(rank, 0, 0, "plan"), 0.0)
+
+    start = spent(join)
     assert membership.generation == 0 and membership.started
     (first,) = (each for _, each in told if isinstance(each, Generation))
-    return membership, first
+    return membership, first, start
 
 
 def one_step(membership: Membership, job: JobSpec, ranks: dict[Seat, int], step: int) -> tuple[float, float]:

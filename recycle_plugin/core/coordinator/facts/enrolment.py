@@ -32,17 +32,23 @@ class Enrolment:
         return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:
-        """Return why the workers can't train together: which settings differ, and who wants what. None if they can."""
-        wants = {
-            rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped}
-            for rank, ready in sorted(self._ready.items())
-        }
-        names = dict.fromkeys(name for want in wants.values() for name in want if name not in HOSTS)
-        differing = [name for name in names if len({str(want.get(name)) for want in wants.values()}) > 1]
+        """Return why the workers can't train together: which settings differ, and who wants what. None if they can.
+
+        Linear in the workers; settings are compared one by one only between workers whose jobs differ.
+        """
+        alike: dict[tuple[JobSpec, int], list[int]] = {}
+        for rank, ready in sorted(self._ready.items()):
+            alike.setdefault((ready.job, ready.stepped), []).append(rank)
+        wants = [
+            ({**_flat(asdict(job)), "the checkpoint's step": stepped}, ranks) for (job, stepped), ranks in alike.items()
+        ]
+        names = dict.fromkeys(name for want, _ in wants for name in want if name not in HOSTS)
+        differing = [name for name in names if len({str(want.get(name)) for want, _ in wants}) > 1]
         if not differing:
             return self._misplaced()
         found = "; ".join(
-            f"{name} is {_by_value({rank: str(want.get(name)) for rank, want in wants.items()})}" for name in differing
+            f"{name} is {_by_value({rank: str(want.get(name)) for want, ranks in wants for rank in ranks})}"
+            for name in differing
         )
         return f"workers were started with different recycle settings or from different checkpoints: {found}"
 
@@ -82,7 +88,7 @@ def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _by_value(values: dict[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
+    for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
     return ", ".join(
         f"{value} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})" for value, those in ranks.items()

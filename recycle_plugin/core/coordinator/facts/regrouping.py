@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
@@ -49,33 +49,31 @@ class Reports:
         """The report that took longest to make."""
         return max(self.by_worker.values(), key=lambda report: sum(report.timings.values()))
 
-    @property
+    @cached_property
     def holdings(self) -> dict[str, Any]:
         """The held data by seat, in its text form: what all shards of the seat hold."""
-        return self._by_seat(lambda told: held_by_all([report.held for report in told]))
+        return {seat: held_by_all([report.held for report in told]) for seat, told in self._told.items()}
 
-    @property
+    @cached_property
     def held_draws(self) -> dict[str, Any]:
         """The held data of plain iterators by seat, in its text form: what all shards of the seat hold, if anything."""
-        drawn = self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
+        drawn = {seat: drawn_by_all([report.held_draws for report in told]) for seat, told in self._told.items()}
         return {seat: found for seat, found in drawn.items() if found}
 
-    @property
+    @cached_property
     def placed(self) -> dict[Seat, SurvivorReport]:
         """By seat, one report of those whose plain iterators stand at their replica's place."""
-        told = self._by_seat(lambda reports: reports[0])
-        return {Seat.parse(seat): report for seat, report in told.items() if report.places}
+        return {Seat.parse(seat): told[0] for seat, told in self._told.items() if told[0].places}
 
-    def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
-        """Return, for each seat with a report, its shards' reports in their order, ``joined``."""
-        roster = self.generation.roster
-        told = {
-            str(seat): [
-                self.by_worker[member.worker] for member in roster.group(seat) if member.worker in self.by_worker
-            ]
-            for seat in roster.seats
-        }
-        return {seat: joined(reports) for seat, reports in told.items() if reports}
+    @cached_property
+    def _told(self) -> dict[str, list[SurvivorReport]]:
+        """For each seat with a report, its shards' reports in their order."""
+        told: dict[str, list[SurvivorReport]] = {}
+        for seat in self.generation.roster.seats:
+            for member in self.generation.roster.group(seat):
+                if (report := self.by_worker.get(member.worker)) is not None:
+                    told.setdefault(str(seat), []).append(report)
+        return told
 
     @property
     def odd(self) -> dict[WorkerId, str]:
