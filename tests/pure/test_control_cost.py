@@ -35,7 +35,7 @@ STAGES = 4
 
 
 def job(replicas: int) -> Membership:
-    """The state of a job of four stages in the middle of its second step, in which everybody has said most."""
+    """The state of a job of four stages in its second step, which is over for all but ranks 4 and 5."""
     spec = JobSpec(replicas, STAGES, 2, (), "", CostModel.uniform(STAGES), Policy(), DEADLINES)
     membership = Membership(replicas * STAGES)
     ranks = range(replicas * STAGES)
@@ -47,14 +47,15 @@ def job(replicas: int) -> Membership:
     for rank in ranks:
         membership.receive(Stepped(rank, 0, 1), 0.5)
     assert membership.committed == 1
-    for step in (2, 3):
-        for message in of_step(0, replicas, step):
+    for rank in (*range(STAGES), *range(STAGES + 2, replicas * STAGES)):
+        for message in of_step(rank, replicas, 2):
             membership.receive(message, 1.0)
     for rank in ranks:
-        membership.receive(Heartbeat(rank, 0, 0, COMPUTES, f"0F0.0@{step}", 2), 1.0)
+        membership.receive(Heartbeat(rank, 2, 2, COMPUTES, "0F0.0@2", 2), 1.0)
         membership.receive(SupervisorHeartbeat(rank, False, 0.0), 1.0)
     membership.tick(1.0)
     membership.tick(1.0)
+    assert membership.committed == 1 and not membership.state.halted
     return membership
 
 

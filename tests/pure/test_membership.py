@@ -365,7 +365,7 @@ def test_random_histories_never_tear_a_step(seed):
                             if machines[r].stepped > committed:
                                 outs.append(membership.receive(Stepped(r, generation, machines[r].stepped), 0.0))
                     case End():
-                        assert membership.state.attendance.view(Roster(tuple(map(member, live)))).empty_stages()
+                        assert membership.state.attendance.empty_in(Roster(tuple(map(member, live))))
                         return
 
 

@@ -124,12 +124,14 @@ def await_without(state: JobState, member: Member | None, early: bool) -> None:
 
 
 def _script_ended(state: JobState, member: Member, step: int) -> None:
-    """Record that the script of ``member`` has ended after ``step``, and compare it with the others'. O(members)."""
-    state.ending.scripts_end(member, step)
+    """Record that the script of ``member`` has ended after ``step``, and compare it with the first that has ended. That
+    one is compared with all: O(members), once.
+    """
+    first = state.ending.scripts_end(member, step)
     if state.pushed:
         return
     compare_scripts(state, member, step)
-    for other in state.roster:
+    for other in state.roster if first else ():
         last = state.attendance.failure_detector.last(other.worker)
         if last is not None:
             compare_scripts(state, other, last.step)

@@ -1,6 +1,6 @@
 """Generations of the membership: when one is published, when it holds, and who becomes a member by it.
 
-* A loss makes a generation of those left, which holds at once.
+* A loss makes a generation of those left, which holds at once. Several losses among many make one or two.
 * A planned leave or a return makes one that holds from a step that nobody can have started. If a loss comes first, it
   is announced again.
 """
@@ -12,6 +12,8 @@ from recycle_plugin.core.coordinator.facts.joining import NewcomerRecord
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+MANY = 256  # among fewer members each loss is told at once: a regroup takes less than a tick
 
 
 def regroup(state: JobState, cause: str, from_step: int = 0, keeps_plan: bool = False) -> None:
@@ -52,15 +54,24 @@ def plan_again(state: JobState, committed: int) -> None:
 def plan_change(state: JobState) -> None:
     """Announce a generation without leaving workers and with returning ones, from a step that nobody can have started.
     It never replaces one whose step may have come: a worker that leaves by that one may be gone, and no other
-    membership in force is without it. This function is called again once that one has come about.
+    membership in force is without it. This function is called again once that one has come about. Among many, what
+    changes another planned generation waits for the next tick.
     """
+    if state.regrouping.planned is not None and len(state.roster) >= MANY:
+        state.regrouping.plans_more = True
+    else:
+        _plan_change(state)
+
+
+def _plan_change(state: JobState) -> None:
+    state.regrouping.plans_more = False
     leaves, joins = state.attendance.leaving & state.roster.workers, state.joining.ready()
     if not (leaves or joins) or state.halted or state.ending.finishing or state.regrouping.has_come(state.committed):
         return
     if state.ending.ended is not None and not leaves:
         return
     stay = state.attendance.staying
-    empty = state.attendance.view(stay).empty_stages()
+    empty = state.attendance.empty_in(stay)
     if empty:
         why = f"stage {empty[0]} would have no worker left"
         ends.end_planned(state, why, TRY_AGAIN, state.attendance.why_leaving)
@@ -76,12 +87,25 @@ def plan_change(state: JobState) -> None:
 
 
 def go_on_without(state: JobState, cause: str) -> None:
-    """Regroup if those left are enough. A known death can make them so."""
-    if state.attendance.enough():
-        state.ending.stranded = ""
-        regroup(state, cause)
-    else:
+    """Regroup if those left are enough. A known death can make them so. Among many, those that are lost while a regroup
+    is under way are left out together at the next tick.
+    """
+    if not state.attendance.enough():
         state.regrouping.stop()
+        return
+    state.ending.stranded = ""
+    if state.regrouping.at_once is not None and len(state.roster) >= MANY:
+        state.regrouping.put_off(cause)
+    else:
+        regroup(state, cause)
+
+
+def follow(state: JobState) -> None:
+    """Publish the generations that were put off, if any."""
+    if cause := state.regrouping.behind:
+        regroup(state, cause)
+    if state.regrouping.plans_more:
+        _plan_change(state)
 
 
 def admit(state: JobState, newcomer: NewcomerRecord) -> None:

@@ -12,12 +12,14 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass
 class Line:
-    """A connection. ``hello``: of its other end; ``worker``: that end, if it is one. ``heard``: number of counted
+    """A connection. ``hello``: of its other end; ``rank``: of that end or the worker that it supervises, -1 for none;
+    ``worker``: that end, if it is one. ``heard``: number of counted
     messages from it. ``kept``: sent messages that may have to be sent again. ``deaf``: its messages are dropped.
     ``term``: the last term that the other end knows of. ``generation``: the last that was sent.
     """
 
     hello: Hello
+    rank: int
     worker: WorkerId | None = None
     heard: int = 0
     kept: Kept = field(default_factory=Kept)

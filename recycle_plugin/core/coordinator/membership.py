@@ -25,6 +25,7 @@ from __future__ import annotations
 from recycle_plugin.core.coordinator import (
     departures,
     ends,
+    generations,
     handlers,
     losses,
     operating,
@@ -144,6 +145,7 @@ class Membership:
             ends.see_cut_off(state)
             replays.see_gone(state)
             returns.see_gone(state)
+            generations.follow(state)
         return self._settled()
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:

@@ -134,7 +134,7 @@ def _cannot_go(state: JobState, members: Collection[Member]) -> str:
         if state.joining.get(member.worker) is not None:
             return f"{member} is being admitted: ask again in a moment, once it takes part"
     attendance = state.attendance
-    empty = attendance.view(attendance.staying.without({member.worker for member in members})).empty_stages()
+    empty = attendance.empty_in(attendance.staying.without({member.worker for member in members}))
     return f"stage {empty[0]} would have no worker left" if members and empty else ""
 
 

@@ -43,8 +43,9 @@ def begin(state: JobState, ready: Ready) -> None:
         state.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))
         state.tell(ready.worker, End(0, text, failed=True))
         return
-    member = state.joining.add(ready.member).member
-    state.joining.tell(state.steps.recorded, state.committed, state.places.known(), state.out)
+    newcomer = state.joining.add(ready.member)
+    member = newcomer.member
+    state.joining.tell_one(newcomer, state.steps.recorded, state.committed, state.places.known(), state.out)
     if state.logs.some:
         state.tell(ready.worker, state.logs.told)
     state.say(

@@ -117,7 +117,7 @@ class Switchboard:
         connection's number. Whoever has ``hello.token`` may go on with it later.
         """
         number = self._newest = self._newest + 1
-        self.lines[number] = line = Line(hello)
+        self.lines[number] = line = Line(hello, hello.rank)
         if hello.role == OPERATOR:
             line.deaf = True
         elif hello.role == JOINING:
@@ -172,14 +172,17 @@ class Switchboard:
             del self._workers[line.worker]
         if line.worker is not None:
             self._worker_closed(line.worker, now, effects)
-        for asked in [asked for asked, its in self._joiners.items() if its == number]:
-            del self._joiners[asked]
-            self.membership.joiner_gone(asked)
-        self._placing = {place: its for place, its in self._placing.items() if its != number}
-        for rank in [rank for rank, its in self._supervisors.items() if its == number]:
-            del self._supervisors[rank]
-            self.act(self.membership.supervisor(rank, False, now), now, effects)
-        self._former = {who: None if its == number else its for who, its in self._former.items()}
+        if line.hello.role == JOINING:
+            for asked in [asked for asked, its in self._joiners.items() if its == number]:
+                del self._joiners[asked]
+                self.membership.joiner_gone(asked)
+        if self._placing.get(line.rank) == number:
+            del self._placing[line.rank]
+        if self._supervisors.get(line.rank) == number:
+            del self._supervisors[line.rank]
+            self.act(self.membership.supervisor(line.rank, False, now), now, effects)
+        if self._former.get(who := (line.rank, line.hello.host, line.hello.pid)) == number:
+            self._former[who] = None
 
     def said(self, number: int, message: object, now: float, effects: Effects) -> None:
         """Handle a message from a connection; a message that another is to send changes nothing."""
@@ -351,7 +354,7 @@ class Switchboard:
             self._former[rank, *before] = self._supervisors.get(rank)
         self._former.pop((rank, hello.host, hello.pid), None)
         self._speakers.seated(rank, (hello.host, hello.pid))
-        self._supervisors[rank] = number
+        self._supervisors[rank], self.lines[number].rank = number, rank
         effects.expected.append((rank, number))
 
     def _place(self, number: int, hello: Hello, effects: Effects) -> None:

@@ -8,7 +8,8 @@ each other's *peers*. Nobody searches a generation's members: a :class:`Roster` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, KeysView
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, KeysView
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -47,6 +48,15 @@ class Member:
 Group = tuple[Member, ...]
 
 
+GROUPS: dict[str, Callable[[Member], Any]] = {
+    "_by_seat": lambda member: member.seat,
+    "_by_stage": lambda member: member.seat.stage,
+    "_by_shard": lambda member: (member.seat.stage, member.shard),
+    "_by_replica": lambda member: member.seat.replica,
+}
+"""By what a roster groups its members, by the name of the index."""
+
+
 @dataclass(frozen=True)
 class Roster:
     """The workers of a generation, sorted by rank. Each index (a dict for each kind of question) is made on first use,
@@ -58,13 +68,13 @@ class Roster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "members", tuple(sorted(self.members, key=lambda member: member.worker)))
-        for what, of in (
-            ("rank", lambda member: member.rank),
-            ("seat and shard", lambda member: (member.seat, member.shard)),
-        ):
-            twice = [name for name, group in self._grouped(of).items() if len(group) > 1]
-            if twice:
-                raise ValueError(f"two members of one generation have the {what} {twice[0]}")
+        if len(self.ranks) < len(self.members):
+            raise ValueError(
+                f"two members of one generation have the rank {_twice(each.rank for each in self.members)}"
+            )
+        places = [(each.seat, each.shard) for each in self.members]
+        if len(set(places)) < len(places):
+            raise ValueError(f"two members of one generation have the seat and shard {_twice(places)}")
 
     def _grouped(self, by: Callable[[Member], Hashable]) -> dict[Any, Any]:
         groups: dict[Hashable, list[Member]] = {}
@@ -106,22 +116,20 @@ class Roster:
 
     @cached_property
     def _by_seat(self) -> dict[Seat, Group]:
-        return {
-            seat: tuple(sorted(group, key=lambda member: member.shard))
-            for seat, group in self._grouped(lambda member: member.seat).items()
-        }
+        groups = self._grouped(GROUPS["_by_seat"])
+        return {seat: tuple(sorted(group, key=lambda member: member.shard)) for seat, group in groups.items()}
 
     @cached_property
     def _by_stage(self) -> dict[int, Group]:
-        return self._grouped(lambda member: member.seat.stage)
+        return self._grouped(GROUPS["_by_stage"])
 
     @cached_property
     def _by_shard(self) -> dict[tuple[int, int], Group]:
-        return self._grouped(lambda member: (member.seat.stage, member.shard))
+        return self._grouped(GROUPS["_by_shard"])
 
     @cached_property
     def _by_replica(self) -> dict[int, Group]:
-        return self._grouped(lambda member: member.seat.replica)
+        return self._grouped(GROUPS["_by_replica"])
 
     @cached_property
     def _by_address(self) -> dict[str, Member]:
@@ -135,6 +143,14 @@ class Roster:
     def working(self) -> frozenset[Seat]:
         """The seats that are given work: all but those of which a shard is missing."""
         return frozenset(seat for seat, group in self._by_seat.items() if len(group) == self.shards)
+
+    def empty_stages(self, stages: int) -> tuple[int, ...]:
+        """Return which of a job's ``stages`` no working seat holds. Costs little more than a look at each stage."""
+        return tuple(stage for stage in range(stages) if not any(map(self.works, self.stage(stage))))
+
+    def works(self, member: Member) -> bool:
+        """Return whether ``member``'s seat is given work: no shard is missing."""
+        return len(self.group(member.seat)) == self.shards
 
     @cached_property
     def shards(self) -> int:
@@ -196,7 +212,7 @@ class Roster:
 
     def working_peers(self, stage: int, shard: int = 0) -> dict[int, Member]:
         """Return by replica the members with ``shard`` of ``stage`` whose seat is given work, in one pass over them."""
-        return {member.seat.replica: member for member in self.peers(stage, shard) if member.seat in self.working}
+        return {member.seat.replica: member for member in self.peers(stage, shard) if self.works(member)}
 
     def is_last(self, member: Member) -> bool:
         """Return whether nobody holds another seat of ``member``'s stage. Costs one pass over the stage's members."""
@@ -227,8 +243,25 @@ class Roster:
     # --- from one roster to the next, in one pass over the members --------------------------------------
 
     def without(self, workers: Collection[WorkerId]) -> Roster:
-        """Return the roster without ``workers``, in one pass over the members."""
-        return Roster(tuple(member for member in self.members if member.worker not in workers))
+        """Return the roster without ``workers``. Its indexes come from this one's: beyond copies, made in C, the cost
+        is a look at the groups of those that go.
+        """
+        gone = [self._by_worker[worker] for worker in workers if worker in self._by_worker]
+        by_worker = self._by_worker.copy()
+        for member in gone:
+            del by_worker[member.worker]
+        left = object.__new__(Roster)  # a part of what was checked
+        indexes: dict[str, Any] = {"members": tuple(by_worker.values()), "_by_worker": by_worker}
+        indexes["ranks"] = self.ranks.difference(member.rank for member in gone)
+        for index, name in GROUPS.items():
+            if index in self.__dict__:
+                indexes[index] = groups = self.__dict__[index].copy()
+                for group in {name(member) for member in gone}:
+                    groups[group] = tuple(member for member in groups[group] if member.worker in by_worker)
+                    if not groups[group]:
+                        del groups[group]
+        left.__dict__.update(indexes)
+        return left
 
     def joins(self, before: Roster) -> Group:
         """Return the members that ``before`` lacks, in one pass over the members."""
@@ -237,6 +270,10 @@ class Roster:
     def leaves(self, before: Roster) -> Group:
         """Return the members that only ``before`` has, in one pass over them."""
         return before.joins(self)
+
+
+def _twice(names: Iterable[Hashable]) -> Hashable:
+    return Counter(names).most_common(1)[0][0]
 
 
 class FailureDomain(Enum):

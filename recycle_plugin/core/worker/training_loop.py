@@ -298,7 +298,7 @@ class TrainingLoop:
         self._plan = plan
 
     def _empty_stages(self, generation: Generation) -> tuple[int, ...]:
-        return ClusterView(self._topology, generation.roster.working).empty_stages()
+        return generation.roster.empty_stages(self._topology.stages)
 
     def finish(self) -> Iterator[Any]:
         """Report that the script is through; return once this worker may go. Help with replays until then."""
@@ -355,9 +355,9 @@ class TrainingLoop:
         view = self._control_view
         if view.outside:
             known = view.others
-            return known is None or stage in ClusterView(self._topology, known.working).empty_stages()
+            return known is None or stage in known.empty_stages(self._topology.stages)
         pending = view.pending
-        return pending is not None and stage in ClusterView(self._topology, pending.roster.working).empty_stages()
+        return pending is not None and stage in pending.roster.empty_stages(self._topology.stages)
 
     def _hand_over(self, generation: Generation) -> None:
         """Hand the script's own state to newcomers, if this worker is the first former member of its stage."""

@@ -183,8 +183,13 @@ class Attendance:
         return ClusterView(self._shape, roster.working)
 
     def empty_stages(self) -> tuple[int, ...]:
-        """Return the stages without a working member that still have something to do. O(members)."""
-        return tuple(stage for stage in self.view(self.roster).empty_stages() if stage not in self.through)
+        """Return the stages without a working member that still have something to do."""
+        return tuple(stage for stage in self.empty_in(self.roster) if stage not in self.through)
+
+    def empty_in(self, roster: Roster) -> tuple[int, ...]:
+        """Return the job's stages that no working seat of ``roster`` holds."""
+        assert self._shape is not None
+        return roster.empty_stages(self._shape.stages)
 
     def is_leaving(self, worker: WorkerId) -> bool:
         """Return whether ``worker`` wants to go."""
@@ -353,7 +358,7 @@ class Attendance:
             cause, how = Cause.ERROR, f"its script ended with {record.crash.error}"
         record.gone = Gone.LOST
         self._remove(member.worker)
-        live = self.view(self.roster).live_replicas(member.seat.stage)
+        live = {each.seat for each in self.roster.stage(member.seat.stage) if self.roster.works(each)}
         count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
         out.say(
             "lost",

@@ -36,7 +36,7 @@ class Barriers:
 
         ``generation`` is in force: arrivals in an earlier one are dropped. A worker waits at one barrier at a time, and
         is at one ``beside`` its training: arriving at another of that kind removes it from the first. Costs time in
-        proportion to the members and to the barriers with somebody waiting.
+        proportion to the barriers with somebody waiting; the last arrival also to the members.
         """
         if generation != self._generation:
             self._generation = generation
@@ -49,7 +49,7 @@ class Barriers:
                 del self._arrived[other]
         here = self._arrived.setdefault(at, {})
         here[worker] = values
-        if not enough or members - here.keys():
+        if not enough or len(here) < len(members) or members - here.keys():
             return None
         del self._arrived[at]
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}

@@ -103,9 +103,11 @@ class Ending:
         """Whether a script has ended after a step that other scripts may go beyond."""
         return self._first_through is not None
 
-    def scripts_end(self, member: Member, step: int) -> None:
-        """Record that the script of ``member`` has ended after ``step``."""
+    def scripts_end(self, member: Member, step: int) -> bool:
+        """Record that the script of ``member`` has ended after ``step``. Return whether it is the first."""
+        first = self._first_through is None
         self._first_through = self._first_through or (str(member), step)
+        return first
 
     def uneven(self, member: Member, step: int) -> str:
         """Return why ``member`` can't go on in ``step`` if another script ended before that step; else ""."""

@@ -133,11 +133,18 @@ class Joining:
         return self._newcomers.pop(worker, None)
 
     def tell(self, recorder: Recorder, committed: int, places: Mapping[int, Place], out: CoordinatorOutput) -> None:
-        """Tell each newcomer's script the steps and evaluations that it has not heard of, and its replica's place."""
+        """Tell each newcomer's script what it has not heard of; see :meth:`tell_one`."""
         for each in self:
-            for message in recorder.told(committed, each.told, each.told_evaluations):
-                out.tell(each.member.worker, replace(message, place=places.get(each.member.seat.replica)))
-            each.told, each.told_evaluations = committed, recorder.evaluations
+            self.tell_one(each, recorder, committed, places, out)
+
+    @staticmethod
+    def tell_one(
+        one: NewcomerRecord, recorder: Recorder, committed: int, places: Mapping[int, Place], out: CoordinatorOutput
+    ) -> None:
+        """Tell a newcomer's script the steps and evaluations that it has not heard of, and its replica's place."""
+        for message in recorder.told(committed, one.told, one.told_evaluations):
+            out.tell(one.member.worker, replace(message, place=places.get(one.member.seat.replica)))
+        one.told, one.told_evaluations = committed, recorder.evaluations
 
     # --- on its way --------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@
 * Every member of a new generation stops and reports how many steps it has applied, what it holds of unfinished ones,
   and the hash of its plan. When all have reported, all are told every report.
 * A newer generation replaces one that is still under way. Reports for an older one are dropped.
+* If many workers are lost at once, one generation is without all of them: to tell each loss to everybody would cost the
+  coordinator time in proportion to the losses times the members.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+
+NAMED = 3  # so many causes of one generation are named
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class Regrouping:
         self._asked: frozenset[WorkerId] = frozenset()  # the newest generation's members
         self._reports: dict[WorkerId, SurvivorReport] = {}
         self._open: set[WorkerId] = set()  # those that have not reported
+        self._behind: list[str] = []  # why another generation is to follow
+        self.plans_more = False  # workers have asked to leave or to return since a generation was planned
 
     @property
     def under_way(self) -> bool:
@@ -148,7 +154,18 @@ class Regrouping:
         self._asked = frozenset(roster.workers)
         self._open = set(self._asked)
         self._reports.clear()
+        self._behind = []
         out.tell(WORKERS, self._awaiting)
+
+    def put_off(self, cause: str) -> None:
+        """Let the generation under way, which can't come about any more, wait until another one is published."""
+        self._behind.append(cause)
+
+    @property
+    def behind(self) -> str:
+        """Why another generation is to follow the one under way; "" if none is."""
+        more = f"; {len(self._behind) - NAMED} more" if len(self._behind) > NAMED else ""
+        return "; ".join(self._behind[:NAMED]) + more
 
     def has_come(self, committed: int) -> bool:
         """Return whether the generation under way can hold by now: its step is at most the one after ``committed``."""
@@ -179,7 +196,12 @@ class Regrouping:
 
     def complete(self, live: Roster) -> Reports | None:
         """Return all reports once every worker in ``live`` has reported, else None."""
-        if self._awaiting is None or not self._reports or any(worker in live.workers for worker in self._open):
+        if (
+            self._behind
+            or self._awaiting is None
+            or not self._reports
+            or any(worker in live.workers for worker in self._open)
+        ):
             return None
         return Reports(self._awaiting, dict(self._reports))
 
@@ -189,7 +211,7 @@ class Regrouping:
 
     def stop(self) -> None:
         """Drop the generation under way: nobody goes on, for now or for good."""
-        self._awaiting = None
+        self._awaiting, self._behind = None, []
 
     def overdue(self, left: set[WorkerId], seconds: float) -> str | None:
         """Return the complaint about missing reports after ``seconds``, or None. ``left``: need not report."""
