@@ -26,6 +26,7 @@ from typing import NamedTuple
 from recycle_plugin import planner
 from recycle_plugin.core.coordinator.facts.output import Whom
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
@@ -197,7 +198,9 @@ def of_step(job: JobSpec, ranks: dict[Seat, int], step: int) -> Iterator[object]
     random.Random(step).shuffle(order)
     for number in range(HEARTBEATS):
         for _, rank in order:
-            yield Heartbeat(rank, HEARTBEATS * step + number, 2 * step + number, "computes", f"{rank}F0.0@{step}", step)
+            yield Heartbeat(
+                rank, HEARTBEATS * step + number, 2 * step + number, Activity(COMPUTES, f"{rank}F0.0@{step}"), step
+            )
     for seat, rank in order:
         if seat.stage == job.stages - 1:
             losses = {f"{seat.replica}.{index}": 1.0 for index in range(job.micro_batches)}

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import psutil
 
 from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Ready, SupervisorHeartbeat, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -148,7 +149,7 @@ class _Workers:
 
     def _beat(self, rank: int) -> None:
         self._number += 1
-        self._say(Heartbeat(rank, self._number, 1, "computes", f"{rank}F0.0@1", 1))
+        self._say(Heartbeat(rank, self._number, 1, Activity(COMPUTES, f"{rank}F0.0@1"), 1))
 
     def _watch(self, rank: int) -> None:
         self._supervisors[rank].send(SupervisorHeartbeat(rank, False, time.monotonic()), DEADLINE_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
-from recycle_plugin.core.messages.activity import COMPUTES, WAITS
+from recycle_plugin.core.messages.activity import COMPUTES, WAITS, Activity
 from recycle_plugin.core.messages.from_workers import (
     Crashed,
     Exited,
@@ -62,7 +62,7 @@ def together() -> Outputs:
     yield membership.connection_lost(member(1).worker, 0.0)
 
 
-def owing(pulses: Callable[[int], SupervisorHeartbeat | None], at: tuple[str, str] = (WAITS, "")) -> Outputs:
+def owing(pulses: Callable[[int], SupervisorHeartbeat | None], at: Activity = Activity(WAITS)) -> Outputs:
     """While the last rank is ``at`` that, its supervisor says what ``pulses`` has; it and its supervisor nothing, where
     that is None.
     """
@@ -74,7 +74,7 @@ def owing(pulses: Callable[[int], SupervisorHeartbeat | None], at: tuple[str, st
             if pulse is not None:
                 membership.receive(pulse, now)
                 if not pulse.stopped:
-                    membership.receive(Heartbeat(rank, 2, 0, *(at if rank == LAST else (WAITS, ""))), now)
+                    membership.receive(Heartbeat(rank, 2, 0, at if rank == LAST else Activity(WAITS)), now)
         yield membership.tick(now := now + TICK_S)
 
 
@@ -87,7 +87,7 @@ SAID = {
     Cause.TOGETHER: [together],
     Cause.SILENT: [lambda: owing(lambda rank: None if rank == LAST else SupervisorHeartbeat(rank, False, 0.0))],
     Cause.STOPPED: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, rank == LAST, 0.0))],
-    Cause.STUCK: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, False, 0.0), (COMPUTES, "1F0.1@2"))],
+    Cause.STUCK: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, False, 0.0), Activity(COMPUTES, "1F0.1@2"))],
 }
 
 

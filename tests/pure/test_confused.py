@@ -25,6 +25,7 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.words import Speakers, objection
 from recycle_plugin.core.messages import from_workers
+from recycle_plugin.core.messages.activity import ELSEWHERE, Activity
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import (
     Committed,
@@ -296,7 +297,7 @@ class OthersPlayByTheRules:
         """Heartbeats come of all, and a tick."""
         self.now += 0.5
         for rank, machine in (*self.machines.items(), (RANK, StepMachine(0))):
-            self.give(Heartbeat(rank, 1, int(self.now * 2), "is in", "its script", machine.stepped))
+            self.give(Heartbeat(rank, 1, int(self.now * 2), Activity(ELSEWHERE, "its script"), machine.stepped))
         self.hear(self.membership.tick(self.now))
 
     def another_dies(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, Activity
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
     Heartbeat,
@@ -51,7 +51,7 @@ def job(replicas: int) -> Membership:
         for message in of_step(rank, replicas, 2):
             membership.receive(message, 1.0)
     for rank in ranks:
-        membership.receive(Heartbeat(rank, 2, 2, COMPUTES, "0F0.0@2", 2), 1.0)
+        membership.receive(Heartbeat(rank, 2, 2, Activity(COMPUTES, "0F0.0@2"), 2), 1.0)
         membership.receive(SupervisorHeartbeat(rank, False, 0.0), 1.0)
     membership.tick(1.0)
     membership.tick(1.0)
@@ -60,7 +60,7 @@ def job(replicas: int) -> Membership:
 
 
 def of_step(rank: int, replicas: int, step: int) -> Iterator[Any]:
-    yield Heartbeat(rank, 1, step, COMPUTES, f"0F0.1@{step}", step)
+    yield Heartbeat(rank, 1, step, Activity(COMPUTES, f"0F0.1@{step}"), step)
     yield SupervisorHeartbeat(rank, False, 1.0)
     yield Contribution(rank, step, "norm", {str(rank % STAGES): 1.0}, STAGES)
     yield Contribution(rank, step, "loss", {f"{rank // STAGES}.{index}": 1.0 for index in range(2)}, 2 * replicas)
@@ -127,7 +127,9 @@ def test_who_is_suspect_is_seen_as_soon_as_by_a_look_at_all_in_each_tick(seed):
                 beats = random.Random(f"{seed} {step} {worker}")
                 if beats.random() < 0.8:
                     at = beats.choice([WAITS, COMPUTES, ELSEWHERE])
-                    detector.heartbeat(Heartbeat(worker.rank, 0, beats.choice([7, step]), at, f"0F0.0@{step // 50}"))
+                    detector.heartbeat(
+                        Heartbeat(worker.rank, 0, beats.choice([7, step]), Activity(at, f"0F0.0@{step // 50}"))
+                    )
                 if beats.random() < 0.8:
                     detector.supervisor_heartbeat(SupervisorHeartbeat(worker.rank, beats.random() < 0.1, now))
         for detector in (lazy, eager):

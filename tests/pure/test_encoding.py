@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.messages import encoding
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.encoding import (
     CONTROL,
     HEAD,
@@ -358,7 +359,7 @@ def test_a_list_that_says_it_is_long_makes_no_room():
     (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300), (1 << 1015) - 1, -(1 << 1015) + 1),
 )
 def test_whole_numbers_of_any_size(number):
-    assert decode(encode(Heartbeat(number, 1, 2, "at", "what"))).rank == number
+    assert decode(encode(Heartbeat(number, 1, 2, Activity(WAITS, "what")))).rank == number
 
 
 def test_a_number_that_no_float_can_hold_and_nobody_could_print_is_refused():

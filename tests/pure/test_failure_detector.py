@@ -7,7 +7,7 @@ import random
 import pytest
 
 from recycle_plugin.core.coordinator.facts.output import SupervisorOf
-from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, Activity
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Lease
 from recycle_plugin.core.messages.from_workers import (
@@ -26,7 +26,7 @@ from tests.support.played import DEADLINE_S, HEARTBEAT_S, IDLE_S, Played
 
 def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced():
     played = Played().first_step()
-    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.at[2] = Activity(COMPUTES, "1F0.1@2")
     played.live_for(DEADLINE_S - 0.5)
     assert played.events == []
     played.live_for(1.0)
@@ -40,7 +40,7 @@ def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced()
 
 def test_a_long_step_of_many_instructions_is_progress():
     played = Played().first_step()
-    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.at[2] = Activity(COMPUTES, "1F0.1@2")
     for _ in range(20):
         played.live_for(DEADLINE_S - 0.5)
         played.done[2] += 1
@@ -49,14 +49,14 @@ def test_a_long_step_of_many_instructions_is_progress():
 
 def test_whoever_waits_for_a_slow_peer_is_not_to_blame():
     played = Played().first_step()
-    played.at[0] = (COMPUTES, "0F0.0@2")
+    played.at[0] = Activity(COMPUTES, "0F0.0@2")
     played.live_for(10 * IDLE_S, instructions=(0,))
     assert played.events == []
 
 
 def test_the_deadline_of_slow_steps_is_three_of_them():
     played = Played().steps(range(1, 6), 4.0)
-    played.at[2] = (COMPUTES, "1F0.1@6")
+    played.at[2] = Activity(COMPUTES, "1F0.1@6")
     played.live_for(11.5)
     assert played.events == []
     played.live_for(1.0)
@@ -64,7 +64,9 @@ def test_the_deadline_of_slow_steps_is_three_of_them():
 
 
 @pytest.mark.parametrize(
-    "at", [(WAITS, "0F0.0@2 from 0.0"), (COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda at: at[0]
+    "at",
+    [Activity(WAITS, "0F0.0@2 from 0.0"), Activity(COMPUTES, "1F0.1@2"), Activity(ELSEWHERE, "the training script")],
+    ids=lambda at: at[0],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
@@ -145,7 +147,7 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
                 doing[rank] = "done"  # one sign of that
                 played.done[rank] += 1
             works = doing[rank] in (COMPUTES, ELSEWHERE)
-            played.at[rank] = (doing[rank], f"what {rank} is at") if works else (WAITS, "")
+            played.at[rank] = Activity(doing[rank], f"what {rank} is at") if works else Activity(WAITS)
         played.stopped, played.gone = ({rank for rank in range(4) if doing[rank] == of} for of in ("stopped", "gone"))
         for rank in range(4):
             played.signs(rank)
@@ -156,7 +158,7 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
 def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
     """A large pickle, say: the supervisor sees the process run."""
     played = Played().first_step()
-    played.at[1] = (ELSEWHERE, "a checkpoint")
+    played.at[1] = Activity(ELSEWHERE, "a checkpoint")
     played.live_for(1.0)
     played.at[1] = None
     played.live_for(IDLE_S - 2 - DEADLINE_S)
@@ -166,7 +168,7 @@ def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
 
 
 @pytest.mark.parametrize(
-    "at", [(ELSEWHERE, "the training script"), (COMPUTES, "0F0.0@1")], ids=["script", "first step"]
+    "at", [Activity(ELSEWHERE, "the training script"), Activity(COMPUTES, "0F0.0@1")], ids=["script", "first step"]
 )
 def test_what_may_take_long_has_the_long_deadline_while_somebody_waits(at):
     played = Played()
@@ -180,7 +182,7 @@ def test_what_may_take_long_has_the_long_deadline_while_somebody_waits(at):
 
 
 def test_the_script_may_take_as_long_as_it_likes_where_nobody_waits():
-    played = Played(at=dict.fromkeys(range(4), (ELSEWHERE, "the training script"))).first_step()
+    played = Played(at=dict.fromkeys(range(4), Activity(ELSEWHERE, "the training script"))).first_step()
     played.live_for(10 * IDLE_S)
     assert played.events == []
 
@@ -196,7 +198,7 @@ def test_who_waits_and_says_nothing_any_more_is_given_up_in_the_end():
 
 
 def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
-    played = Played(at=dict.fromkeys(range(4), (COMPUTES, "0F0.0@2"))).first_step()
+    played = Played(at=dict.fromkeys(range(4), Activity(COMPUTES, "0F0.0@2"))).first_step()
     played.live_for(1.0)
     for _ in range(5):
         assert played.tick(1000.0).messages == []
@@ -207,7 +209,7 @@ def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
 def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbeat_s):
     """It may rely on what it was told last, although the deadline has shrunk since."""
     played = Played(started(heartbeat_timeout_s=heartbeat_s)).steps(range(1, 4), 10.0)
-    (heard,) = said(played.membership.receive(Heartbeat(3, 7, 0, WAITS, ""), played.now), Lease)
+    (heard,) = said(played.membership.receive(Heartbeat(3, 7, 0, Activity(WAITS, "")), played.now), Lease)
     assert heard == Lease(7, min(30.0, heartbeat_s - LATE_S - TICK_S))
     played.steps(range(4, 14), 0.1, after_s=30.0)
     played.stopped = {3}
@@ -226,7 +228,7 @@ def test_a_worker_that_wakes_up_is_not_heard():
     played.live_for(DEADLINE_S + 1)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
     for late in (
-        Heartbeat(2, 1, 0, COMPUTES, "1F0.1@2"),
+        Heartbeat(2, 1, 0, Activity(COMPUTES, "1F0.1@2")),
         Stepped(2, 1, 2),
         SurvivorReport(2, 1, 9, "plan"),
         Leaving(2, "SIGTERM"),
@@ -255,7 +257,7 @@ def test_who_goes_after_a_failed_end_is_no_loss():
 
 
 @pytest.mark.parametrize(
-    "message", [Heartbeat(1, 2, 3, WAITS, "x"), SupervisorHeartbeat(1, True), Lease(3, 5.0), Fence(2, "why")]
+    "message", [Heartbeat(1, 2, 3, Activity(WAITS, "x")), SupervisorHeartbeat(1, True), Lease(3, 5.0), Fence(2, "why")]
 )
 def test_the_messages_survive_the_wire(message):
     assert decode(encode(message)) == message

@@ -8,6 +8,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.facts.output import SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
 from recycle_plugin.core.messages.from_workers import (
@@ -86,7 +87,7 @@ def test_what_is_nobodys_fault_ends_the_job_also_when_rank_0_is_lost():
     [
         Fatal(2, "nobody answers"),
         Left(2, 3),
-        Heartbeat(2, 1, 1, "waits", ""),
+        Heartbeat(2, 1, 1, Activity(WAITS, "")),
         Stepped(2, 0, 1),
         Missing(2, 0, "x", "0.0"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages import from_workers
+from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.contributions import MEAN
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
@@ -100,7 +101,7 @@ OF_LOST = (
     Fatal(2, "nobody answers"),
     Note(2, "checkpoint", "saved", {"path": "of nobody"}),
     Crashed(2, "KeyError: 0", "Traceback …"),
-    Heartbeat(2, 1, 1, "computes", "1F0.0"),
+    Heartbeat(2, 1, 1, Activity(COMPUTES, "1F0.0")),
     BarrierReached(2, 1, "saving", {}),
     Fingerprint(2, 1, "unlike"),
     CheckpointLoaded(2, 1),

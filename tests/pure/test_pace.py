@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Pace
 from recycle_plugin.core.messages.from_workers import Heartbeat, Ready
 from recycle_plugin.core.vocabulary.deadlines import (
@@ -44,7 +44,7 @@ def test_a_standstill_is_seen_however_rarely_each_worker_speaks(ranks):
     every = round(paced_s(WORKER_BEAT_S, ranks, deadlines) / TICK_S)
     for tick in range(round(30.0 / TICK_S)):
         for worker in workers[tick % every :: every]:
-            detector.heartbeat(Heartbeat(worker.rank, tick, 1, WAITS, "a tensor"))
+            detector.heartbeat(Heartbeat(worker.rank, tick, 1, Activity(WAITS, "a tensor")))
         detector.tick(tick * TICK_S)
     assert detector.standstill_s > 20.0 and all(detector.doing(worker)[0] == WAITS for worker in workers)
 

@@ -14,7 +14,7 @@ from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Join
 from recycle_plugin.core.coordinator.facts.restarts import Restarts
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, Activity
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Lease, Recorded, Refused, Restart, Seated
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
@@ -214,7 +214,7 @@ def test_who_comes_back_with_other_settings_is_told_which_and_ends():
 @pytest.mark.parametrize(
     "message, told",
     [
-        (Heartbeat(2, 7, 1, "computes", "x"), ""),
+        (Heartbeat(2, 7, 1, Activity(COMPUTES, "x")), ""),
         (Fatal(2, "its settings are others"), "warning"),
         (Crashed(2, "KeyError: 0", "Traceback …"), "error"),
         (Note(2, "data", "it reads iterators"), "data"),
@@ -242,7 +242,7 @@ def test_one_that_does_nothing_is_ended_so_that_the_next_one_is_started(stopped,
     played = Played(newcomer())
     for _ in range(round((limit_s + 2) / TICK_S)):
         played.membership.receive(SupervisorHeartbeat(2, stopped, 0.0, incarnation=1), played.now)
-        played.membership.receive(Heartbeat(2, 7, 1, ELSEWHERE, "its script", incarnation=1), played.now)
+        played.membership.receive(Heartbeat(2, 7, 1, Activity(ELSEWHERE, "its script"), incarnation=1), played.now)
         for rank in (0, 1, 3):
             played.signs(rank)
         if fences := said(played.tick(TICK_S), Fence):

@@ -12,7 +12,7 @@ from recycle_plugin.core.coordinator.departures import UNEVEN_S
 from recycle_plugin.core.coordinator.facts.joining import Joining, Phase
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
+from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import (
     Collected,
     Committed,
@@ -167,10 +167,10 @@ def test_scripts_that_push_may_end_in_a_step_that_nobody_waits_in(at, ends):
     played.membership.receive(Left(0, 0, False, 1), played.now)
     began = played.now
     while played.now < began + UNEVEN_S - TICK_S:
-        played.membership.receive(Heartbeat(1, 1, 9, at, "the others", 2), played.now)
+        played.membership.receive(Heartbeat(1, 1, 9, Activity(at, "the others"), 2), played.now)
         assert not said(played.tick(TICK_S), End)
     for _ in range(4):
-        played.membership.receive(Heartbeat(1, 1, 9, at, "the others", 2), played.now)
+        played.membership.receive(Heartbeat(1, 1, 9, Activity(at, "the others"), 2), played.now)
         played.tick(TICK_S)
     reason = played.membership.ended.reason if played.membership.ended is not None else ""
     assert ("ended after step 1, and that of seat 1.0 (rank 1) is in step 2" in reason) == ends, reason

@@ -6,7 +6,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.facts.ending import Ending
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
-from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
+from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import Crashed, Exited, Heartbeat, Leaving, Left
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
@@ -17,7 +17,7 @@ from tests.support.played import Played, ends
 @pytest.mark.parametrize("order", ["said before", "said afterwards"])
 def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
     played = Played().first_step()
-    going_on, through = Heartbeat(1, 1, 9, WAITS, "anything", 2), Left(0, 0, False, 1)
+    going_on, through = Heartbeat(1, 1, 9, Activity(WAITS, "anything"), 2), Left(0, 0, False, 1)
     for message in (going_on, through) if order == "said before" else (through, going_on):
         played.outs.append(played.membership.receive(message, played.now))
     (end,) = ends(played)
@@ -31,7 +31,7 @@ def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
 
 def test_a_step_that_nobody_can_be_in_is_not_where_a_script_is_once_it_can_be():
     played = Played().first_step()
-    played.membership.receive(Heartbeat(1, 1, 9, WAITS, "anything", unstarted(1)), played.now)
+    played.membership.receive(Heartbeat(1, 1, 9, Activity(WAITS, "anything"), unstarted(1)), played.now)
     played.steps(range(2, 4), 0.1)
     played.outs.append(played.membership.receive(Left(0, 0, False, 3), played.now))
     assert not ends(played)
@@ -40,7 +40,7 @@ def test_a_step_that_nobody_can_be_in_is_not_where_a_script_is_once_it_can_be():
 def test_scripts_that_end_alike_end_well_in_any_order():
     played = Played().first_step()
     for rank in (3, 0, 2, 1):
-        played.membership.receive(Heartbeat(rank, 1, 9, ELSEWHERE, "the training script", 1), played.now)
+        played.membership.receive(Heartbeat(rank, 1, 9, Activity(ELSEWHERE, "the training script"), 1), played.now)
     for rank in (3, 0, 2, 1):
         played.outs.append(played.membership.receive(Left(rank, 0, False, 1), played.now))
     assert not ends(played) and played.events[-1].kind == "finished"
@@ -64,7 +64,7 @@ def test_who_leaves_as_planned_ends_no_script():
     played.membership.receive(Leaving(0, "SIGTERM"), played.now)
     agree(played.membership, 1, dict.fromkeys(range(4), 1))
     played.outs.append(played.membership.receive(Left(0, 0, True, 1), played.now))
-    played.membership.receive(Heartbeat(1, 1, 9, WAITS, "anything", 2), played.now)
+    played.membership.receive(Heartbeat(1, 1, 9, Activity(WAITS, "anything"), 2), played.now)
     assert not ends(played)
 
 

@@ -10,7 +10,7 @@ import pytest
 from recycle_plugin.core.coordinator import departures, handlers, vanishing
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import BarrierReached, Exited, Heartbeat, Left, Vanishing
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -70,14 +70,16 @@ def test_some_may_end_otherwise():
 def test_where_others_go_on_it_is_a_loss(how):
     membership = trained(False)
     outs = vanish(membership, 3)
-    membership.receive(Heartbeat(0, 1, 1, WAITS, "others", 2), 1.0)
+    membership.receive(Heartbeat(0, 1, 1, Activity(WAITS, "others"), 2), 1.0)
     assert not told(outs)
     if how == "a step":
-        outs.append(membership.receive(Heartbeat(0, 2, 1, WAITS, "others", 3), 1.0))
+        outs.append(membership.receive(Heartbeat(0, 2, 1, Activity(WAITS, "others"), 3), 1.0))
     elif how == "a wait":
         for beat in range(2, 20):
             now = 1.0 + beat / 4
-            outs += [membership.receive(Heartbeat(rank, beat, 1, WAITS, "others", 2), now) for rank in range(3)]
+            outs += [
+                membership.receive(Heartbeat(rank, beat, 1, Activity(WAITS, "others"), 2), now) for rank in range(3)
+            ]
             outs.append(membership.tick(now))
     else:
         outs.append(membership.receive(Exited(0, -9, 1.0), 1.0))
@@ -90,7 +92,7 @@ def test_the_only_worker_of_a_stage_that_vanishes_in_mid_job_is_a_loss_that_is_r
     membership = logging(replicas=1, stages=4)
     outs = vanish(membership, 3)
     assert not told(outs)
-    (decision,) = decisions(membership.receive(Heartbeat(0, 1, 1, WAITS, "others", 3), 1.0))
+    (decision,) = decisions(membership.receive(Heartbeat(0, 1, 1, Activity(WAITS, "others"), 3), 1.0))
     assert decision.details["way"] == "replay"
 
 
@@ -99,7 +101,7 @@ def test_who_comes_to_a_barrier_goes_on():
     outs = vanish(membership, 3)
     outs.append(membership.receive(BarrierReached(0, 0, "saving", {}), 1.0))
     assert not said(outs[-1], Over)
-    outs.append(membership.receive(Heartbeat(0, 2, 1, WAITS, "others", 3), 1.0))
+    outs.append(membership.receive(Heartbeat(0, 2, 1, Activity(WAITS, "others"), 3), 1.0))
     assert "lost" in told(outs)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
 from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed, Welcome
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Post
@@ -109,7 +110,7 @@ def files() -> set[str]:
 
 
 def beats(count: int, rank: int = 0) -> list[Heartbeat]:
-    return [Heartbeat(rank, number, 0, "waits", "") for number in range(count)]
+    return [Heartbeat(rank, number, 0, Activity(WAITS, "")) for number in range(count)]
 
 
 def make_again(ends: Ends, welcome: Welcome) -> tuple[Control, Hello]:
@@ -175,12 +176,12 @@ def test_a_message_as_large_as_they_may_be(ends):
 
 
 def test_a_message_comes_in_pieces(ends):
-    frame = ends.whole(encode(Heartbeat(0, 1, 2, "waits", "")))
+    frame = ends.whole(encode(Heartbeat(0, 1, 2, Activity(WAITS, ""))))
     for place in range(len(frame)):
         assert ends.near.receive() is None and ends.near.broken is None
         ends.raw(frame[place : place + 1])
         assert readable(ends.near, PATIENCE_S)
-    assert ends.near.receive() == Heartbeat(0, 1, 2, "waits", "")
+    assert ends.near.receive() == Heartbeat(0, 1, 2, Activity(WAITS, ""))
 
 
 def test_several_messages_come_in_one_piece(ends):

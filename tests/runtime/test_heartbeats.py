@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.executor import Interrupted
@@ -34,10 +34,10 @@ def test_a_beat_says_what_the_worker_is_at(coordinator):
         heartbeats.beat()
     said = beats(coordinator, 3)
     assert [(beat.rank, beat.number, beat.done) for beat in said] == [(3, 1, 0), (3, 2, 0), (3, 3, 1)]
-    assert [(beat.at, beat.what) for beat in said] == [
-        (ELSEWHERE, SCRIPT),
-        (ELSEWHERE, "a checkpoint"),
-        (WAITS, "whatever"),
+    assert [beat.doing for beat in said] == [
+        Activity(ELSEWHERE, SCRIPT),
+        Activity(ELSEWHERE, "a checkpoint"),
+        Activity(WAITS, "whatever"),
     ]
 
 
@@ -47,7 +47,7 @@ def test_a_beat_goes_out_though_what_it_tells_of_changes_meanwhile(coordinator):
     heartbeats = coordinator.session(3).heartbeats
     with heartbeats.at(WAITS, lambda: f"a result of rank {changing['gone'][0]}"):
         heartbeats.beat()
-    assert [(beat.at, beat.what) for beat in beats(coordinator, 1)] == [(WAITS, "what has just changed")]
+    assert [beat.doing for beat in beats(coordinator, 1)] == [Activity(WAITS, "what has just changed")]
 
 
 def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
@@ -60,10 +60,10 @@ def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
     with heartbeats.at(COMPUTES, "0F0.1@1"):
         pass
     heartbeats.beat()
-    assert [(beat.at, beat.what) for beat in beats(coordinator, 3)] == [
-        (COMPUTES, "0F0.0@1"),
-        (WAITS, ""),
-        (ELSEWHERE, SCRIPT),
+    assert [beat.doing for beat in beats(coordinator, 3)] == [
+        Activity(COMPUTES, "0F0.0@1"),
+        Activity(WAITS, ""),
+        Activity(ELSEWHERE, SCRIPT),
     ]
 
 

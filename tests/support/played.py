@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
 from recycle_plugin.core.messages.from_workers import Heartbeat, Stepped, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
@@ -22,7 +22,7 @@ class Played:
 
     membership: Membership = field(default_factory=started)
     now: float = 1000.0
-    at: dict[int, tuple[str, str] | None] = field(default_factory=lambda: dict.fromkeys(range(4), (WAITS, "")))
+    at: dict[int, Activity | None] = field(default_factory=lambda: dict.fromkeys(range(4), Activity(WAITS, "")))
     done: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(4), 0))
     stopped: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)  # hosts that nothing comes from
@@ -46,7 +46,7 @@ class Played:
             SupervisorHeartbeat(rank, rank in self.stopped, self.cpu_s if rank in self.busy else 0.0), self.now
         )
         if self.at[rank] is not None and rank not in self.stopped:
-            self.membership.receive(Heartbeat(rank, 1, self.done[rank], *self.at[rank]), self.now)
+            self.membership.receive(Heartbeat(rank, 1, self.done[rank], self.at[rank]), self.now)
 
     def tick(self, seconds: float) -> CoordinatorOutput:
         self.now += seconds

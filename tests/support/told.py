@@ -8,6 +8,7 @@ from pathlib import Path
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.activity import Activity
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     Contribution,
@@ -90,7 +91,7 @@ class ToldJob:
     def beat(self, ranks: Iterable[int], at: str, what: str = "") -> None:
         """Heartbeats of ``ranks``, and a tick."""
         for rank in ranks:
-            self.say(Heartbeat(rank, 0, 0, at, what, self.step + 1))
+            self.say(Heartbeat(rank, 0, 0, Activity(at, what), self.step + 1))
         self._take(self.membership.tick(self.now))
 
     def write(self, *more: dict) -> Path:

@@ -145,9 +145,9 @@ def see_uneven(state: JobState) -> None:
         return
     detector = state.attendance.failure_detector
     for member in state.roster:
-        at, _, for_s = detector.doing(member.worker)
+        doing, for_s = detector.doing(member.worker)
         last = detector.last(member.worker)
-        if last is not None and at == WAITS and for_s > UNEVEN_S:
+        if last is not None and doing.at == WAITS and for_s > UNEVEN_S:
             compare_scripts(state, member, last.step)
 
 

@@ -44,5 +44,5 @@ def _goes_on(state: JobState, worker: WorkerId) -> bool:
     last = detector.last(worker)
     if last is None:
         return False
-    at, _, for_s = detector.doing(worker)
-    return last.step > state.committed or (at == WAITS and for_s > departures.UNEVEN_S)
+    doing, for_s = detector.doing(worker)
+    return last.step > state.committed or (doing.at == WAITS and for_s > departures.UNEVEN_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from recycle_plugin.core.messages.activity import Activity
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.said import SUPERVISOR, OfWorker, ToCoordinator
 from recycle_plugin.core.messages.typed import Finite
@@ -386,13 +387,12 @@ class Unguarded(OfWorker, by=SUPERVISOR):
 @dataclass(frozen=True)
 class Heartbeat(OfWorker):
     """From a worker, at intervals, from a thread of its own: it has finished ``done`` instructions, the last of
-    ``step``; ``at`` and ``what`` say what it does (core/messages/activity.py). ``number`` comes back in :class:`Lease`.
+    ``step``, and what it is ``doing``. ``number`` comes back in :class:`Lease`.
     """
 
     number: int
     done: int
-    at: str
-    what: str
+    doing: Activity
     step: int = 0
 
 

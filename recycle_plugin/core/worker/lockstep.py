@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from recycle_plugin.core.messages.activity import WAITS, Activity, Awaited
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction, Op
 from recycle_plugin.core.worker.control_view import ControlPort
@@ -47,9 +48,7 @@ class Word(NamedTuple):
 class SeatPort(ControlPort, Protocol):
     """How a shard waits, and talks to the others of its seat."""
 
-    def wait(
-        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Waits[T]:
+    def wait(self, what: Awaited, ready: Callable[[], T | None], interruptible: bool = True) -> Waits[T]:
         """Yield until ``ready()`` is not None, the value. Raises JobEnded, and Interrupted if ``interruptible``."""
 
     def say_in_seat(self, word: Word) -> None:
@@ -93,11 +92,8 @@ class Lockstep:
         return True
 
     def _all_begin(self) -> Waits[bool]:
-        return (
-            yield from self._port.wait(
-                lambda: f"the other workers of seat {self._seat} at {self._word.what}", self._begun, interruptible=False
-            )
-        )
+        wait = Activity(WAITS, f"the other workers of seat {self._seat} at {self._word.what}", self._seat)
+        return (yield from self._port.wait(wait, self._begun, interruptible=False))
 
     def _begun(self) -> bool | None:
         """Return whether all have begun what this shard begins; None while one still may."""
@@ -135,9 +131,8 @@ class Lockstep:
             yield from self._port.wait(
                 f"what has stopped the others of seat {self._seat}", self._view.interruption, interruptible=False
             )
-            self._until = yield from self._port.wait(
-                f"the other workers of seat {self._seat} to stop", self._furthest, interruptible=False
-            )
+            wait = Activity(WAITS, f"the other workers of seat {self._seat} to stop", self._seat)
+            self._until = yield from self._port.wait(wait, self._furthest, interruptible=False)
         if self.finished >= self._until:
             coming = self._view.interruption()
             raise Interrupted(f"generation {coming.number}: {coming.cause}" if coming is not None else "")

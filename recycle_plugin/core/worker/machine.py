@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
+from recycle_plugin.core.messages.activity import Awaited
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
@@ -96,7 +97,7 @@ class Machine(ControlPort, Protocol):
 
     def wait(
         self,
-        what: Callable[[], str] | str,
+        what: Awaited,
         ready: Callable[[], T | None],
         interruptible: bool = True,
         at_least_s: float = 0.0,

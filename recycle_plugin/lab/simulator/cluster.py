@@ -22,7 +22,7 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
 from recycle_plugin.core.messages.from_workers import (
     Exited,
@@ -287,7 +287,7 @@ class Cluster:
                 alive = SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s, incarnation=process)
                 self.tell_coordinator(rank, alive, SUPERVISOR)
                 if not worker.stopped and worker.runs:
-                    beat = Heartbeat(rank, self.now, worker.done, *worker.at, worker.step, incarnation=process)
+                    beat = Heartbeat(rank, self.now, worker.done, worker.at, worker.step, incarnation=process)
                     self.tell_coordinator(rank, beat)
         self.later(HEARTBEAT_US * (1 + self.scenario.takes_over), self._send_heartbeats)
 
@@ -488,7 +488,7 @@ class Cluster:
         second = self.workers[rank].ready(incarnation=SECOND_PROCESS)
         for message in (
             second,
-            Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=SECOND_PROCESS),
+            Heartbeat(rank, 1, 0, Activity(WAITS, "the start"), incarnation=SECOND_PROCESS),
             Fatal(rank, "nobody answers", incarnation=SECOND_PROCESS),
         ):
             self.tell_coordinator(rank, message, SECOND)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.activity import ELSEWHERE, Activity
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -34,7 +34,7 @@ class SimulatedWeights(NamedTuple):
 
 def made(machine: SimulatedMachine, stage: int) -> Waits[SimulatedHelpedStage]:
     """Make ``stage`` on the worker of ``machine``, and return it. CantHelp if the scenario says that it can't."""
-    machine.at = (ELSEWHERE, f"the making of stage {stage}, to help")
+    machine.at = Activity(ELSEWHERE, f"the making of stage {stage}, to help")
     yield MAKING_US
     if machine.cluster.refusals.random() < machine.cluster.scenario.helps_not:
         machine.cluster.exercised[ProtocolRule.REFUSED] += 1
@@ -72,7 +72,7 @@ class SimulatedHelpedStage:
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Spend the microseconds that ``instruction`` takes; never return on a stuck worker."""
         machine = self._machine
-        machine.at = (ELSEWHERE, f"{instruction} of a replay")
+        machine.at = Activity(ELSEWHERE, f"{instruction} of a replay")
         machine.cluster.replayed.append((machine.seat, instruction))
         machine.reach("before", machine.seat, instruction)
         spent = machine.cluster.scenario.costs.of(instruction.op, instruction.stage) * machine.percent // 100

@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.activity import ELSEWHERE, Activity
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.pushed import Need, PushedSteps, follow, steps
@@ -68,7 +68,7 @@ class PushedScript(SimulatedScript):
     def _dawdle(self) -> Iterator[Any]:
         """Do something else between two calls, and hear nothing meanwhile."""
         if self._random.random() < self._scenario.dawdles:
-            self._machine.at = (ELSEWHERE, "the training script")
+            self._machine.at = Activity(ELSEWHERE, "the training script")
             yield self._random.randrange(DAWDLES_US) * self._machine.percent // 100
 
     def _do_between(self, step: int) -> Iterator[Any]:

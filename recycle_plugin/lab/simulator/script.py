@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.activity import ELSEWHERE, Activity
 from recycle_plugin.core.messages.from_workers import Durable, Fatal, Left, Vanishing
 from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
@@ -154,7 +154,7 @@ class SimulatedScript:
 
     def _pause(self, step: int) -> Iterator[Any]:
         """Do something else, longer on some workers than on others, and hear nothing meanwhile."""
-        self._machine.at = (ELSEWHERE, "the training script")
+        self._machine.at = Activity(ELSEWHERE, "the training script")
         yield PAUSE_US * (1 + (self._machine.rank + step) % 4) * self._machine.percent // 100
 
     def _evaluate(self, step: int) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Replay
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
@@ -43,7 +43,7 @@ class SimulatedReplays:
     cluster: Cluster
     rank: int
     seat: Seat
-    at: tuple[str, str]
+    at: Activity
     control_view: ControlView
     numbers: Numbers
     steps: StepMachine
@@ -81,7 +81,7 @@ class SimulatedReplays:
     def wait_share(self, what: str, until: float) -> Iterator[Any]:
         """Wait for a moment. Raises JobEnded."""
         self.control_view.check_end()
-        self.at = (WAITS, what)
+        self.at = Activity(WAITS, what)
         yield LOOK_US
 
     def weights(self) -> SimulatedWeights:
@@ -108,7 +108,7 @@ class SimulatedReplays:
             self.control_view.check_end()
             if made and self.cluster.now > late:
                 raise CantReplay(f"{what} is in no log")
-            self.at = (WAITS, what)
+            self.at = Activity(WAITS, what)
             yield LOOK_US
         return value
 

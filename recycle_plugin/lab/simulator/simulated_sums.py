@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from recycle_plugin.core.messages.activity import COMPUTES
+from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
@@ -85,7 +85,7 @@ def _together(
     sum_.brought[machine.rank] = mine
     complete(machine.cluster, sum_)
     yield from machine.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
-    machine.at = (COMPUTES, str(instruction))
+    machine.at = Activity(COMPUTES, str(instruction))
     yield machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage) + 1
     if sum_.touched and machine.cluster.random.random() < machine.cluster.scenario.torn_share:
         yield from machine.wait("news of a lost worker", lambda: None)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from recycle_plugin.core.coordinator.facts.step_validation import over
-from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, Activity, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.from_workers import Missing, Post, ReadBoard, Ready, StateHash
 from recycle_plugin.core.messages.said import OfWorker
@@ -102,7 +102,7 @@ class SimulatedMachine(SimulatedReplays):
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
         self.vanishes = 0  # its script calls os._exit(0) after this step, or a later one
         self.code = -9  # exit code, if it does not leave
-        self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
+        self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, Activity(WAITS, "the start"), 0, 0.0
         self.waits_for, self._waited_us = "", 0
         self.current: Instruction | None = None  # the present one
         self.losses: dict[int, dict] = {}  # by step, as the training script gets them: each on the last stage
@@ -194,8 +194,8 @@ class SimulatedMachine(SimulatedReplays):
                 value = ready()
                 if value is not None:
                     return value
-                self.at = (WAITS, what if isinstance(what, str) else what())
-                yield self.at[1]
+                self.at = Activity.of(WAITS, what)
+                yield self.at.what
         finally:
             self._waited_us += self.cluster.now - began_us
 
@@ -308,10 +308,7 @@ class SimulatedMachine(SimulatedReplays):
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
         """Report a datum as missing to the coordinator, if the same wait still lasts."""
         waits = (
-            self.alive
-            and self.waiting
-            and self.control_view.number == generation
-            and self.at == (WAITS, awaited(datum, source))
+            self.alive and self.waiting and self.control_view.number == generation and self.at == awaited(datum, source)
         )
         if waits and self.control_view.interruption() is None and not self.cluster.quiet:
             self.cluster.watcher.missed(self, datum, source)
@@ -331,7 +328,7 @@ class SimulatedMachine(SimulatedReplays):
 
     def begin(self, instruction: Instruction) -> None:
         """Record that ``instruction`` is carried out now."""
-        self.current, self.at = instruction, (COMPUTES, str(instruction))
+        self.current, self.at = instruction, Activity(COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
             self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
                 self.worker.running.resumed and self.control_view.collected(instruction.step, NORM) is not None
@@ -345,7 +342,7 @@ class SimulatedMachine(SimulatedReplays):
         if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
         if self.replays:
-            self.at = (ELSEWHERE, f"{instruction} of a replay")
+            self.at = Activity(ELSEWHERE, f"{instruction} of a replay")
             self.cluster.replayed.append((self.seat, instruction))
             self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += self.was_dealt(instruction)
             self.reach("before", self.seat, instruction)

@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import ReduceOp
 
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.whereabouts import Reading
@@ -489,39 +490,41 @@ class Flight:
 
     # --- waiting --------------------------------------------------------------------------------------
 
-    def _name_of(self, call: Call) -> str:
-        ranks = [self._ranks[logical] for logical in call.members] or self.live_ranks()
-        return f"{call.asked.called} among ranks {_listed(ranks)}"
+    def _wait_of(self, call: Call) -> Activity:
+        ranks = tuple(self._ranks[logical] for logical in call.members) or self.live_ranks()
+        return Activity(WAITS, f"{call.asked.called} among ranks {_listed(ranks)}", ranks=ranks)
 
-    def _awaited(self, call: Call) -> str:
+    def _awaited(self, call: Call) -> Activity:
         fetched = call.fetched  # another thread may be asking, for a heartbeat
         if fetched is not None:
-            return f"the result of {call.asked.called} from rank {self._ranks[fetched[0]]}"
+            rank = self._ranks[fetched[0]]
+            return Activity(WAITS, f"the result of {call.asked.called} from rank {rank}", ranks=(rank,))
         if call.handle is None:
             silent = self._outcomes.whereabouts.read(self._generation).missing(
                 self._ranks[other] for other in self._others
             )
-            return f"the outcome of {call.asked.called} elsewhere" + f", on rank {_listed(silent)}" * bool(silent)
-        connecting = call.connecting
+            what = f"the outcome of {call.asked.called} elsewhere" + f", on rank {_listed(silent)}" * bool(silent)
+            return Activity(WAITS, what, ranks=tuple(silent))
+        connecting, wait = call.connecting, self._wait_of(call)
         if connecting is None or connecting.poll():
-            return self._name_of(call)
-        return f"{connecting.what} for {self._name_of(call)}"
+            return wait
+        return wait._replace(what=f"{connecting.what} for {wait}")
 
     def _await_news(self, call: Call, failure: Broken) -> None:
         """Wait until the coordinator names a lost worker or has all meet again; raises Interrupted. After DEATH_S the
         coordinator is told of the failure; RecycleError follows after another NEWS_TIMEOUT_S.
         """
-        name, session = self._name_of(call), self._session
-        what = f"news of a lost worker after {name} failed"
+        wait, session = self._wait_of(call), self._session
+        news = wait._replace(what=f"news of a lost worker after {wait} failed")
         try:
-            session.waiting.until(what, lambda: None, timeout_s=DEATH_S)
+            session.waiting.until(news, lambda: None, timeout_s=DEATH_S)
         except WaitTimeout:
-            session.send(Missing(session.rank, session.view.number, name, ""))
+            session.send(Missing(session.rank, session.view.number, wait.what, ""))
         try:
-            session.waiting.until(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
+            session.waiting.until(news, lambda: None, timeout_s=NEWS_TIMEOUT_S)
         except WaitTimeout:  # before the job's start nobody can be told to meet again
             raise RecycleError(
-                f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: check the network "
+                f"{wait} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: check the network "
                 "between their hosts, "
                 f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})"
             ) from failure

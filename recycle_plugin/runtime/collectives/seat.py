@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.asked import Asked
 from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S
@@ -49,10 +50,13 @@ class SeatLink:
         handle = self._connected().start(asked.make(held, {place: place for place in range(len(self._ranks))}))
         handle.when_over(self._session.waiting.wake)
         name = f"{asked.called} among {among(self._ranks)}, in a layer"
-        self._session.waiting.until(name, lambda: True if handle.poll() else None, interruptible=False)
+        wait = Activity(WAITS, name, ranks=tuple(self._ranks))
+        self._session.waiting.until(wait, lambda: True if handle.poll() else None, interruptible=False)
         if isinstance(handle.error, Broken):
             what = f"news of a lost worker after {name} failed ({handle.error})"
-            self._session.waiting.until(what, lambda: None, interruptible=False, timeout_s=NEWS_TIMEOUT_S)
+            self._session.waiting.until(
+                wait._replace(what=what), lambda: None, interruptible=False, timeout_s=NEWS_TIMEOUT_S
+            )
         handle.wait(0)
         with torch.no_grad():
             for tensor, value in zip(asked.tensors, held) if asked.writes else ():

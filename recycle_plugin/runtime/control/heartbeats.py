@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, Activity, At
 from recycle_plugin.core.messages.from_coordinator import Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.control_view import ControlView
@@ -35,7 +35,7 @@ class Heartbeats:
         self, view: ControlView, send: Callable[[object], None], silent: Callable[[], object] = lambda: None
     ) -> None:
         self._view, self._send, self._silent = view, send, silent
-        self._at: tuple[str, object] = (ELSEWHERE, SCRIPT)
+        self._at: tuple[At, object] = (ELSEWHERE, SCRIPT)
         self._main = threading.main_thread().ident
         self.done = 0
         self._number = 0
@@ -55,9 +55,9 @@ class Heartbeats:
     # --- what the worker is at ---------------------------------------------------------------------
 
     @contextmanager
-    def at(self, at: str, what: object) -> Iterator[None]:
-        """Report that the main thread is at ``what`` inside this context. ``at``: a word of core/messages/activity.py.
-        ``what``, or the result of calling it, becomes a text only when it is sent, in another thread.
+    def at(self, at: At, what: object) -> Iterator[None]:
+        """Report that the main thread is at ``what`` inside this context. ``what``, or the
+        result of calling it, becomes a text only when it is sent, in another thread, unless it is an Activity.
         """
         before = self.turn_to((at, what))
         try:
@@ -65,7 +65,7 @@ class Heartbeats:
         finally:
             self.turn_to(before)
 
-    def turn_to(self, at: tuple[str, object]) -> tuple[str, object]:
+    def turn_to(self, at: tuple[At, object]) -> tuple[At, object]:
         """Record what the main thread is at (see :meth:`at`); return what it was at. The end of computing is sent at
         once: the next thing may hold the interpreter up, and then no heartbeat gets out.
         """
@@ -92,16 +92,8 @@ class Heartbeats:
             self._number += 1
             with self._lock:
                 self._sent[self._number] = time.monotonic()
-            self._send(
-                Heartbeat(
-                    self._view.rank,
-                    self._number,
-                    self.done,
-                    at,
-                    _text(what)[:LONGEST],
-                    self._view.begun,
-                )
-            )
+            doing = _doing(at, what)
+            self._send(Heartbeat(self._view.rank, self._number, self.done, doing, self._view.begun))
 
     def heard(self, answer: Lease) -> None:
         """Extend the lease by the coordinator's answer; it counts from the time when the heartbeat was sent. An answer
@@ -125,9 +117,9 @@ class Heartbeats:
                 self._silent()
 
 
-def _text(what: object) -> str:
-    """Return the text of ``what``, or of what calling it returns."""
+def _doing(at: At, what: object) -> Activity:
+    """Return the activity to send."""
     try:
-        return str(what() if callable(what) else what)
+        return Activity.of(at, what)
     except Exception:  # the main thread has gone on meanwhile; without a heartbeat the worker would be given up
-        return UNKNOWN
+        return Activity(at, UNKNOWN)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
-from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.activity import WAITS, Awaited
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, WaitTimeout
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
@@ -42,7 +42,7 @@ class Waiting:
 
     def until(
         self,
-        what: Callable[[], str] | str,
+        what: Awaited,
         ready: Callable[[], T | None],
         interruptible: bool = True,
         timeout_s: float = 0,
@@ -67,7 +67,7 @@ class Waiting:
                         return result
                     now, cut_off = time.monotonic(), self._heartbeats.lease_until + self.cut_off_s
                     if now >= min(deadline, cut_off):
-                        name = what if isinstance(what, str) else what()
+                        name = str(what() if callable(what) else what)
                         if cut_off < deadline:
                             self._raise_cut_off(name)
                         raise WaitTimeout(

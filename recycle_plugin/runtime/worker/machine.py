@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, awaited
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, Awaited, awaited
 from recycle_plugin.core.messages.from_workers import Missing, Serving
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
@@ -94,7 +94,7 @@ class TorchMachine:
 
     def wait(
         self,
-        what: Callable[[], str] | str,
+        what: Awaited,
         ready: Callable[[], T | None],
         interruptible: bool = True,
         at_least_s: float = 0.0,
@@ -118,7 +118,7 @@ class TorchMachine:
             return session.waiting.until(lambda: awaited(datum, source), ready)
         except WaitTimeout:
             self._miss(str(datum), source if self._mover.hears() else None)
-        return session.waiting.until(lambda: f"{awaited(datum, source)}, once more", ready)
+        return session.waiting.until(lambda: awaited(datum, source, again=True), ready)
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:

@@ -29,7 +29,7 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from recycle_plugin.core.messages.activity import COMPUTES, WAITS
+from recycle_plugin.core.messages.activity import COMPUTES, WAITS, Activity, At
 from recycle_plugin.core.messages.from_coordinator import Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.causes import Cause
@@ -139,9 +139,9 @@ class FailureDetector:
         answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
         if sign is not None:
             last = sign.last
-            if last is None or message.done != last.done or message.at != last.at or message.what != last.what:
+            if last is None or message.done != last.done or message.doing != last.doing:
                 sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
-                (self._waiting.add if message.at == WAITS else self._waiting.discard)(message.worker)
+                (self._waiting.add if message.doing.at == WAITS else self._waiting.discard)(message.worker)
             sign.last, sign.leased_until = message, self.clock + LATE_S + answer.for_s
             sign.heard = sign.heartbeat = self.clock
         return answer
@@ -157,14 +157,14 @@ class FailureDetector:
         sign = self._signs.get(worker)
         return sign.last if sign is not None else None
 
-    def doing(self, worker: WorkerId) -> tuple[str, str, float]:
-        """Return what ``worker`` is at by its heartbeats, or that it is stopped or silent; and for how many seconds."""
+    def doing(self, worker: WorkerId) -> tuple[Activity, float]:
+        """Return what ``worker`` is at, which may be that it is stopped or silent, and for how many seconds."""
         sign = self._signs[worker]
         if sign.stopped:
-            return "is stopped", "", self.clock - max(sign.supervisor_heartbeat, sign.heartbeat)
+            return Activity(At.STOPPED), self.clock - max(sign.supervisor_heartbeat, sign.heartbeat)
         if sign.last is None or self.clock - sign.heartbeat >= self._fresh_s:
-            return "says nothing", "", self.clock - sign.heartbeat
-        return sign.last.at, sign.last.what, self.clock - sign.since
+            return Activity(At.SILENT), self.clock - sign.heartbeat
+        return sign.last.doing, self.clock - sign.since
 
     def committed(self, step: int, now: float) -> None:
         """Record that steps up to ``step`` are committed at ``now`` (seconds): no worker is at one of them any more."""
@@ -264,18 +264,18 @@ class FailureDetector:
                 max(self.instruction_s, sign.leased_until - seen),
                 cause=Cause.STOPPED,
             )
-        return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None
+        return self._slowness(sign, sign.last.doing, others_wait) if sign.last is not None else None
 
-    def _slowness(self, sign: Sign, last: Heartbeat, others_wait: bool) -> Suspicion | None:
-        same = self.clock - (sign.heartbeat if last.at == WAITS else sign.since)
-        if last.at == COMPUTES and self._committed_at is not None:
-            work = _work(last.what)
+    def _slowness(self, sign: Sign, doing: Activity, others_wait: bool) -> Suspicion | None:
+        same = self.clock - (sign.heartbeat if doing.at == WAITS else sign.since)
+        if doing.at == COMPUTES and self._committed_at is not None:
+            work = _work(doing.what)
             if 0 < work[0] <= self._committed_step:
                 return None
-            return Suspicion(f"it computes {last.what}", same, *self._allowance(work, sign), work)
+            return Suspicion(f"it computes {doing}", same, *self._allowance(work, sign), work)
         if not others_wait:
             return None
-        what = "it says nothing" if last.at == WAITS else f"it {last.at} {last.what}"
+        what = "it says nothing" if doing.at == WAITS else f"it {doing.at} {doing}"
         return Suspicion(what, same, self.deadlines.idle_timeout_s, "and others wait")
 
     def _allowance(self, work: Work, sign: Sign) -> tuple[float, str]:

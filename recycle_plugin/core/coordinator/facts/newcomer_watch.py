@@ -43,8 +43,8 @@ class NewcomerWatch:
         doing.heard = clock
         if isinstance(message, SupervisorHeartbeat):
             doing.stopped_at = (clock if doing.stopped_at is None else doing.stopped_at) if message.stopped else None
-        elif doing.last != (now := (message.done, message.at, message.what, message.step)):
-            doing.last, doing.since, doing.waits = now, clock, message.at == WAITS
+        elif doing.last != (now := (message.done, message.doing, message.step)):
+            doing.last, doing.since, doing.waits = now, clock, message.doing.at == WAITS
 
     def late(
         self,

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
-from recycle_plugin.core.messages.activity import LONGEST, WAITS
-from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster
 
 NAMED = 8  # members named in a line
-_FROM = re.compile(r".* from seat (\d+\.\d+)(, once more)?")
-
-_AMONG = re.compile(r" among ranks (\d+(?:, \d+)*)")
 
 
 class Edge(NamedTuple):
-    """An edge: the members ``who`` wait for ``what`` of ``whom``, or are ``at`` something else, for at most ``for_s``
-    seconds.
+    """An edge: the members ``who`` wait for what ``whom`` have to give, or are ``doing`` something else, for at most
+    ``for_s`` seconds.
     """
 
     who: Group
-    at: str
-    what: str
+    doing: Activity
     whom: Group
     for_s: float
 
     def __str__(self) -> str:
         doing = (
-            f"{'wait' if len(self.who) > 1 else 'waits'} for {self.what or 'something'}"
-            if self.at == WAITS
-            else f"{self.at} {self.what}".rstrip()
+            f"{'wait' if len(self.who) > 1 else 'waits'} for {self.doing.what or 'something'}"
+            if self.doing.at == WAITS
+            else f"{self.doing.at} {self.doing}".rstrip()
         )
-        missing = (
-            ""
-            if self.at != WAITS or _FROM.fullmatch(self.what)
-            else f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not reached"
+        missing = f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not reached"
+        return (
+            f"{named(self.who)} {doing} for {self.for_s:.1f} s{missing * (self.doing.seat is None and self.whom != ())}"
         )
-        return f"{named(self.who)} {doing} for {self.for_s:.1f} s{missing if self.whom else ''}"
 
 
 def named(members: Group) -> str:
@@ -53,30 +45,25 @@ def wait_graph(roster: Roster, failure_detector: FailureDetector) -> list[Edge]:
     from A to B for each datum that A awaits from B. A worker at a barrier has an edge to every member that has not
     arrived. O(members * edges).
     """
-    doing: dict[tuple[str, str], list[Member]] = {}
-    longest: dict[tuple[str, str], float] = {}
+    found: dict[Activity, tuple[list[Member], list[float]]] = {}
     for member in roster:
-        at, what, for_s = failure_detector.doing(member.worker)
-        doing.setdefault((at, what), []).append(member)
-        longest[at, what] = max(for_s, longest.get((at, what), 0.0))
+        doing, for_s = failure_detector.doing(member.worker)
+        members, times = found.setdefault(doing, ([], []))
+        members.append(member)
+        times.append(for_s)
     return [
-        Edge(tuple(who), at, what, _whom(at, what, who, roster), longest[at, what]) for (at, what), who in doing.items()
+        Edge(tuple(members), doing, _whom(doing, members, roster), max(times))
+        for doing, (members, times) in found.items()
     ]
 
 
-def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
-    if at != WAITS:
+def _whom(doing: Activity, who: list[Member], roster: Roster) -> Group:
+    """Return the members for which ``who`` wait; a worker that hears nobody may miss its own data."""
+    if doing.at != WAITS:
         return ()
-    if source := _FROM.fullmatch(what):
-        return roster.group(Seat.parse(source[1]))
-    there = {member.worker for member in who}
-    return tuple(member for member in roster if member.worker not in there and _is_to_come(member, what))
-
-
-def _is_to_come(member: Member, what: str) -> bool:
-    """Return whether ``member`` is to come; not if the whole name of a collective's group is known, and lacks it."""
-    group = _AMONG.search(what)
-    return group is None or len(what) >= LONGEST or str(member.rank) in group[1].split(", ")
+    named = roster.group(doing.seat) if doing.seat is not None else roster.of_ranks(frozenset(doing.ranks))
+    others = tuple(member for member in named or roster if member not in who)
+    return others or named
 
 
 def shown(edges: list[Edge]) -> str:
@@ -89,8 +76,8 @@ def records(edges: list[Edge]) -> list[dict[str, Any]]:
     return [
         {
             "who": [str(member.seat) for member in edge.who],
-            "at": edge.at,
-            "what": edge.what,
+            "at": edge.doing.at,
+            "what": edge.doing.what,
             "whom": [str(member.seat) for member in edge.whom],
             "for_s": round(edge.for_s, 3),
         }
