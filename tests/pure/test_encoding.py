@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import asdict, replace
+from enum import Enum
 from math import inf, nan
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -81,6 +82,8 @@ def of(hint: Any) -> st.SearchStrategy:
         return st.lists(of(first), max_size=3).map(tuple) if others == [...] else st.tuples(*map(of, (first, *others)))
     if get_args(hint):
         return st.one_of(*map(of, get_args(hint)))
+    if issubclass(hint, Enum):
+        return st.sampled_from(hint)
     return st.builds(
         hint,
         **{
