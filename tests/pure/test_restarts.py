@@ -9,7 +9,6 @@ from math import inf
 import pytest
 
 from recycle_plugin.core.coordinator import losses
-from recycle_plugin.core.coordinator.facts.newcomer_watch import NewcomerWatch
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.facts.restarts import Restarts
 from recycle_plugin.core.coordinator.membership import Membership
@@ -229,7 +228,7 @@ def test_nothing_that_it_says_costs_the_others_anything(message, told):
     membership = newcomer()
     before = json.dumps(dump(membership))
     out = membership.receive(replace(message, incarnation=1), 0.0)
-    membership.state.newcomer_watch = NewcomerWatch()  # what it is at is noted
+    membership.state.attendance.failure_detector._newcomers.clear()  # what it is at is noted
     assert json.dumps(dump(membership)) == before and membership.ended is None
     assert [event.kind for event in out.events] == ([told] if told else [])
     assert [(whom, type(one)) for whom, one in out.messages] == (
@@ -242,7 +241,8 @@ def test_one_that_does_nothing_is_ended_so_that_the_next_one_is_started(stopped,
     played = Played(newcomer())
     for _ in range(round((limit_s + 2) / TICK_S)):
         played.membership.receive(SupervisorHeartbeat(2, stopped, 0.0, incarnation=1), played.now)
-        played.membership.receive(Heartbeat(2, 7, 1, Activity(ELSEWHERE, "its script"), incarnation=1), played.now)
+        if not stopped:
+            played.membership.receive(Heartbeat(2, 7, 1, Activity(ELSEWHERE, "its script"), incarnation=1), played.now)
         for rank in (0, 1, 3):
             played.signs(rank)
         if fences := said(played.tick(TICK_S), Fence):

@@ -14,12 +14,9 @@ from collections.abc import Collection, Iterator
 
 from recycle_plugin.core.coordinator import ends, generations
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_workers import Leaving, Left, Terminate
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-
-UNEVEN_S = 3.0  # how long a worker done with its part of a step may wait for scripts that end in it
 
 
 def terminate(state: JobState, message: Terminate) -> None:
@@ -145,9 +142,8 @@ def see_uneven(state: JobState) -> None:
         return
     detector = state.attendance.failure_detector
     for member in state.roster:
-        doing, for_s = detector.doing(member.worker)
         last = detector.last(member.worker)
-        if last is not None and doing.at == WAITS and for_s > UNEVEN_S:
+        if last is not None and detector.waits_in_vain(member.worker):
             compare_scripts(state, member, last.step)
 
 

@@ -46,4 +46,4 @@ def of_newcomers_supervisor(state: JobState, message: SupervisorHeartbeat) -> No
 def _watch(state: JobState, message: Heartbeat | SupervisorHeartbeat) -> None:
     """Record what a newcomer is at. Nothing is kept of other processes that are no members."""
     if state.vacancies.is_newcomer(message.worker):
-        state.newcomer_watch.hear(message, state.attendance.failure_detector.clock)
+        state.attendance.failure_detector.newcomer_heartbeat(message)

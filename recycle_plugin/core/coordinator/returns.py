@@ -187,11 +187,10 @@ def see_gone(state: JobState) -> None:
     for worker in gone:
         _forget(state, [worker])
     detector = state.attendance.failure_detector
-    limits = detector.deadlines, detector.instruction_s, detector.clock
     ready = [each.member.worker for each in state.joining]
     replaying = [each.member.worker for each in state.joining if each.phase in (Phase.REPLAYING, Phase.WAITING)]
-    for worker, why in state.newcomer_watch.late(state.vacancies.newcomers, ready, replaying, *limits):
-        turn_down(state, worker, why)
+    for worker, suspicion in detector.late_newcomers(state.vacancies.newcomers, ready, replaying):
+        turn_down(state, worker, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)")
 
 
 def _forget(state: JobState, workers: list[WorkerId]) -> None:

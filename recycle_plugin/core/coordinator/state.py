@@ -1,8 +1,7 @@
 """The state of a job: all that its coordinator knows, and nothing of what follows from that.
 
 Each part (core/coordinator/facts/) holds the facts of one subject, with the rules on these alone:
-* who takes part (attendance.py), which seats are free (vacancies.py), how far newcomers are (joining.py,
-  newcomer_watch.py);
+* who takes part (attendance.py), which seats are free (vacancies.py), how far newcomers are (joining.py);
 * reports for a new generation (regrouping.py), steps (step_ledger.py), arrivals at barriers (barriers.py), posted
   values (boards.py), places of plain iterators (places.py);
 * what logs have (logs.py), where they are (log_places.py), and which stages are replayed (replay_under_way.py);
@@ -24,7 +23,6 @@ from recycle_plugin.core.coordinator.facts.enrolment import Enrolment
 from recycle_plugin.core.coordinator.facts.joining import Joining
 from recycle_plugin.core.coordinator.facts.log_places import LogPlaces
 from recycle_plugin.core.coordinator.facts.logs import Logs
-from recycle_plugin.core.coordinator.facts.newcomer_watch import NewcomerWatch
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Whom
 from recycle_plugin.core.coordinator.facts.places import Places
 from recycle_plugin.core.coordinator.facts.recovery_times import RecoveryTimes
@@ -53,7 +51,6 @@ class JobState:
         self.attendance = Attendance()
         self.vacancies = Vacancies(ranks)
         self.joining = Joining()
-        self.newcomer_watch = NewcomerWatch()
         self.regrouping = Regrouping()
         self.put_off: Generation | None = None  # planned when a step was rejected, to be announced again
         self.left_midway = False  # a worker left whose report others may have waited for

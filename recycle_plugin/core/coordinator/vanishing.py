@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from recycle_plugin.core.coordinator import departures, losses
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_workers import Left, Vanishing
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -42,7 +41,4 @@ def _goes_on(state: JobState, worker: WorkerId) -> bool:
     """Return whether ``worker`` is in a step that is not committed, or waits for others."""
     detector = state.attendance.failure_detector
     last = detector.last(worker)
-    if last is None:
-        return False
-    doing, for_s = detector.doing(worker)
-    return last.step > state.committed or (doing.at == WAITS and for_s > departures.UNEVEN_S)
+    return last is not None and (last.step > state.committed or detector.waits_in_vain(worker))

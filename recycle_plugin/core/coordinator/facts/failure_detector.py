@@ -1,4 +1,4 @@
-"""A failure detector, as a state machine without clock or sockets: which workers are stopped or stuck.
+"""A failure detector, as a state machine without clock or sockets: which workers are silent, stopped or stuck.
 
 A worker's *heartbeat* comes from a thread of its own, with what the worker is at and how many instructions it has
 finished. Its *supervisor heartbeat* says that the process is there, whether it is stopped, and how much CPU it has
@@ -13,6 +13,9 @@ used. To evict a healthy worker is as bad as to miss a dead one, hence:
 * A process that its supervisor reports as stopped is lost after the deadline, whatever it was at. Heartbeats alone
   don't show that: a worker whose interpreter is held up, say by a large pickle, sends none and is healthy.
 * If neither kind of heartbeat comes, the host is gone or cut off. That has its own deadline, which no step lengthens.
+* Nobody waits for a newcomer, but its seat stays empty meanwhile. Silent or stopped ones are judged as members are. A
+  script that makes no progress and waits for nobody has the long deadline. A waiting newcomer has a deadline of its
+  own, ``wait_timeout_s``, after which its process ends, and so has a replay (core/coordinator/replay_deadlines.py).
 
 The results are suspicions; core/coordinator/stalls.py decides whom to give up. The deadlines are those of
 core/vocabulary/deadlines.py. Time passes by ticks, and a late tick counts little more than a punctual one: while the
@@ -23,7 +26,7 @@ suspect since the last look: as long as all go on, a few times per shortest dead
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -40,6 +43,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 REMEMBERED = 20  # steps that count for the median
 BUSY = 0.2  # of a core: a process that uses more is at work
 Work = tuple[int, str]  # step, and what of it
+UNEVEN_S = 3.0  # how long a worker done with its part of a step may wait for scripts that end in it
 FRESH = 2  # times the seconds between two heartbeats: an older one does not count for now
 
 
@@ -83,6 +87,18 @@ class Sign:
     cpu_since_s: float | None = None  # CPU time when it began what it is at
     last: Heartbeat | None = None
 
+    def hear(self, message: Heartbeat | SupervisorHeartbeat, clock: float) -> None:
+        """Record a heartbeat of the worker or of its supervisor."""
+        self.heard = clock
+        if isinstance(message, SupervisorHeartbeat):
+            self.stopped, self.cpu_s = message.stopped, message.cpu_s
+            self.supervisor_heartbeat = self.supervisor_heartbeat if message.stopped else clock
+            return
+        last = self.last
+        if last is None or message.done != last.done or message.doing != last.doing:
+            self.since, self.cpu_since_s = clock, self.cpu_s
+        self.last, self.heartbeat = message, clock
+
 
 @dataclass
 class FailureDetector:
@@ -93,6 +109,7 @@ class FailureDetector:
     ranks: int = 0  # at the start of the job
     _ticked: float | None = None
     _signs: dict[WorkerId, Sign] = field(default_factory=dict)
+    _newcomers: dict[WorkerId, Sign] = field(default_factory=dict)
     _waiting: set[WorkerId] = field(default_factory=set)  # by their last heartbeat
     _quiet_until: float = 0.0  # until then no worker can become suspect
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -115,7 +132,7 @@ class FailureDetector:
 
     def observe(self, worker: WorkerId) -> None:
         """Begin to observe one more worker."""
-        self._signs[worker] = Sign(self.clock, self.clock, self.clock, self.clock)
+        self._signs[worker] = self._sign()
         self._waiting.discard(worker)
         self._quiet_until = 0.0
 
@@ -127,9 +144,7 @@ class FailureDetector:
     def supervisor_heartbeat(self, message: SupervisorHeartbeat) -> None:
         sign = self._signs.get(message.worker)
         if sign is not None:
-            sign.heard, sign.stopped, sign.cpu_s = self.clock, message.stopped, message.cpu_s
-            if not message.stopped:
-                sign.supervisor_heartbeat = self.clock
+            sign.hear(message, self.clock)
 
     def heartbeat(self, message: Heartbeat) -> Lease:
         """Record a worker's heartbeat; return the answer, with a lease of 0 s for a worker that is not observed. The
@@ -138,13 +153,35 @@ class FailureDetector:
         sign = self._signs.get(message.worker)
         answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
         if sign is not None:
-            last = sign.last
-            if last is None or message.done != last.done or message.doing != last.doing:
-                sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
-                (self._waiting.add if message.doing.at == WAITS else self._waiting.discard)(message.worker)
-            sign.last, sign.leased_until = message, self.clock + LATE_S + answer.for_s
-            sign.heard = sign.heartbeat = self.clock
+            sign.hear(message, self.clock)
+            sign.leased_until = self.clock + LATE_S + answer.for_s
+            (self._waiting.add if message.doing.at == WAITS else self._waiting.discard)(message.worker)
         return answer
+
+    def newcomer_heartbeat(self, message: Heartbeat | SupervisorHeartbeat) -> None:
+        """Record a heartbeat of a newcomer, or of its supervisor."""
+        self._newcomers.setdefault(message.worker, self._sign()).hear(message, self.clock)
+
+    def late_newcomers(
+        self, newcomers: Collection[WorkerId], ready: Iterable[WorkerId], replaying: Collection[WorkerId]
+    ) -> Iterator[tuple[WorkerId, Suspicion]]:
+        """Yield ``newcomers`` past a deadline, once each. ``ready``: those whose engines stand, of which something has
+        to be heard; ``replaying``: those that do or help a replay.
+        """
+        for worker in ready:
+            self._newcomers.setdefault(worker, self._sign())
+        self._newcomers = {worker: sign for worker, sign in self._newcomers.items() if worker in newcomers}
+        for worker, sign in list(self._newcomers.items()):
+            found = self._absence(sign)
+            if found is None and sign.last is not None and sign.last.doing.at != WAITS and worker not in replaying:
+                idle_s = self.deadlines.idle_timeout_s
+                found = Suspicion("its script has made no progress", self.clock - sign.since, idle_s)
+            if found is not None and found.overdue:
+                del self._newcomers[worker]
+                yield worker, found
+
+    def _sign(self) -> Sign:
+        return Sign(self.clock, self.clock, self.clock, self.clock)
 
     def ran(self, worker: WorkerId) -> None:
         """Record that ``worker`` has sent what no stopped process can: it may have run between two stops."""
@@ -165,6 +202,11 @@ class FailureDetector:
         if sign.last is None or self.clock - sign.heartbeat >= self._fresh_s:
             return Activity(At.SILENT), self.clock - sign.heartbeat
         return sign.last.doing, self.clock - sign.since
+
+    def waits_in_vain(self, worker: WorkerId) -> bool:
+        """Return whether ``worker`` waits, and for longer than for a script that ends in the same step."""
+        doing, for_s = self.doing(worker)
+        return doing.at == WAITS and for_s > UNEVEN_S
 
     def committed(self, step: int, now: float) -> None:
         """Record that steps up to ``step`` are committed at ``now`` (seconds): no worker is at one of them any more."""
@@ -249,6 +291,11 @@ class FailureDetector:
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
         """Return the gravest suspicion of a worker, if any. What a silent worker was at no longer counts."""
+        absence = self._absence(sign)
+        return self._slowness(sign, sign.last.doing, others_wait) if absence is None and sign.last else absence
+
+    def _absence(self, sign: Sign) -> Suspicion | None:
+        """Return the suspicion that a worker is silent or stopped, if there is one."""
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
             return Suspicion(
@@ -264,7 +311,7 @@ class FailureDetector:
                 max(self.instruction_s, sign.leased_until - seen),
                 cause=Cause.STOPPED,
             )
-        return self._slowness(sign, sign.last.doing, others_wait) if sign.last is not None else None
+        return None
 
     def _slowness(self, sign: Sign, doing: Activity, others_wait: bool) -> Suspicion | None:
         same = self.clock - (sign.heartbeat if doing.at == WAITS else sign.since)
