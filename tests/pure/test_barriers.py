@@ -229,6 +229,15 @@ def test_all_plan_for_another_batch_size_before_anybody_goes_on():
     assert not membership.receive(Resized(0, 0, 1, 4, 77), 0.0).events, "that is what it has said before"
 
 
+@pytest.mark.parametrize("place", ["another batch size", "the state of a checkpoint"])
+def test_a_scripts_barrier_is_another_one_than_those_at_which_all_regroup_whatever_its_name(place):
+    membership = started()
+    step(membership, 0, 1)
+    assert arrive(membership, 0, [0, 1, 3], place) == []
+    for message in (Resized(2, 0, 5, 20, 77), CheckpointLoaded(2, 0)):
+        assert not said(membership.receive(message, 0.0), Generation)
+
+
 def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
     """They have met, so that each of them plans for it; the throughput is that of its own plan with everybody there."""
     membership = started()

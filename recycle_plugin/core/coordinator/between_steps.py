@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recycle_plugin.core.coordinator import ends, generations
+from recycle_plugin.core.coordinator.facts.barriers import Barrier, Sort
 from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
@@ -16,7 +17,8 @@ from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 
 def arrive(state: JobState, message: BarrierReached) -> None:
     """Record that a worker has arrived at a barrier, and tell all once all are there."""
-    values = _arrive(state, message, message.place, message.values, message.beside)
+    barrier = Barrier(Sort.BESIDE if message.beside else Sort.PASS, message.place)
+    values = _arrive(state, message, barrier, message.values)
     if values is not None:
         _passed(state, message.place, values)
         state.tell(WORKERS, BarrierPassed(message.place, values, unstarted(state.committed)))
@@ -24,7 +26,7 @@ def arrive(state: JobState, message: BarrierReached) -> None:
 
 def load(state: JobState, message: CheckpointLoaded) -> None:
     """Record that a worker has loaded a checkpoint. Once all have, all regroup."""
-    if _arrive(state, message, "the state of a checkpoint", {}) is not None:
+    if _arrive(state, message, Barrier(Sort.GO_BACK)) is not None:
         generations.regroup(state, "a checkpoint was loaded")
 
 
@@ -37,7 +39,7 @@ def resize(state: JobState, message: Resized) -> None:
         state.resized_in = message.generation
         if state.attendance.resize(message.micro_batches):
             _take_size(state, message)
-    if _arrive(state, message, "another batch size", {}) is not None:
+    if _arrive(state, message, Barrier(Sort.RESIZE)) is not None:
         generations.regroup(state, "another batch size")
 
 
@@ -58,18 +60,15 @@ def _take_size(state: JobState, message: Resized) -> None:
 def _arrive(
     state: JobState,
     message: BarrierReached | CheckpointLoaded | Resized,
-    place: str,
-    values: dict[str, Any],
-    beside: bool = False,
+    barrier: Barrier,
+    values: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Record an arrival at the barrier ``place``. Return what all have brought if all are there now, else None."""
+    """Record an arrival at ``barrier``. Return what all have brought if all are there now, else None."""
     ends.end_if_stranded(state)
     if message.generation != state.regrouping.in_force or state.regrouping.at_once is not None:
         return None
-    enough = not state.attendance.outnumbered
-    return state.barriers.arrive(
-        message.worker, message.generation, place, values, state.roster.workers, enough, beside
-    )
+    members, enough = state.roster.workers, not state.attendance.outnumbered
+    return state.barriers.arrive(message.worker, message.generation, barrier, values or {}, members, enough)
 
 
 def _passed(state: JobState, place: str, values: dict[str, Any]) -> None:

@@ -9,9 +9,26 @@ hear of that first. Or nobody hears of it, and all hear of the change.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
+
+
+class Sort(Enum):
+    """What all do once they have arrived at a barrier."""
+
+    PASS = "pass"  # go on in their scripts
+    GO_BACK = "go back"  # regroup, with the state of a checkpoint that all have loaded
+    RESIZE = "resize"  # regroup, with another batch size
+    BESIDE = "beside"  # publish a checkpoint that was written beside training
+
+
+class Barrier(NamedTuple):
+    """A barrier; ``place``: its name, if its workers give it one."""
+
+    sort: Sort
+    place: str = ""
 
 
 class Barriers:
@@ -19,39 +36,38 @@ class Barriers:
 
     def __init__(self) -> None:
         self._generation = -1
-        self._arrived: dict[tuple[bool, str], dict[WorkerId, dict[str, Any]]] = {}
+        self._arrived: dict[Barrier, dict[WorkerId, dict[str, Any]]] = {}
 
     def arrive(
         self,
         worker: WorkerId,
         generation: int,
-        place: str,
+        barrier: Barrier,
         values: dict[str, Any],
         members: AbstractSet[WorkerId],
         enough: bool = True,
-        beside: bool = False,
     ) -> dict[str, Any] | None:
-        """Record that ``worker`` has arrived at the barrier ``place``. If all ``members`` are there now and ``enough``
+        """Record that ``worker`` has arrived at ``barrier``. If all ``members`` are there now and ``enough``
         holds, return the merged values that all have brought; else None.
 
         ``generation`` is in force: arrivals in an earlier one are dropped. A worker waits at one barrier at a time, and
-        is at one ``beside`` its training: arriving at another of that kind removes it from the first. Costs time in
+        is at one BESIDE its training: arriving at another of that sort removes it from the first. Costs time in
         proportion to the barriers with somebody waiting; the last arrival also to the members.
         """
         if generation != self._generation:
             self._generation = generation
             self._arrived.clear()
-        at = beside, place
-        before = [one for one, there in self._arrived.items() if one != at and one[0] == beside and worker in there]
-        for other in before:
+        beside = barrier.sort is Sort.BESIDE
+        others = [one for one in self._arrived if one != barrier and (one.sort is Sort.BESIDE) == beside]
+        for other in [one for one in others if worker in self._arrived[one]]:
             del self._arrived[other][worker]
             if not self._arrived[other]:
                 del self._arrived[other]
-        here = self._arrived.setdefault(at, {})
+        here = self._arrived.setdefault(barrier, {})
         here[worker] = values
         if not enough or len(here) < len(members) or members - here.keys():
             return None
-        del self._arrived[at]
+        del self._arrived[barrier]
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}
 
     def waiting(self, generation: int) -> bool:
