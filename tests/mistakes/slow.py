@@ -5,15 +5,15 @@ As tests/mistakes; found in jobs in which a worker is slow and nothing else is w
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.facts import slow_replicas
+from recycle_plugin.core.coordinator.facts import slowness
 from tests.mistakes import mistake
 
 
 def changed_times(monkeypatch, change) -> None:
     """What steps have taken workers is taken for something else."""
-    compared = slow_replicas.compared
+    compared = slowness.compared
     monkeypatch.setattr(
-        slow_replicas,
+        slowness,
         "compared",
         lambda stages, step_us: compared(
             [[{one: change(took) for one, took in group.items()} for group in shards] for shards in stages], step_us

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.core.coordinator.facts.shards import drawn_by_all, held_by_all
+from recycle_plugin.core.coordinator.facts.slowness import SEAT_STEPS
 from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
-from recycle_plugin.core.coordinator.facts.straggler_detector import STEPS
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.contributions import LOSS, MEAN, NORM, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence, Generation, Resume
@@ -326,7 +326,7 @@ def test_shards_are_compared_with_the_same_shard_of_other_seats():
 
 def test_a_seat_is_as_slow_as_its_slowest_shard():
     membership = begun()
-    for number in range(1, STEPS + 1):
+    for number in range(1, SEAT_STEPS + 1):
         for rank in range(8):
             time = ComputeTime(200 if rank == 3 else 100, 100)
             out = membership.receive(Stepped(rank, 0, number, time=time), 0.0)

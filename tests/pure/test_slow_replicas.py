@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.coordinator.facts.slow_replicas import STEPS, SlowReplica, SlowReplicas
+from recycle_plugin.core.coordinator.facts.slowness import REPLICA_STEPS, Slowness, SlowReplica
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -29,7 +29,7 @@ def roster(replicas: int, shards: int = 1) -> Roster:
 
 
 def walked(
-    slow: SlowReplicas, members: Roster, step: int, waits: list[int], own: list[int], work: list[int] | None = None
+    slow: Slowness, members: Roster, step: int, waits: list[int], own: list[int], work: list[int] | None = None
 ) -> list[SlowReplica]:
     """What is new after ``step``, in which each rank has waited so long in its sum, in thousandths of the step, and
     spent so much of its own.  ``work``: what each computes, as planned.
@@ -39,11 +39,11 @@ def walked(
         time = ComputeTime(nominal, nominal, 0, wait * STEP_US // 1000, mine * STEP_US // 1000)
         slow.add(WorkerId(rank), step, time)
     slow.committed(step, members, step * STEP_US / 1e6)
-    return slow.news(members)
+    return slow.replicas_changed(members)
 
 
 def test_a_replica_is_named_after_five_steps_in_a_row_and_no_more_after_five_others() -> None:
-    slow, three = SlowReplicas(watches=True), roster(3)
+    slow, three = Slowness(watches=True), roster(3)
     late, even = ([300, 300, 0], [500, 500, 800]), ([0, 0, 0], [800, 800, 800])
     found = [walked(slow, three, step, *times) for step, times in enumerate([late] * 8 + [even] * 7, 1)]
     said = [(step, each.replica, each.over) for step, news in enumerate(found, 1) for each in news]
@@ -55,50 +55,50 @@ def test_a_replica_is_named_after_five_steps_in_a_row_and_no_more_after_five_oth
 
 @pytest.mark.parametrize("times", ([300, 300, 260], [90, 90, 0]), ids=("hardly", "within a tenth"))
 def test_what_is_short_beside_the_step_names_nobody(times) -> None:
-    slow = SlowReplicas(watches=True)
+    slow = Slowness(watches=True)
     assert not any(walked(slow, roster(3), step, times, [500, 500, 500]) for step in range(1, 20))
 
 
 def test_now_and_then_late_is_not_slow() -> None:
-    slow = SlowReplicas(watches=True)
+    slow = Slowness(watches=True)
     times = [[300, 0] if step % 5 else [0, 0] for step in range(1, 30)]
     assert not any(walked(slow, roster(2), step, each, [500, 800]) for step, each in enumerate(times, 1))
 
 
 def test_who_is_late_in_a_replica_is_told_by_its_own_time() -> None:
     """Its mates wait for it before the exchange, and all come late."""
-    slow, members = SlowReplicas(watches=True), roster(2, shards=2)
+    slow, members = Slowness(watches=True), roster(2, shards=2)
     for step in range(1, 8):
         walked(slow, members, step, [300, 310, 0, 5], [500, 500, 520, 800])
     assert slow.named[1].member.rank == 3 and slow.named[1].own_us == 30_000
 
 
 def test_where_nobody_is_busier_nobody_is_named_as_late() -> None:
-    slow, two = SlowReplicas(watches=True), roster(2)
+    slow, two = Slowness(watches=True), roster(2)
     for step in range(1, 8):
         walked(slow, two, step, [300, 0], [500, 505])
     assert slow.named[1].member is None
 
 
 def test_more_work_is_not_slowness() -> None:
-    slow, two = SlowReplicas(watches=True), roster(2)
+    slow, two = Slowness(watches=True), roster(2)
     for step in range(1, 8):
         walked(slow, two, step, [200, 0], [400, 600], [20, 40])
     assert not slow.named
 
 
 def test_a_step_that_somebody_has_not_told_of_does_not_count() -> None:
-    slow, two = SlowReplicas(watches=True), roster(2)
+    slow, two = Slowness(watches=True), roster(2)
     for step in range(1, 20):
         slow.add(WorkerId(0), step, ComputeTime(1, 1, 0, 30_000, 50_000))
         slow.add(WorkerId(1), step, ComputeTime(1, 1) if step % 2 else ComputeTime(1, 1, 0, 0, 80_000))
         slow.committed(step, two, step * STEP_US / 1e6)
-        assert not slow.news(two) or step >= 2 * STEPS
+        assert not slow.replicas_changed(two) or step >= 2 * REPLICA_STEPS
     assert set(slow.named) == {1}
 
 
 def test_other_members_begin_anew_and_who_is_gone_is_slow_no_more() -> None:
-    slow, three = SlowReplicas(watches=True), roster(3)
+    slow, three = Slowness(watches=True), roster(3)
     for step in range(1, 8):
         walked(slow, three, step, [300, 300, 0], [500, 500, 800])
     slow.interrupted(roster(2))
@@ -107,13 +107,13 @@ def test_other_members_begin_anew_and_who_is_gone_is_slow_no_more() -> None:
 
 
 def test_where_workers_are_the_unit_nobody_is_watched() -> None:
-    slow = SlowReplicas()
+    slow = Slowness()
     assert not any(walked(slow, roster(2), step, [300, 0], [500, 800]) for step in range(1, 10))
-    assert slow.__dict__ == SlowReplicas().__dict__
+    assert slow.__dict__ == Slowness().__dict__
 
 
 def test_it_survives_a_dump() -> None:
-    slow, two = SlowReplicas(watches=True), roster(2)
+    slow, two = Slowness(watches=True), roster(2)
     for step in range(1, 8):
         walked(slow, two, step, [300, 0], [500, 800])
     again = load(dump(slow))

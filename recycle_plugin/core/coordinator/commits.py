@@ -25,7 +25,7 @@ def stepped(state: JobState, message: Stepped) -> None:
     for step in state.steps.apply(message, state.roster):
         commit(state, step)
     comparisons.replicas(state)
-    if state.steps.rebalances:
+    if state.steps.slowness.rebalances:
         _rebalance(state)
 
 
@@ -43,7 +43,6 @@ def commit(state: JobState, step: int) -> None:
 
 def _rebalance(state: JobState) -> None:
     """Plan anew, for a step that nobody has started, if a worker has become slow or is slow no longer."""
-    state.steps.measured(state.roster)
     if state.halted or state.regrouping.under_way or state.ending.ended is not None:
         return
     cause = state.steps.rebalance(state.roster, state.out)

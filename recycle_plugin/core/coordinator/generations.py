@@ -22,7 +22,7 @@ def regroup(state: JobState, cause: str, from_step: int = 0, keeps_plan: bool = 
     for the same step.
     """
     planned, state.put_off = state.regrouping.planned, None
-    slowness = tuple(sorted(state.steps.straggler_detector.percent.items()))
+    slowness = tuple(sorted(state.steps.slowness.percent.items()))
     if from_step:
         roster = state.joining.planned(state.attendance.staying)
         state.joining.announced(state.regrouping.generation + 1, roster, from_step)

@@ -8,7 +8,7 @@ from recycle_plugin.core.coordinator import ends, generations, returns
 from recycle_plugin.core.coordinator.facts.joining import Joining
 from recycle_plugin.core.coordinator.facts.logs import Logs
 from recycle_plugin.core.coordinator.facts.output import SUPERVISORS, WORKERS
-from recycle_plugin.core.coordinator.facts.slow_replicas import SlowReplicas
+from recycle_plugin.core.coordinator.facts.slowness import Slowness
 from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
 from recycle_plugin.core.coordinator.facts.throughput import Throughput
@@ -82,8 +82,8 @@ def _make_parts(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> 
     state.job, state.logs = job, Logs(job.log, job.stages, logged)
     state.batches = StepBatches.full(job.replicas)
     validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
-    slow_replicas = SlowReplicas(job.unit == "replica")
-    state.steps = StepLedger(stepped, validation, job.rebalance, roster.shards, slow_replicas)
+    slowness = Slowness(job.rebalance, watches=job.unit == "replica")
+    state.steps = StepLedger(stepped, validation, roster.shards, slowness)
     state.throughput = Throughput()
     names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
     units = [tuple(member.rank for member in unit) for unit in job.domain.units(roster)]

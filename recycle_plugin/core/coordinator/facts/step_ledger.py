@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, WORKERS, CoordinatorOutput, Whom
 from recycle_plugin.core.coordinator.facts.recorded import Recorder
 from recycle_plugin.core.coordinator.facts.replica_check import Fingerprints, Mismatch
-from recycle_plugin.core.coordinator.facts.slow_replicas import SlowReplicas
+from recycle_plugin.core.coordinator.facts.slowness import Slowness
 from recycle_plugin.core.coordinator.facts.step_figures import StepFigures
 from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
-from recycle_plugin.core.coordinator.facts.straggler_detector import StragglerDetector
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN, NORM, SHARE, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed
 from recycle_plugin.core.messages.from_workers import Contribution, Fingerprint, Stepped
@@ -27,24 +26,21 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 class StepLedger:
-    """What the coordinator knows of the steps. ``committed``: the last committed step. ``rebalances``: compute times
-    count. ``shards``: of every seat. ``slow_replicas``: replicas that hold steps up. ``figures``: what steps take.
+    """What the coordinator knows of the steps. ``committed``: the last committed step. ``shards``: of every seat.
+    ``slowness``: who is slow in them. ``figures``: what steps take.
     """
 
     def __init__(
         self,
         committed: int = 0,
         validation: StepValidation | None = None,
-        rebalances: bool = False,
         shards: int = 1,
-        slow_replicas: SlowReplicas | None = None,
+        slowness: Slowness | None = None,
     ) -> None:
         self.committed = committed
         self.validation = validation or StepValidation()
-        self.straggler_detector = StragglerDetector()
-        self.slow_replicas = slow_replicas or SlowReplicas()
+        self.slowness = slowness or Slowness()
         self.recorded = Recorder(committed)
-        self.rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
         # (roster, committed, members that have not applied the next step)
         self._late: tuple[Roster, int, set[WorkerId]] = Roster(), 0, set()
@@ -65,9 +61,7 @@ class StepLedger:
         if not self.committed <= step < unstarted(self.committed):
             return
         self.figures.add(worker, step, time)
-        self.slow_replicas.add(worker, step, time)
-        if self.rebalances:
-            self.straggler_detector.add(worker, step, time)
+        self.slowness.add(worker, step, time)
 
     def add_fingerprint(self, message: Fingerprint) -> None:
         """Record the hash of a worker's state after a step."""
@@ -115,8 +109,8 @@ class StepLedger:
         """Commit ``step``, for good. ``roster``: live members. ``now``: seconds. ``batches``: contributors by step."""
         self.committed = step
         self.validation.committed(step)
-        self.slow_replicas.committed(step, roster, now)
-        for slow in self.slow_replicas.news(roster):
+        self.slowness.committed(step, roster, now)
+        for slow in self.slowness.replicas_changed(roster):
             slow.tell(out)
         for late, values in self._contributions.committed(step):  # a lost worker took the rest with it
             out.say(
@@ -142,13 +136,9 @@ class StepLedger:
         """Return the replicas that differ in committed steps that were not compared yet."""
         return self._fingerprints.committed(self.committed, roster) if self._fingerprints else iter(())
 
-    def measured(self, roster: Roster) -> None:
-        """Compare compute times of the committed steps, now that all members have reported them."""
-        self.straggler_detector.committed(self.committed, roster)
-
     def rebalance(self, roster: Roster, out: CoordinatorOutput) -> str | None:
         """Return why work is to be dealt out anew, if a worker has become slow or is slow no longer; else None."""
-        news = self.straggler_detector.news()
+        news = self.slowness.seats_changed()
         for seat, percent in news.items():
             out.say(
                 "rebalance",
@@ -218,7 +208,7 @@ class StepLedger:
         """Let the members of ``roster`` go on from step ``committed``; those ahead report their step again."""
         self._applied = dict.fromkeys(roster.workers, committed)
         self._late = Roster(), 0, set()
-        self.slow_replicas.interrupted(roster)
+        self.slowness.interrupted(roster)
 
     def _unheard(self, step: int, held: Mapping[str, dict[str, str]], behind: bool) -> bool:
         """Return whether ``step`` was rejected and somebody does not know, or is ``behind``. ``behind``: a worker has

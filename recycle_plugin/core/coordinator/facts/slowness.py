@@ -1,8 +1,15 @@
-"""Slow replicas: which replicas hold up the exchange between replicas, and which worker in them is late.
+"""Slow workers and slow replicas, by the times that workers report of their steps.
 
-Every step ends in sums over the replicas. Each worker waits there for its counterparts, the holders of the same shard
-of the same stage in other replicas, and reports how long its sum took. The last one to come waits least. So differences
-of waits are differences of arrival, and no clocks of two hosts are compared.
+A *seat* is slow by its compute time, compared within its stage. Its *relative time* is the time of its F, I, W and B of
+a step over what the cost model expects of just these. It does not depend on the amount of work, so taking work off a
+slow worker does not make it look fast. An announced level changes only if the relative time was more than 30% away from
+it for three steps in a row, in the same direction. So noise around any level, also around the one at which a worker
+counts as slow, changes nothing.
+
+A *replica* is slow if it holds up the exchange between replicas. Every step ends in sums over the replicas. Each worker
+waits there for its counterparts, the holders of the same shard of the same stage in other replicas, and reports how
+long its sum took. The last one to come waits least. So differences of waits are differences of arrival, and no clocks
+of two hosts are compared.
 
 * A seat comes when the last of its shards does. A replica is *behind* by how much later its seat came than the median
   of the stage's other seats, in the stage where that is most. It becomes slow after five steps in a row in which it was
@@ -20,15 +27,20 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
-from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerId
 
+WIDTH = 1.3
+LIKE_OTHERS = 1.1  # the relative time below which a slow seat is so no longer
+SEAT_STEPS = 3
+GRAIN = 10  # percent: plans for 200 and for 203 would be the same
 LATE = 0.1  # of a step
-STEPS = 5
+REPLICA_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -84,48 +96,85 @@ class SlowReplica:
         out.say("slow_replica", text, **details)
 
 
-class SlowReplicas:
-    """The slow replicas of a job. ``watches``: the job has replicas to compare. ``named``: those that count as slow."""
+class Slowness:
+    """The slow workers and replicas of a job. ``rebalances``: seats are compared, for plans; ``watches``: replicas are,
+    for the user. ``percent``: announced slow seats, their time in percent of the usual one. ``named``: the replicas
+    that count as slow.
+    """
 
-    def __init__(self, watches: bool = False) -> None:
-        self._watches = watches
+    def __init__(self, rebalances: bool = False, watches: bool = False) -> None:
+        self.rebalances, self._watches = rebalances, watches
+        self.percent: dict[Seat, int] = {}
         self.named: dict[int, SlowReplica] = {}
-        self._said: dict[int, dict[WorkerId, ComputeTime]] = {}
-        self._recent: dict[int, deque[Lateness]] = {}  # by replica
+        self._told: dict[int, dict[WorkerId, ComputeTime]] = {}
+        self._relative: dict[Seat, deque[float]] = {}
+        self._lateness: dict[int, deque[Lateness]] = {}  # by replica
+        self._compared = False  # since the last call of seats_changed()
         self._committed_at: float | None = None
 
     def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
-        """Record how long a worker's sum took, if that is known."""
-        if self._watches and time.exchange_us is not None and time.own_us is not None:
-            self._said.setdefault(step, {})[worker] = time
+        """Record what ``step`` took a worker."""
+        if self.rebalances or self._watches:
+            self._told.setdefault(step, {})[worker] = time
 
     def committed(self, step: int, roster: Roster, now: float) -> None:
-        """Compare the replicas in ``step``, committed at ``now`` (s), if all times are known. O(members *
+        """Compare the times up to ``step``, committed at ``now`` (s), which all members have sent. O(members *
         log(replicas)).
         """
-        if not self._watches:
-            return
-        told = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
-        took_us = round((now - self._committed_at) * 1e6) if self._committed_at is not None else 0
-        self._committed_at = now
-        stages = counterparts(roster, told.get(step, {}))
-        if took_us > 0 and stages:
-            for replica, lateness in compared(stages, took_us).items():
-                self._recent.setdefault(replica, deque(maxlen=STEPS)).append(lateness)
+        told = {older: self._told.pop(older) for older in sorted(self._told) if older <= step}
+        if self.rebalances and told:
+            self._compared = True
+            for times in told.values():
+                for stage in roster.live_stages:
+                    self._compare(_by_seat(times, roster.stage(stage)))
+            for seat in (self.percent.keys() | self._relative.keys()) - roster.seats:
+                self.percent.pop(seat, None)
+                self._relative.pop(seat, None)
+        if self._watches:
+            took_us = round((now - self._committed_at) * 1e6) if self._committed_at is not None else 0
+            self._committed_at = now
+            stages = counterparts(roster, told.get(step, {}))
+            for replica, lateness in compared(stages, took_us).items() if took_us > 0 and stages else ():
+                self._lateness.setdefault(replica, deque(maxlen=REPLICA_STEPS)).append(lateness)
+
+    def _compare(self, measured: Mapping[Seat, float]) -> None:
+        if len(measured) > 1:
+            # the faster of two: the other may be slow, and nobody is fast by mistake
+            usual = median_low(measured.values())
+            for seat, relative in measured.items():
+                self._relative.setdefault(seat, deque(maxlen=SEAT_STEPS)).append(max(1.0, relative / usual))
 
     def interrupted(self, roster: Roster) -> None:
-        """Count anew with the members of ``roster``."""
-        self._recent.clear()
+        """Count the lateness of replicas anew with the members of ``roster``. Compute times stay comparable."""
+        self._lateness.clear()
         self._committed_at = None
         there = {seat.replica for seat in roster.working}
         self.named = {replica: slow for replica, slow in self.named.items() if replica in there}
 
-    def news(self, roster: Roster) -> list[SlowReplica]:
+    def seats_changed(self) -> dict[Seat, int]:
+        """Return the seats that have left their announced compute time, with the new one in percent, and announce it.
+        O(seats).
+        """
+        if not self._compared:
+            return {}
+        self._compared, found = False, {}
+        for seat, recent in sorted(self._relative.items()):
+            known = self.percent.get(seat, 100)
+            if len(recent) == SEAT_STEPS and (
+                min(recent) > known / 100 * WIDTH or max(recent) < max(known / 100 / WIDTH, LIKE_OTHERS)
+            ):
+                percent = round(100 * median(recent) / GRAIN) * GRAIN if median(recent) > WIDTH else 100
+                if percent != known:
+                    found[seat] = percent
+        self.percent = {seat: percent for seat, percent in {**self.percent, **found}.items() if percent != 100}
+        return found
+
+    def replicas_changed(self, roster: Roster) -> list[SlowReplica]:
         """Return the replicas that have become slow, and those that are slow no longer, and record them as such."""
         found = []
-        for replica, recent in sorted(self._recent.items()):
+        for replica, recent in sorted(self._lateness.items()):
             late = [lateness.late for lateness in recent]
-            if len(late) == STEPS and (not any(late) if replica in self.named else all(late)):
+            if len(late) == REPLICA_STEPS and (not any(late) if replica in self.named else all(late)):
                 found.append(self._summed_up(replica, roster))
         for each in found:
             if each.over:
@@ -135,13 +184,23 @@ class SlowReplicas:
         return found
 
     def _summed_up(self, replica: int, roster: Roster) -> SlowReplica:
-        recent = self._recent[replica]
+        recent = self._lateness[replica]
         behind, step = (round(fmean(getattr(each, name) for each in recent)) for name in ("behind_us", "step_us"))
         own = {worker: round(fmean(each.own_us[worker] for each in recent)) for worker in recent[-1].own_us}
         latest = max(sorted(own), key=lambda worker: own[worker])
         member = roster.member(latest) if own[latest] > LATE * behind else None
         over = not any(each.late for each in recent)
         return SlowReplica(replica, member, behind, own[latest], step, over)
+
+
+def _by_seat(times: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
+    """Return by seat its slowest shard's compute time over the planned one; the other shards wait for that shard."""
+    slowest: dict[Seat, float] = {}
+    for member in members:
+        time = times.get(member.worker)
+        if time is not None and time.spent_us and time.nominal_us:
+            slowest[member.seat] = max(slowest.get(member.seat, 0.0), time.spent_us / time.nominal_us)
+    return slowest
 
 
 class Took(NamedTuple):
@@ -162,7 +221,8 @@ def counterparts(roster: Roster, told: Mapping[WorkerId, ComputeTime]) -> list[l
         shards = []
         for shard in range(roster.shards):
             there = roster.working_peers(stage, shard)
-            if len(there) < 2 or any(member.worker not in told for member in there.values()):
+            times = [told.get(member.worker) for member in there.values()]
+            if len(there) < 2 or any(time is None or None in (time.exchange_us, time.own_us) for time in times):
                 return []
             shards.append(_evened({replica: (one.worker, told[one.worker]) for replica, one in there.items()}))
         stages.append(shards)

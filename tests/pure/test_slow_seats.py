@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from recycle_plugin.core.coordinator.facts.straggler_detector import WIDTH, StragglerDetector
+from recycle_plugin.core.coordinator.facts.slowness import WIDTH, Slowness
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation
@@ -20,20 +20,18 @@ ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))
 PERIOD_US = 1000
 
 
-def walked(
-    paces: StragglerDetector, step: int, times: tuple[float, ...], work: tuple[int, ...] = (4, 4, 4)
-) -> dict[Seat, int]:
+def walked(paces: Slowness, step: int, times: tuple[float, ...], work: tuple[int, ...] = (4, 4, 4)) -> dict[Seat, int]:
     """What is new after the three workers have done ``step``, each ``times`` as slow as planned, with ``work``
     instructions.
     """
     for rank, (slow, count) in enumerate(zip(times, work)):
         paces.add(WorkerId(rank), step, ComputeTime(round(count * slow * PERIOD_US), count * PERIOD_US))
-    paces.committed(step, Roster(ROSTER.members[: len(times)]))
-    return paces.news()
+    paces.committed(step, Roster(ROSTER.members[: len(times)]), float(step))
+    return paces.seats_changed()
 
 
 def test_three_steps_in_a_row_make_a_worker_slow_and_three_others_end_that():
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     slow, even = (1.0, 2.0, 1.0), (1.0, 1.0, 1.0)
     found = [
         walked(paces, step, times) for step, times in enumerate([slow, slow, slow, slow, even, even, even, even], 1)
@@ -42,25 +40,25 @@ def test_three_steps_in_a_row_make_a_worker_slow_and_three_others_end_that():
 
 
 def test_a_worker_that_is_hardly_slow_any_more_is_not():
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     found = [walked(paces, step, (1.0, 3.0 if step < 5 else 1.2, 1.0)) for step in range(1, 20)]
     assert [one for one in found if one] == [{Seat(1, 0): 300}, {Seat(1, 0): 100}]
 
 
 def test_of_two_the_slower_is_slow():
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     assert [walked(paces, step, (3.0, 1.5)) for step in (1, 2, 3)][-1] == {Seat(0, 0): 200}
 
 
 def test_less_work_is_not_speed():
     """What the worker is left with after it was found slow takes it less time, and it stays slow."""
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     found = [walked(paces, step, (1.0, 2.0, 1.0), (4, 4, 4) if step < 6 else (5, 2, 5)) for step in range(1, 20)]
     assert [one for one in found if one] == [{Seat(1, 0): 200}]
 
 
 def test_two_slow_steps_and_a_good_one_are_nothing():
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     assert not any(walked(paces, step, (1.0, 1.0 if step % 3 == 0 else 9.0, 1.0)) for step in range(1, 40))
 
 
@@ -68,7 +66,7 @@ def test_two_slow_steps_and_a_good_one_are_nothing():
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_of_a_tenth_around_any_level_changes_nothing_after_the_first_word(level, seed):
     rng = random.Random(seed)
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     found = [
         walked(paces, step, tuple(slow * rng.uniform(0.95, 1.05) for slow in (1.0, level, 1.0)))
         for step in range(1, 300)
@@ -77,12 +75,12 @@ def test_noise_of_a_tenth_around_any_level_changes_nothing_after_the_first_word(
 
 
 def test_all_as_slow_as_each_other_is_nobody():
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     assert not any(walked(paces, step, (7.0, 7.0, 7.0)) for step in range(1, 10))
 
 
 def test_who_is_alone_on_a_stage_is_compared_with_nobody():
-    paces = StragglerDetector()
+    paces = Slowness(rebalances=True)
     assert not any(walked(paces, step, (7.0,)) for step in range(1, 10))
 
 
