@@ -13,6 +13,7 @@ from recycle_plugin.core.coordinator.facts.shards import drawn_by_all, held_by_a
 from recycle_plugin.core.coordinator.facts.slowness import SEAT_STEPS
 from recycle_plugin.core.coordinator.facts.step_validation import StepValidation
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.contributions import LOSS, MEAN, NORM, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
@@ -64,7 +65,7 @@ class Line:
                 self.control_view.check()
             if (value := ready()) is not None:
                 return value
-            yield what if isinstance(what, str) else what()
+            yield Activity.of(WAITS, what).what
 
     def say_in_seat(self, word: Word) -> None:
         self.said.append(word)
