@@ -438,7 +438,7 @@ def test_a_newcomer_whose_host_is_gone_leaves_a_seat():
     assert kinds(out, "not_restarted") == ["not_restarted"]
     assert (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
     assert seated(membership.join(1, "x", False, 24.0), 1) == 2
-    out = membership.tick(99.0)
+    out = membership.tick(26.9)
     assert not kinds(out, "not_restarted") and not said(out, Fence), "the supervisor that is there now is another one"
 
 
@@ -454,6 +454,30 @@ def test_a_newcomer_of_whose_host_nothing_is_heard_any_more_leaves_a_seat():
     assert (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
     membership.receive(SupervisorHeartbeat(2, False, incarnation=1), 30.0)
     assert not orders(dies(membership, 1)), "its host is back, and the seat is another's"
+
+
+def test_a_host_that_loses_power_before_it_starts_a_newcomer_leaves_a_seat():
+    """Its supervisor's connection stands, and nothing says that the order has come."""
+    membership = job_of(heartbeat_timeout_s=3.0)
+    membership.join(1, "x", True, 0.0)
+    silent(membership, 2)
+    membership.joiner_gone(1)
+    assert orders(dies(membership)) == [(2, 1, 1.0)], "at 10 s; due at 11 s"
+    assert not kinds(membership.tick(13.5), "not_restarted")
+    out = membership.tick(14.5)
+    assert kinds(out, "not_restarted") and (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
+    assert seated(membership.join(2, "x", False, 15.0), 2) == 2
+
+
+def test_a_supervisor_that_comes_again_has_the_whole_time_to_start_a_newcomer():
+    membership = job_of(heartbeat_timeout_s=3.0)
+    assert orders(dies(membership)) == [(2, 1, 1.0)], "at 10 s; due at 11 s"
+    membership.supervisor(2, False, 10.5)
+    assert not kinds(membership.tick(13.0), "not_restarted")
+    assert orders(membership.supervisor(2, True, 13.4)) == [(2, 1, 0.0)]
+    assert not kinds(membership.tick(16.0), "not_restarted")
+    assert kinds(membership.tick(16.5), "not_restarted")
+    assert orders(dies(membership, 1, 17.0)) == [(2, 2, 2.0)], "it says that it has not started the one that was fenced"
 
 
 def test_a_newcomer_whose_host_was_silent_for_a_while_has_a_successor_there_once_that_is_heard_of():

@@ -271,7 +271,13 @@ async def test_an_order_that_is_taken_back_is_not_carried_out(monkeypatch):
         await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
         far.send(Fence(1, "host x takes its seat", incarnation=1))
         starts.go_on.set()
+        assert (await hear(far, Exited)).incarnation == 1, "or nobody knows that its host is there"
         far.send(Restart(1, 0.0, incarnation=1))
+        far.send(Fence(1, "its host is gone", incarnation=2))
+        far.send(Restart(1, 0.0, incarnation=2))  # both have waited for a line that was cut
+        while (said := await hear(far, Exited)).incarnation == 1:
+            pass  # it is said until it is answered
+        assert (said.incarnation, said.code) == (2, -signal.SIGKILL)
         far.send(Restart(1, 0.0, incarnation=3))
         await starts.next(3)
         far.send(Fence(1, "the job is over", incarnation=3))

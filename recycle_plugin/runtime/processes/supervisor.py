@@ -348,8 +348,9 @@ class Supervisor:
             heartbeats.cancel()
 
     async def _next_has_started(self, gone: asyncio.Task[Any]) -> bool:
-        """Start the next worker when the coordinator orders it; a failed start counts as the worker's death. Return
-        False if the job is over or the guard gone before.
+        """Start the next worker when the coordinator orders it. A failed start counts as the worker's death. So does an
+        order that was taken back: if this host was silent meanwhile, it is heard of again. Return False if the job is
+        over or the guard gone before.
         """
         order = await first_of(self._ordered(), self._over, gone)
         if order is None:
@@ -360,7 +361,9 @@ class Supervisor:
         if order.after_s and await first_of(pause(order.after_s), self._over, gone) is None:
             return False
         if self._fenced >= self._incarnation:
-            return True  # another incarnation takes its place
+            self._started = True
+            self._say_exited(-signal.SIGKILL)
+            return True
         try:
             await self._start()
         except ConnectionError as error:
@@ -373,7 +376,7 @@ class Supervisor:
         while True:
             order = await self._orders.get()
             done = order.incarnation < self._incarnation + self._started
-            if order.rank == self._rank and not done and order.incarnation > self._fenced:
+            if order.rank == self._rank and not done:
                 return order
 
     def _say_exited(self, code: int) -> None:

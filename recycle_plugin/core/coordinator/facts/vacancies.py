@@ -173,7 +173,7 @@ class Vacancies:
             vacancy.in_vain = False
         for each in unit:
             if not each.away and self._spares and not ending:
-                self._seat_spare(each, out)
+                self._seat_spare(each, now, out)
         self._start_all([each for each in unit if not each.is_filled], ending, now, out)
 
     def _start_all(self, seats: Collection[SeatRecord], ending: bool, now: float, out: CoordinatorOutput) -> None:
@@ -238,8 +238,9 @@ class Vacancies:
             self._say_stay(seat, out)
         vacancy = seat.vacancy
         if vacancy is not None and vacancy.newcomer is not None and not vacancy.come:
-            wait_s = max(0.0, vacancy.due - now)
-            out.tell(SupervisorOf(rank), Restart(rank, wait_s, incarnation=vacancy.newcomer.incarnation))
+            vacancy.due = max(vacancy.due, now)
+            order = Restart(rank, vacancy.due - now, incarnation=vacancy.newcomer.incarnation)
+            out.tell(SupervisorOf(rank), order)
 
     def unsupervised(self, rank: int, now: float) -> None:
         """Record that the supervisor of ``rank`` is gone; another may come."""
@@ -274,7 +275,7 @@ class Vacancies:
                 out.fence(worker, "its host is gone")
                 gone += [worker, *self._in_vain(worker, "its host is gone", ending, now, out)]
         while self._spares and not ending and (ranks := self._gone(unreachable, now)):
-            self._seat_spare(self._seats[ranks[0]], out)
+            self._seat_spare(self._seats[ranks[0]], now, out)
         return gone
 
     def is_host_gone(self, rank: int, now: float) -> bool:
@@ -283,8 +284,16 @@ class Vacancies:
         return seat.silent or (seat.absent_since is not None and now - seat.absent_since > self._absent_s)
 
     def _is_silent(self, rank: int, now: float) -> bool:
-        vacancy = self._seats[rank].vacancy
-        return vacancy is not None and vacancy.heard is not None and now - vacancy.heard > self._absent_s
+        """Return whether the supervisor of ``rank`` has not reported its newcomer's process for too long: a host that
+        loses power breaks no connection, also before that process is started.
+        """
+        seat = self._seats[rank]
+        if seat.vacancy is None:
+            return False
+        heard = seat.vacancy.heard
+        if heard is None and not seat.vacancy.come and seat.absent_since is None:
+            heard = seat.vacancy.due
+        return heard is not None and now - heard > self._absent_s
 
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
         """Return the ranks of lost workers whose hosts are gone and whom nobody follows yet."""
@@ -312,7 +321,7 @@ class Vacancies:
         if ending or self._over:
             out.tell(Joiner(number), Refused(OVER if self._over else "the job is about to end"))
         elif free := self._free(unreachable, now):
-            self._seat(number, host, self._seats[free[0]], out)
+            self._seat(number, host, self._seats[free[0]], now, out)
         elif waits:
             self._spares[number] = host
             out.say("spare", f"host {host} waits as a spare: it takes the next seat that is lost", host=host)
@@ -332,14 +341,14 @@ class Vacancies:
         """Drop the spare ``number``, whose supervisor is gone."""
         self._spares.pop(number, None)
 
-    def _seat_spare(self, seat: SeatRecord, out: CoordinatorOutput) -> str:
+    def _seat_spare(self, seat: SeatRecord, now: float, out: CoordinatorOutput) -> str:
         """Give ``seat`` to the spare that has waited longest. Return its host."""
         number = next(iter(self._spares))
         host = self._spares.pop(number)
-        self._seat(number, host, seat, out)
+        self._seat(number, host, seat, now, out)
         return host
 
-    def _seat(self, number: int, host: str, seat: SeatRecord, out: CoordinatorOutput) -> None:
+    def _seat(self, number: int, host: str, seat: SeatRecord, now: float, out: CoordinatorOutput) -> None:
         if seat.vacancy is not None and seat.vacancy.newcomer is not None:
             out.fence(seat.vacancy.newcomer, f"host {host} takes its seat")
         self._restarts.admitted(seat.unit[0])
@@ -347,15 +356,15 @@ class Vacancies:
         seat.unguarded = seat.silent = False
         out.say("joined", f"host {host} takes {seat.name}", rank=seat.rank, host=host)
         out.tell(Joiner(number), Seated(seat.rank))
-        self._start(seat, 0.0, 0.0, out)
-        self._start_others(seat, out)
+        self._start(seat, 0.0, now, out)
+        self._start_others(seat, now, out)
 
-    def _start_others(self, seat: SeatRecord, out: CoordinatorOutput) -> None:
+    def _start_others(self, seat: SeatRecord, now: float, out: CoordinatorOutput) -> None:
         """Start the dead others of the unit of ``seat``, which is filled from elsewhere, if their supervisors can."""
         for other in self._unit(seat):
             waits = other.vacancy is not None and not other.is_filled and not other.away
             if waits and other.has_starter and other.host not in self._drained:
-                self._start(other, 0.0, 0.0, out)
+                self._start(other, 0.0, now, out)
 
     # --- leaving as planned, and coming back from there ------------------------------------------
 
@@ -442,7 +451,7 @@ class Vacancies:
         self._drained.discard(seat.host)
         self._restarts.admitted(seat.unit[0])
         if self._spares:
-            return f"a spare on host {self._seat_spare(seat, out)} takes it"
+            return f"a spare on host {self._seat_spare(seat, now, out)} takes it"
         if not seat.has_starter:
             return f"no process is left on host {seat.host} to start it: the next one started with --join takes it"
         self._start(seat, 0.0, now, out)
