@@ -164,6 +164,19 @@ def test_all_hear_of_a_term_and_who_comes_later_too():
     assert isinstance(job.told[job.workers[1]][0], Welcome) and term not in job.told[job.workers[1]], "it knows"
 
 
+@pytest.mark.parametrize(
+    "address, text",
+    [
+        ("10.0.0.2:77", "a standby on another host, at 10.0.0.2:77, goes on if host alpha dies"),
+        ("", "no standby on another host: the job ends if host alpha dies"),
+    ],
+)
+def test_the_user_hears_whether_the_coordinators_host_may_die(address, text):
+    board, effects = Board().board, Effects()
+    board.stands_by(address, 1.0, effects)
+    assert [event.text for event in effects.events] == [text]
+
+
 def test_who_knows_of_a_later_term_is_not_known_here():
     """What it has heard meanwhile, nobody here has."""
     job = Board()

@@ -241,8 +241,8 @@ class Switchboard:
         self.membership.state.stood_by_elsewhere = bool(address)
         told = encode(self.term_told)
         effects.frames += [(number, told) for number, line in self.lines.items() if line.hello.role in GOING_ON]
-        who = f"a process on another host, at {address}, stands by" if address else "none on another host stands by"
-        text = f"{who}, to go on if host {self.succession.host} dies"
+        there = f"a standby on another host, at {address}, goes on"
+        text = f"{there if address else 'no standby on another host: the job ends'} if host {self.succession.host} dies"
         effects.events.append(Event("standby", text, {"address": address, "term": self.succession.term}))
 
     def moves(self, host: str, store_port: int) -> None:

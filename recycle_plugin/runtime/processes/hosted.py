@@ -215,10 +215,9 @@ class Hosted:
 
         def changes(pid: int) -> None:
             guard.tell(mirror=pid)
-            text = f"process {pid} stands by" if pid else "nobody stands by any more"
-            self._telling.say(
-                Event("standby", f"{text}, to go on if the coordinator's process dies", {"pid": pid}), clock.now()
-            )
+            there = f"standby process {pid} goes on if the coordinator's process dies"
+            text = there if pid else "no standby on the coordinator's own host"
+            self._telling.say(Event("standby", text, {"pid": pid}), clock.now())
 
         self.coordinator.mirror.watch(changes)
 
