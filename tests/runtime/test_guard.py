@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import socket
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Callable
 import pytest
 
 from recycle_plugin.runtime.processes import guard
+
+NEXT = ("10.0.0.2", 7)  # another host's coordinator
 
 
 def in_a_process(run: Callable[[], int]) -> int:
@@ -92,6 +95,24 @@ def test_a_dead_coordinator_is_the_jobs_end_unless_a_process_on_another_host_may
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert log.exists() is not elsewhere
+
+
+def test_a_guard_whose_coordinator_was_deposed_gives_the_next_one_a_standby():
+    """Its own standby ends with that coordinator."""
+    test, other = socket.socketpair()
+    test.settimeout(60)
+
+    def stand_by(line: socket.socket, address: guard.Address | None, elsewhere: bool) -> int:
+        if elsewhere:
+            other.sendall(f"{address}\n".encode())
+        return stays(line)
+
+    pid = in_a_process(guard.Guard(asks_for_a_standby, deposed, stand_by).hold)
+    try:
+        assert test.makefile().readline() == f"{NEXT}\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_where_those_that_stand_by_end_in_turn_the_next_one_comes_only_after_a_while(monkeypatch):
@@ -194,6 +215,19 @@ def killed_once(line: socket.socket, test: socket.socket) -> int:
     if test.recv(1) == b"x":
         os.kill(os.getpid(), signal.SIGKILL)
     return 7
+
+
+def asks_for_a_standby(line: socket.socket) -> int:
+    """Asks again and again, as the coordinator at NEXT has its supervisor do, until the guard is gone."""
+    end = guard.Pipe(line)
+    while not select.select([line], [], [], 0.05)[0] or end.heard() is not None:
+        end.tell(stand_by=NEXT)
+    return 0
+
+
+def deposed(line: socket.socket) -> int:
+    guard.Pipe(line).tell(ready=True)
+    return guard.DEPOSED
 
 
 def stays(line: socket.socket) -> int:

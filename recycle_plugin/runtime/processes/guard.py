@@ -306,7 +306,8 @@ class Guard:
         self._mirror = mirror
 
     def _end_standby(self) -> None:
-        self._stand_by = None
+        """Kill the standby: it is of no use. Another one is started only for a coordinator elsewhere that asks."""
+        self._again_at = None
         if self._standing_by is not None:
             os.kill(self._standing_by[0], signal.SIGKILL)
 
