@@ -32,6 +32,8 @@ def survival(job: ConfiguredJob) -> Section:
         lines = [count, *(lines if logs else ["; ".join(["ends it: a stage's last worker", *ends])])]
     if len(rows) == 1:
         lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
+    if job.survives_first_host:
+        lines.append("the host of rank 0: another host takes over; but SLURM ends a job that loses its batch host")
     if job.spare_slots:
         lines.append(
             f"slots: {job.spare_slots} more than workers; launch with --num_nodes or --num_gpus to leave them out"
