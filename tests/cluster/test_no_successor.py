@@ -40,14 +40,15 @@ def are_connected(run, hosts) -> bool:
     return len([here for here, _ in ends if here == run.port]) == 2 * len(hosts.names) + 1
 
 
-def all_end(run, hosts, loses_power: bool, said_why: str = GONE) -> None:
-    """Crash the first host; every process on the others ends, with a line from each worker. ``loses_power``: no
-    connection to the host is closed.
+def all_end(run, hosts, loses_power: bool, said_why: str = GONE, crashed: int = 1) -> None:
+    """Crash the first host, or the first ``crashed`` ones; every process on the others ends, with a line from each
+    worker. ``loses_power``: no connection to the first host is closed.
     """
-    first, *others = hosts.names
+    first, others = hosts.names[0], hosts.names[crashed:]
     if loses_power:
         hosts.cut(first)
-    run.crash(first)
+    for name in hosts.names[:crashed]:
+        run.crash(name)
     assert run.launcher.wait(END_S) != 0
     assert all(launcher.wait(END_S) != 0 for launcher in run.others.values())
     for name in others:
@@ -69,3 +70,10 @@ def test_before_the_first_step_all_others_end(start, four, tmp_path, loses_power
     run = start(four, {"name": "begin_late", "until": str(tmp_path / "go")})
     run.wait_for(lambda: are_connected(run, four), "connection of each process")
     all_end(run, four, loses_power)
+
+
+def test_where_the_standbys_host_dies_too_all_others_end(start, four, tmp_path):
+    run = start(four, hold(tmp_path))
+    after_step(run, 4)
+    run.wait_for(lambda: [each for each in run.of("standby") if "10.77.0.2:" in each.get("address", "")], "standby")
+    all_end(run, four, False, crashed=2)
