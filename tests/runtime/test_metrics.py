@@ -14,7 +14,7 @@ from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.observability.metrics import Metrics
-from tests.support.expressions import DOCS, expressions
+from tests.support.expressions import DOCS, expressions, targets
 from tests.support.membership import job
 
 SEATS = {"0.0": 0, "1.0": 1, "0.1": 2, "1.1": 3}
@@ -329,6 +329,22 @@ def test_the_board_asks_for_metrics_that_there_are(fed):
     assert {metric.name for metric in fed.metrics.registry.collect()} <= {
         re.sub("_(total|sum|count|bucket)$", "", name) for name in asked
     }
+
+
+def test_the_board_filters_and_names_series_by_labels_that_they_have(fed):
+    """Prometheus adds ``instance``, and by its quantile leaves what it is summed by."""
+    exported = [(name, {"instance": "", **dict(labels)}) for name, *labels in series(fed)]
+    for target in targets():
+        shown = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+        for each in re.findall(r"by \((.*?)\)", target["expr"]):
+            shown |= set(each.split(", "))
+        for name, selector in re.findall(r"(recycle_\w+)\{(.*?)\}", target["expr"]):
+            wanted = dict(re.findall(r'(\w+)="(.*?)"', selector))
+            filters = set(re.findall(r'(\w+)=~?"', selector))
+            assert any(
+                name == one and filters | shown <= labels.keys() and wanted.items() <= labels.items()
+                for one, labels in exported
+            ), f"{target['expr']} {shown}"
 
 
 def test_the_page_describes_each_metric(fed):
