@@ -22,14 +22,16 @@ ALONE, SUPERVISOR, LAST = signal.SIGPROF, signal.SIGVTALRM, signal.SIGRTMAX
 @pytest.fixture
 def start(plain_server, tmp_path):
     """``start(launcher, *handled)``: a job of two workers whose script handles those signals, as a user starts it; each
-    process that is started has a session of its own.  It trains until there is the file ``go``.
+    process that is started has a session of its own.  It trains until there is the file ``go``.  ``compiles``: the
+    rank that has begun to compile its model, in place of all that train.
     """
     runs = []
 
-    def start(launcher: str, *handled: int) -> Run:
-        program = [str(tmp_path), *(str(int(number)) for number in handled)]
-        runs.append(Run(plain_server, tmp_path, 2, SCRIPT, program, launcher=launcher, cold=True))
-        runs[0].wait_for(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), "training")
+    def start(launcher: str, *handled: int, compiles: str = "") -> Run:
+        program, more = [str(tmp_path), *(str(int(number)) for number in handled)], {"RECYCLE_TEST_COMPILES": compiles}
+        runs.append(Run(plain_server, tmp_path, 2, SCRIPT, program, launcher=launcher, cold=not compiles, **more))
+        begun = ["compiles"] if compiles else [f"trains{rank}" for rank in range(2)]
+        runs[0].wait_for(lambda: all((tmp_path / name).exists() for name in begun), " and ".join(begun))
         return runs[0]
 
     yield start
@@ -101,3 +103,23 @@ def test_where_the_group_of_the_launcher_gets_one_without_a_handler_the_job_ends
     os.killpg(run.launcher.pid, signal.SIGUSR2)
     assert_one_line(run.finish(), "end: the job ends: stage 0 has no live worker left")
     assert "its process was killed by signal 12 (SIGUSR2)" in run.output
+
+
+def test_a_notice_in_a_compilation_is_a_planned_leave(start):
+    """Signals before it are the script's, at once; the worker leaves at the step's commit, and the other goes on."""
+    run = start("plain", signal.SIGUSR1, signal.SIGUSR2, compiles="1")
+    worker = run.pids()[1]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker, number)
+        wait_for(run, 1, number)
+    os.kill(worker, signal.SIGTERM)
+    (leaving,) = run.hear("leaving")
+    assert leaving["rank"] == 1 and not run.of("committed")
+    (run.folder / "compiled").touch()
+    run.hear("left")
+    run.wait_for(lambda: len(run.of("committed")) > 5, "steps without it")
+    result = finish(run)
+    assert result.code == 0 and not result.of("lost") and not result.of("error"), result.output[-6000:]
+    assert come(run, 1) == Counter([signal.SIGUSR1, signal.SIGUSR2])
+    steps = [event["step"] for event in result.of("committed")]
+    assert steps == [*range(1, len(steps) + 1)], "none is lost, and none is made twice"
