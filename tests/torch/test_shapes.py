@@ -77,25 +77,43 @@ def test_layers_that_checkpointing_cuts_off_are_refused():
         stage.summed(KEY[0])
 
 
-def test_numpys_stream_goes_on_with_the_normal_number_that_it_has_kept():
+@pytest.mark.parametrize("stream", (numpy.random.seed, random.seed))
+def test_a_stream_goes_on_with_the_normal_number_that_it_has_kept(stream):
     """It draws two at a time: the second one is kept beside the generator's bytes."""
+    normal, plain = (numpy.random.randn, numpy.random.rand) if stream is numpy.random.seed else (gauss, random.random)
 
     def drawn(inside: Callable[[], None]) -> list[float]:
-        numpy.random.seed(3)
+        stream(3)
         inside()
         found = []
         for _ in range(4):  # a number is kept, gone, kept, gone
-            found.append(numpy.random.randn())
+            found.append(normal())
             inside()
-        return [*found, numpy.random.rand()]
+        return [*found, plain()]
 
     def keyed_draws() -> None:
         for _ in range(2):
             with keyed(5, CPU):
-                of_key.append(numpy.random.randn())
+                of_key.append(normal())
 
     of_key: list[float] = []
     assert drawn(keyed_draws) == drawn(lambda: None) and len(set(of_key)) == 1
+
+
+def gauss() -> float:
+    return random.gauss(0.0, 1.0)
+
+
+def test_pythons_stream_goes_on_wherever_it_stands():
+    """All its numbers come back, also if more than it holds were drawn inside."""
+    random.seed(2)
+    for _ in range(700):
+        before = random.getstate()
+        with keyed(5, CPU):
+            assert random.getstate() == random.Random(5).getstate()
+            [random.random() for _ in range(400)]
+        assert random.getstate() == before
+        random.random()
 
 
 @pytest.mark.parametrize("draw", (random.random, numpy.random.rand, lambda: torch.rand(()).item()))
