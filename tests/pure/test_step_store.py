@@ -68,7 +68,7 @@ def test_what_is_here_is_what_the_dataflow_says(order, fused):
 
 def test_who_lacks_something_is_told_what_and_nothing_is_computed():
     here = store()
-    assert list(here.missing(instruction(Op.I))) == [datum("stash"), datum("grad", stage=STAGE + 1)]
+    assert here.missing(instruction(Op.I)) == [datum("stash"), datum("grad", stage=STAGE + 1)]
     with pytest.raises(
         AssertionError,
         match=r"1I0\.0@7 needs stash of stage 1, micro-batch 0\.0, step 7, which seat 0\.1 does not have",
@@ -124,16 +124,16 @@ def test_a_step_whose_weights_are_tied_needs_the_sum_over_stages():
     tied, plain = (StepStore(Seat(0, STAGE), STAGES, tied=each) for each in (True, False))
     for here in (tied, plain):
         here.put(datum("reduced", None, 1))
-    assert list(tied.missing(instruction(Op.STEP, step=1))) == [datum("tied", None, 1)]
-    assert not list(plain.missing(instruction(Op.STEP, step=1)))
+    assert tied.missing(instruction(Op.STEP, step=1)) == [datum("tied", None, 1)]
+    assert not plain.missing(instruction(Op.STEP, step=1))
 
 
 def test_data_that_is_drawn_is_waited_for_as_is_what_is_evaluated():
     here = store()
-    assert not list(here.missing(instruction(Op.LOAD)))
-    assert list(here.missing(instruction(Op.LOAD, step=-1))) == [datum("drawn", step=-1)]
+    assert not here.missing(instruction(Op.LOAD))
+    assert here.missing(instruction(Op.LOAD, step=-1)) == [datum("drawn", step=-1)]
     here.reads_iterator = True
-    assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")]
+    assert here.missing(instruction(Op.LOAD)) == [datum("drawn")]
     here.put(datum("drawn"), "a batch")
     here.run(instruction(Op.LOAD), lambda one, have, boundary_only: {datum("data"): have[datum("drawn")]})
     assert here[datum("data")] == "a batch" and datum("drawn") in here and here.held() == {params()}

@@ -16,6 +16,9 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 TRAVELS = frozenset({"act", "grad"})
 """Kinds that cross from worker to worker (and may be logged); data of all other kinds dies with its worker."""
 
+USES_UP = frozenset({Op.F, Op.I, Op.B, Op.W, Op.REDUCE})
+"""Ops after which the worker no longer has what they require, except for parameters."""
+
 
 class Datum(NamedTuple):
     """A value that an instruction makes, of kind ``data``, ``act``, ``grad``, ``stash``, ``inner``, ``wgrad``,
@@ -101,7 +104,7 @@ def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
     """Return the part of what ``instruction`` requires that the worker no longer has after running it. Parameters stay.
     What a SEND or a STEP has used stays until the step is committed, because a peer may need it again.
     """
-    if instruction.op not in (Op.F, Op.I, Op.B, Op.W, Op.REDUCE):
+    if instruction.op not in USES_UP:
         return ()
     return tuple([datum for datum in requires(instruction, stages, own) if datum.kind != "params"])
 

@@ -136,7 +136,7 @@ class StageWork(Undisturbed):
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Wait until what ``instruction`` needs is read from the logs."""
-        for datum in list(self._store.missing(instruction)):
+        for datum in self._store.missing(instruction):
             yield from self._fetch(datum)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:

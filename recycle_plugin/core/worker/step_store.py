@@ -3,7 +3,7 @@
 What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``. Values are opaque:
 tensors in a real worker, numbers in a simulated one. A datum goes
 
-* when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
+* when the instruction that needs it has run (core.vocabulary.dataflow.USES_UP);
 * when its step is *committed*;
 * when it is *discarded*: computed with rejected weights (core/coordinator/facts/step_validation.py). Data carries the
   generation ``valid_from`` in which its maker last went on from other weights; earlier data is not accepted;
@@ -18,11 +18,11 @@ here, a few for each micro-batch that the worker runs, however many workers ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple, Protocol
 
-from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, of_layers, requires
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, USES_UP, Datum, goes_to, of_layers, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.step_batches import SUMMED, StepBatches
@@ -84,6 +84,7 @@ class StepStore:
         committed: int = 0,
     ) -> None:
         self.seat, self._stages, self.tied, self._budget, self._tiers = seat, stages, tied, budget, tiers
+        self._chunk = seat.chunk
         self.reads_iterator = False
         self.committed, self.valid_from = committed, 0
         self.peak = self.peak_weight = self.let_go = 0
@@ -98,7 +99,7 @@ class StepStore:
 
     def of_layers(self, kind: str, step: int) -> Datum:
         """Return the name of the datum that exists once per ``step`` for all layers of this worker."""
-        return of_layers(kind, self.seat, step)
+        return Datum(kind, self._chunk, None, step)
 
     def __contains__(self, datum: Datum) -> bool:
         return datum in self._data
@@ -127,13 +128,15 @@ class StepStore:
         """Return what ``instruction`` requires here (core.vocabulary.dataflow); an evaluation reads iterators too."""
         return requires(instruction, self._stages, own, self.tied, self.reads_iterator or instruction.step < 0)
 
-    def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
-        """Yield the data that ``instruction`` requires and that is not here (yet). ``own``: the micro-batches whose
-        weight gradients a REDUCE needs. An evaluation has no weights of its own.
+    def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> list[Datum]:
+        """Return the data that ``instruction`` requires and that is not here (yet). ``own``: the micro-batches whose
+        weight gradients a REDUCE needs.
         """
-        for datum in self.requires(instruction, own):
-            if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
-                yield datum
+        return self._lacking(self.requires(instruction, own))
+
+    def _lacking(self, needed: Iterable[Datum]) -> list[Datum]:
+        """Return what of ``needed`` is not here. An evaluation has no weights of its own."""
+        return [each for each in needed if each not in self._data and (each.kind != "params" or each.step >= 0)]
 
     def held(self) -> set[Datum]:
         """Return the data of uncommitted steps that is here, for peers to plan with; it is pinned until sent again."""
@@ -176,15 +179,23 @@ class StepStore:
         """Have ``compute(instruction, self, boundary_only)`` make what ``instruction`` provides. Raises AssertionError
         if an input is missing. ``boundary_only``: for the boundary tensor only, so that nothing else stays.
         """
-        for lacking in self.missing(instruction):
-            raise AssertionError(f"{instruction} needs {lacking}, which seat {self.seat} does not have")
-        self.conclude(instruction, compute(instruction, self, boundary_only), boundary_only)
+        needed = self.requires(instruction, self.own(instruction))
+        if lacking := self._lacking(needed):
+            raise AssertionError(f"{instruction} needs {lacking[0]}, which seat {self.seat} does not have")
+        self._conclude(instruction, needed, compute(instruction, self, boundary_only), boundary_only)
 
-    def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
-        """Drop what ``instruction`` uses up, add what it ``made``, or just its boundary tensor if ``boundary_only``."""
-        for datum in consumes(instruction, self._stages, self.own(instruction)):
-            self._remove(datum)
-        if instruction.op is Op.STEP:
+    def conclude(self, instruction: Instruction, made: Mapping[Datum, Any]) -> None:
+        """Drop what ``instruction`` uses up, and add what it ``made``."""
+        self._conclude(instruction, self.requires(instruction, self.own(instruction)), made, False)
+
+    def _conclude(
+        self, instruction: Instruction, needed: Iterable[Datum], made: Mapping[Datum, Any], boundary_only: bool
+    ) -> None:
+        if instruction.op in USES_UP:
+            for datum in needed:
+                if datum.kind != "params":
+                    self._remove(datum)
+        elif instruction.op is Op.STEP:
             self._step(instruction)
         for datum, value in made.items():
             nobodys = datum.kind in TRAVELS and goes_to(datum, self._stages) is None
@@ -276,22 +287,24 @@ class StepStore:
         self._remove_all(lambda datum: datum.kind == "stash" and datum.step > after)
 
     def _put(self, datum: Datum, value: Any, valid_from: int) -> None:
-        if datum.kind == "wgrad" and datum in self._data:
-            raise AssertionError(f"the {datum} would be counted twice")
         if datum in self._data:
+            if datum.kind == "wgrad":
+                raise AssertionError(f"the {datum} would be counted twice")
             self._remove(datum)
-        kept, weight = self._tiers[0].keep(value), 0
-        if datum.kind in TRAVELS and datum.stage == self.seat.chunk:
-            weight = self._tiers[0].weigh(kept)
+        weight = 0
+        if datum.kind in TRAVELS and datum.stage == self._chunk:
+            weight = self._tiers[0].weigh(value)
             self._weight += weight
-            self.peak_weight = max(self.peak_weight, self._weight)
+            if self._weight > self.peak_weight:
+                self.peak_weight = self._weight
         elif datum.kind in ("stash", "inner"):
             key = datum.step, datum.micro_batch
             self._open[key] = self._open.get(key, 0) + 1
-            self.peak = max(self.peak, len(self._open))
+            if len(self._open) > self.peak:
+                self.peak = len(self._open)
         elif datum.kind in SUMS:
             self.sums.add(datum)
-        self._data[datum] = _Entry(kept, valid_from, weight)
+        self._data[datum] = _Entry(value, valid_from, weight)
 
     def _remove(self, datum: Datum) -> None:
         found = self._data.pop(datum, None)

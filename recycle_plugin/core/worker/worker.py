@@ -342,7 +342,7 @@ class Worker:
         """Return whether ``instruction``, which another shard of the seat has run, waits for what is not here."""
         if instruction.op is Op.VALIDATE:
             return self._control_view.collected(instruction.step, NORM) is None
-        return instruction.op in LEFT_OUT and next(self.store.missing(instruction), None) is not None
+        return instruction.op in LEFT_OUT and bool(self.store.missing(instruction))
 
     def _await_inputs(self, instruction: Instruction) -> Iterator[Any]:
         if instruction.op in RECEIVES or instruction.op is Op.LOAD:
@@ -398,7 +398,7 @@ class Worker:
         if instruction.step > 0:
             if instruction is self._last_forward:
                 self._say_losses(instruction.step)
-            if instruction.op is Op.LOAD or program.resumed:
+            if program.resumed or (instruction.op is Op.LOAD and self.store.reads_iterator):
                 self._tell_made(instruction)
 
     def _tell_made(self, instruction: Instruction) -> None:

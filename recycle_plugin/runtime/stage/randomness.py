@@ -82,7 +82,7 @@ class _PythonStream:
     several times as long with cold ones, number by number. A normal number may be cached beside the bytes.
     """
 
-    _own: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+    _own: Any = random.seed.__self__  # type: ignore[attr-defined]
     _bytes = _random.Random.__basicsize__ - object.__basicsize__  # the position, and the numbers
     _address = id(_own) + object.__basicsize__
 
