@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.movers.batches import described, packed, unpacked
@@ -30,9 +31,31 @@ def test_neither_the_iterator_nor_the_model_can_change_what_is_kept():
     ids = torch.zeros(3)
     tensors = packed((ids, None))
     ids += 1  # an iterator that uses its buffer again
-    stage = Stage(StageModel(torch.nn.Identity(), None, 1, True, False, CPU), None, lambda *_: nullcontext())
-    stage.load(unpacked(tensors)).data.fill_(2)  # a model that works in place
-    assert unpacked(tensors)[0].tolist() == [0, 0, 0]
+    filled = Filled()
+    stage = Stage(StageModel(filled, None, 1, True, False, CPU), None, lambda *_: nullcontext())
+    loaded = stage.load(unpacked(tensors), shared=True)
+    for _ in range(2):
+        stage.forward((1, MicroBatch(0, 0)), loaded, ())
+    assert filled.given == [[0, 0, 0]] * 3 and unpacked(tensors)[0].tolist() == [0, 0, 0]
+
+
+def test_what_is_kept_is_loaded_without_another_copy_and_what_a_source_gives_is_not():
+    stage = Stage(StageModel(Filled(), None, 1, True, False, CPU), None, lambda *_: nullcontext())
+    ids = unpacked(packed((torch.zeros(3), None)))[0]
+    assert stage.load((ids, None), shared=True).data.data_ptr() == ids.data_ptr()
+    assert stage.load((ids, None)).data.data_ptr() != ids.data_ptr()
+
+
+class Filled(torch.nn.Module):
+    """A layer that works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.given = torch.nn.Parameter(torch.ones(3)), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given.append(x.tolist())
+        return x.fill_(2) * self.weight
 
 
 @pytest.mark.parametrize(

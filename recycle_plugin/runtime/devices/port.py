@@ -12,7 +12,7 @@ caller may change it as soon as the call returns. The uses are:
   stored tensor in place. So any thread can send them from where they were made;
 * a peer's tensors, for the stage: shared. Layers get copies (runtime/stage/boundary.py);
 * a script's batches, kept (runtime/movers/batches.py) or passed to layers (runtime/stage/boundary.py): not shared,
-  since loaders and layers write to them;
+  since loaders and layers write to them. A LOAD of a batch that is kept is: its F makes the copy for layers;
 * bytes for hashes and for other workers (runtime/state/stage_state.py), and single numbers: shared, since they are read
   before the thread goes on;
 * undo records in host memory (runtime/state/undo/snapshot.py): shared. They are read while nothing changes them, and

@@ -27,7 +27,7 @@ def described(tensors: Tensors) -> Any:
 
 
 def unpacked(tensors: Tensors) -> Any:
-    """Return the batch that was packed, in the same memory: a stage copies what a model may change. Lists have become
+    """Return the batch that was packed, in the same memory: a forward copies what a layer may change. Lists have become
     tuples.
     """
 

@@ -18,13 +18,13 @@ from recycle_plugin.runtime.devices.port import COPY_S, Device, Tensors
 MARK = torch.empty(0, 0, dtype=torch.bool)
 
 
-def batch_part(value: Any, device: Device) -> Any:
-    """Copy a batch's inputs or labels to the device, as stock DeepSpeed passes them: lists become tuples. They are
-    copies since a layer may change them.
+def batch_part(value: Any, device: Device, shared: bool = False) -> Any:
+    """Copy a batch's inputs or labels to the device, as stock DeepSpeed passes them: lists become tuples. ``shared``:
+    nobody changes them, as a layer may, so on the host they need no copy.
     """
     if torch.is_tensor(value):
-        return device.from_host((value,), "a batch", shared=False).wait(COPY_S)[0]
-    return tuple(batch_part(item, device) for item in value) if isinstance(value, (tuple, list)) else value
+        return device.from_host((value,), "a batch", shared=shared).wait(COPY_S)[0]
+    return tuple(batch_part(item, device, shared) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def outgoing(outputs: Any) -> Tensors:

@@ -46,7 +46,7 @@ class PushedStage:
         self.script = Script()
         self.made: Made | None = None  # of the micro-batch that the script has just run
 
-    def load(self, batch: Any) -> None:
+    def load(self, batch: Any, shared: bool = False) -> None:
         """Do nothing: the script has its data."""
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:

@@ -134,12 +134,14 @@ class Stage:
     def device(self) -> Device:
         return self._model.device
 
-    def load(self, batch: tuple[Any, Any]) -> LoadedBatch:
-        """Return a micro-batch's inputs (first stage) and labels (last stage), on the device."""
+    def load(self, batch: tuple[Any, Any], shared: bool = False) -> LoadedBatch:
+        """Return a micro-batch's inputs (first stage) and labels (last stage), on the device. ``shared``: nobody else
+        changes ``batch``.
+        """
         model = self._model
         return LoadedBatch(
-            batch_part(batch[0], model.device) if model.first else None,
-            batch_part(batch[1], model.device) if model.last else None,
+            batch_part(batch[0], model.device, shared) if model.first else None,
+            batch_part(batch[1], model.device, shared) if model.last else None,
         )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:

@@ -92,8 +92,9 @@ class TorchOperations:
     def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.works_on
         data = Datum("data", instruction.stage, one, step)
-        drawn = have.requires(instruction)  # an iterator's batch, or an evaluation's
-        return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
+        drawn = have.requires(instruction)  # an iterator's batch, or an evaluation's: a copy already
+        batch = unpacked(have[drawn[0]]) if drawn else self._source(step, one)
+        return {data: self._stage.load(batch, shared=bool(drawn))}
 
     def _reduce(self, instruction: Instruction, holder: Seat | None) -> list[torch.Tensor] | None:
         rank = None if holder is None else self._view.roster.holding(holder, self._view.shard).rank

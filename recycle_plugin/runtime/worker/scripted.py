@@ -58,7 +58,7 @@ class ScriptedStage:
         """Train with so many micro-batches a replica in a step from now on."""
         self._scale = micro_batches
 
-    def load(self, batch: Any) -> None:
+    def load(self, batch: Any, shared: bool = False) -> None:
         """Do nothing: the script has its data."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
