@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import nan
 from typing import Any, Self
 
-from recycle_plugin.core.vocabulary.describe import BROKEN
+from recycle_plugin.core.vocabulary.describe import UNCONFIRMED
 from recycle_plugin.core.vocabulary.ids import Seat
 
 
@@ -41,11 +41,11 @@ class Absence:
 
     @property
     def why(self) -> str:
-        """Why the worker is gone; a broken connection is left out if the supervisor has said more."""
+        """Why the worker is gone; what was seen first is left out if the supervisor has said more."""
         if not self.confirmed:
             return self.how
         confirmed = f"{self.confirmed}, says its supervisor"
-        return confirmed if self.how == BROKEN else f"{self.how}; {confirmed}"
+        return confirmed if self.how in UNCONFIRMED else f"{self.how}; {confirmed}"
 
     @property
     def is_over(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from recycle_plugin.core.vocabulary.describe import BROKEN
+from recycle_plugin.core.vocabulary.describe import UNCONFIRMED
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
@@ -264,12 +264,13 @@ class RunHistory:
 
     def _fault(self, lost: dict) -> tuple[Fault | None, float]:
         """Return the injected fault that explains this loss and when it struck, or None and when the loss was seen. A
-        stopped process is found by its silence: if its connection broke, the stop was not the cause.
+        stopped process is found by its silence: if its connection broke or its process was ending, the stop was not
+        the cause.
         """
         for event in reversed(self.of("fault")):
             kind = event["fault"].partition(" ")[0]
             near = 0 <= lost["seen_at"] - event["struck_at"] <= CLOCKS_S
-            fits = kind in KILLS and not (kind == "stop" and lost["how"] == BROKEN)
+            fits = kind in KILLS and not (kind == "stop" and lost["how"] in UNCONFIRMED)
             if event["seat"] == lost["seat"] and near and fits:
                 try:
                     return Fault.parse(event["fault"]), event["struck_at"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 
+import psutil
 import pytest
 
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults, held
 
 SOON = "recycle.progress_timeout_s=2"
+PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT = 0x4206, 17, 0x40
 
 
 @pytest.mark.plain_too
@@ -70,6 +73,33 @@ def test_a_worker_that_is_stopped_for_30_s_with_the_default_deadlines(launch, re
     )
     assert "its process is stopped for 20." in lost["how"] and confirmed["code"] == (-9 if killed else 3)
     assert killed or confirmed["time"] > fault["struck_at"] + 30
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_nobody_waits_until_a_killed_worker_has_given_its_memory_back(launch, reference, tmp_path):
+    """As one with much memory, it stays at the beginning of its end, with its memory and its connections."""
+    wrap = json.dumps([held(tmp_path, 4, "traced"), held(tmp_path, STEPS - 2, "released")])
+    run = launch(faults("kill 0.1 before 1F0.1@6"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
+    after_step(run, 2)
+    pid = run.pid_of("0.1")
+    if trace(PTRACE_SEIZE, pid, PTRACE_O_TRACEEXIT):
+        pytest.skip("no process may trace another one here")
+    (tmp_path / "traced").touch()
+    after_step(run, 7)
+    process = psutil.Process(pid)
+    assert process.memory_info().rss > 0 and process.net_connections("tcp") and not run.of("confirmed")
+    trace(PTRACE_DETACH, pid, 0)
+    run.hear("confirmed")
+    (tmp_path / "released").touch()
+    result = run.finish()
+    assert_same_training(result, reference(), {"0.1"})
+    (lost,), (confirmed,) = result.of("lost"), result.of("confirmed")
+    assert lost["how"] == "its process is ending" and lost["cause"] == "died" and confirmed["code"] == -9
+
+
+def trace(request: int, pid: int, data: int) -> int:
+    """As ptrace(2) of this process's main thread; not 0 if it fails."""
+    return ctypes.CDLL(None).ptrace(request, pid, None, ctypes.c_void_p(data))
 
 
 @pytest.mark.plain_too(deepspeed=False)

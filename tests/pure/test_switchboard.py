@@ -10,7 +10,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import LAST_WORDS_S, NEWS, News, Switchboard
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Generation, GenerationChange, Restart, Welcome
@@ -20,6 +20,7 @@ from recycle_plugin.core.messages.from_workers import (
     Exited,
     Hello,
     Leaving,
+    Left,
     Ready,
     Stepped,
     SupervisorHeartbeat,
@@ -196,6 +197,42 @@ def test_it_says_now_and_then_how_much_it_has_heard():
         played.says("supervisor", 2, SupervisorHeartbeat(2, False))
     counts = range(BEATS, EVERY + 1, BEATS)
     assert [each for each in played.heard[line] if isinstance(each, Got)] == [Got(count) for count in counts]
+
+
+@pytest.mark.parametrize("left", (False, True), ids=("killed", "has said goodbye"))
+def test_a_worker_whose_process_is_dying_is_lost_though_its_connection_stands(left):
+    """Not before its last messages may have come; and it is dead only once its process has ended."""
+    board, effects = Switchboard(RANKS, 1, "a job", 0.0), Effects()
+    lines = {}
+    for rank in range(RANKS):
+        for role in ("supervisor", "worker"):
+            hello = Hello(rank, role, 10 + rank, "h", token=f"{role} {rank}")
+            lines[role, rank] = board.opened(hello, "somebody", 0.0, effects)
+    dying = SupervisorHeartbeat(2, False, dying=True)
+    board.said(lines["supervisor", 2], dying, 0.5, effects)
+    board.tick(1.0, effects)
+    assert board.membership.ended is None, "before the start its supervisor says how it has ended"
+    for rank in range(RANKS):
+        board.said(lines["worker", rank], Ready(member(rank), 0, job()), 1.0, effects)
+    board.said(lines["supervisor", 2], dying, 2.0, effects)
+    board.tick(2.0 + LAST_WORDS_S / 2, effects)
+    assert not board.membership.lost
+    if left:
+        board.said(lines["worker", 2], Left(2), 2.0 + LAST_WORDS_S / 2, effects)
+    board.tick(2.0 + LAST_WORDS_S, effects)
+    lost = [event.details for event in effects.events if event.kind == "lost"]
+    if left:
+        assert not board.membership.lost and not lost
+        return
+    assert board.membership.unreachable == {WorkerId(2)} and lines["worker", 2] in board.lines
+    board.said(lines["supervisor", 2], dying, 3.0, effects)
+    board.tick(4.0, effects)
+    assert [(each["rank"], each["cause"], each["how"]) for each in lost] == [(2, "died", "its process is ending")]
+    board.said(lines["supervisor", 2], Exited(2, -9, 4.0), 4.0, effects)
+    board.closed(lines["worker", 2], 4.1, effects)
+    board.tick(5.0, effects)
+    assert not board.membership.unreachable
+    assert [event.kind for event in effects.events if event.kind in ("lost", "confirmed")] == ["lost", "confirmed"]
 
 
 def test_an_order_to_start_another_process_is_kept_for_a_supervisor_that_is_away():

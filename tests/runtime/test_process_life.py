@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-from recycle_plugin.runtime.system.process_life import life_of
+from recycle_plugin.runtime.system.process_life import is_dying, life_of
 
 PR_SET_NAME = 15
 
@@ -29,3 +29,18 @@ def test_a_process_whose_name_is_cut_off_in_a_character_lives():
         os.close(read)
         os.close(write)
     assert life_of(pid) == ("", None)
+
+
+def test_a_killed_process_is_dying_until_it_is_gone():
+    """Until somebody asks how it ended, it is still there."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    try:
+        assert not is_dying(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        dying = is_dying(pid)
+        os.waitpid(pid, 0)
+    assert dying and not is_dying(pid)

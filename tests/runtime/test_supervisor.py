@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import tempfile
@@ -127,6 +128,28 @@ async def test_the_end_of_its_worker_is_said_again_until_it_is_heard(monkeypatch
         assert (await hear(far, Exited)).code == -signal.SIGKILL
         far.close()
         far = await coordinator.accept()
+        assert (await hear(far, Exited)).code == -signal.SIGKILL
+        far.send(Lease(0, 0.0))
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
+
+
+async def test_that_its_worker_is_dying_is_said_at_once_and_before_how_it_has_ended(monkeypatch):
+    """For the process to be there for long after its death, nobody asks how it has ended."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    monkeypatch.setattr(Worker, "pid", pid)
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        far.send(Pace(3600.0, 0.0))
+        while await far.receive(0.5) is not None:  # until it sends no more at its old pace
+            pass
+        os.kill(pid, signal.SIGKILL)
+        while not (await hear(far, SupervisorHeartbeat)).dying:
+            pass
+        os.waitpid(pid, 0)
+        worker.ended.set_result(-signal.SIGKILL)
         assert (await hear(far, Exited)).code == -signal.SIGKILL
         far.send(Lease(0, 0.0))
         far.send(Over(0))

@@ -12,7 +12,6 @@ from recycle_plugin.core.coordinator import departures, ends, generations, repla
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_workers import Exited, Unguarded
 from recycle_plugin.core.vocabulary.causes import Cause
-from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 EARLY = (
@@ -35,12 +34,13 @@ def died(state: JobState, message: Exited) -> None:
         state.vacancies.lost(message, how, state.is_ending, state.now, state.out)
 
 
-def cut_off(state: JobState, worker: WorkerId) -> None:
-    """Handle that a worker's connection broke without a goodbye. The worker is dead or cut off, which is the same for
-    its peers. For workers that are no members, or have vanished, the supervisor reports the end.
+def cut_off(state: JobState, worker: WorkerId, how: str) -> None:
+    """Handle that a worker's connection broke without a goodbye, or that its process is ending (``how``). The worker is
+    dead, cut off or about to be dead, which is the same for its peers. For workers that are no members, or have
+    vanished, the supervisor reports the end.
     """
     if not (state.vacancies.is_outside(worker) or worker in state.vanished):
-        lose(state, worker, Cause.DIED, BROKEN, state.now)
+        lose(state, worker, Cause.DIED, how, state.now)
 
 
 def unguarded(state: JobState, message: Unguarded) -> None:

@@ -42,6 +42,7 @@ from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, Coordinator
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import Answer, End
 from recycle_plugin.core.messages.from_operators import Ask
+from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
@@ -153,10 +154,10 @@ class Membership:
         starting.greet(self.state, worker, host)
         return self._settled()
 
-    def connection_lost(self, worker: WorkerId, now: float) -> CoordinatorOutput:
-        """Handle that a worker's connection broke without a goodbye."""
+    def connection_lost(self, worker: WorkerId, now: float, how: str = BROKEN) -> CoordinatorOutput:
+        """Handle that a worker's connection broke without a goodbye, or is about to (``how``)."""
         self.state.now = now
-        losses.cut_off(self.state, worker)
+        losses.cut_off(self.state, worker, how)
         return self._settled()
 
     def supervisor(self, rank: int, there: bool, now: float) -> CoordinatorOutput:

@@ -58,7 +58,7 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import BEATS, EVERY, UNCOUNTED
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Taken
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
-from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.describe import DYING, named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -395,6 +395,9 @@ class Switchboard:
             self._exits[message.worker] = message
             self._due.append((now + LAST_WORDS_S, "exit", message.worker))
             return
+        if isinstance(message, SupervisorHeartbeat) and message.dying and self.membership.started:
+            # its connection closes only once its memory is free; its last messages may be under way
+            self._due.append((now + LAST_WORDS_S, "dying", message.worker))
         if isinstance(message, Ready) and not self.membership.started:
             self._deadlines = message.job.deadlines
             self.job = self.job or message.job
@@ -429,6 +432,8 @@ class Switchboard:
         for _, what, worker in due:
             if what == "lose":
                 self.act(self.membership.connection_lost(worker, now), now, effects)
+            elif what == "dying" and worker in self._workers:
+                self.act(self.membership.connection_lost(worker, now, DYING), now, effects)
             elif what == "exit" and (exited := self._exits.pop(worker, None)) is not None:
                 # its connection is as good as closed: a child of the script has inherited it
                 self._heard_of_end(exited, now, effects)

@@ -410,11 +410,13 @@ class Missing(OfWorker, running=True):
 @dataclass(frozen=True)
 class SupervisorHeartbeat(OfWorker, by=SUPERVISOR):
     """From a supervisor, at intervals: its worker's process exists. ``stopped``: whether it is stopped; ``cpu_s``:
-    seconds for which it used a CPU, or waited for one or for a disk; None if unreadable.
+    seconds for which it used a CPU, or waited for one or for a disk; None if unreadable. ``dying``: whether it is
+    ending and still there: the system frees its memory, or writes its core.
     """
 
     stopped: bool
     cpu_s: Finite | None = None
+    dying: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ class Cause(Enum):
     """A reason to suspect or give up a worker. Its value, in events and metrics, is the same in all releases."""
 
     ERROR = "error"  # its script ended with an error
-    DIED = "died"  # its process ended, or its connection broke: which of the two is seen first is chance
+    DIED = "died"  # its process was ending or has ended, or its connection broke: what is seen first is chance
     SILENT = "silent"  # neither it nor its supervisor was heard
     STOPPED = "stopped"  # its process was stopped, by SIGSTOP or the like
     STUCK = "stuck"  # it made no progress with what others waited for

@@ -7,7 +7,8 @@ import signal
 from recycle_plugin.core.vocabulary.ids import Seat
 
 COORDINATOR_GONE = "the coordinator's host is gone, and no other process has taken its place"
-BROKEN = "its connection broke"  # until its supervisor reports how its process ended
+BROKEN, DYING = "its connection broke", "its process is ending"
+UNCONFIRMED = (BROKEN, DYING)  # until its supervisor reports how its process ended
 
 
 def named(rank: int, seat: Seat | str | None = None) -> str:

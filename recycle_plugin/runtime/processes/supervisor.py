@@ -55,14 +55,14 @@ from recycle_plugin.runtime.processes.served_logs import ServedLogs
 from recycle_plugin.runtime.processes.spawn import Process
 from recycle_plugin.runtime.processes.worker_keeper import Guarded, Here
 from recycle_plugin.runtime.system.console import say
-from recycle_plugin.runtime.system.process_life import life_of
+from recycle_plugin.runtime.system.process_life import is_dying, life_of
 
 WORKER = "recycle_plugin.worker_process"  # the module that a worker runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 10.0  # the same after the connection has broken
 LISTEN_S = 60.0  # how long silence is normal
 SILENT = 3  # so many confirmations of the coordinator may be missing
-LOOK_S = 0.1  # s between tries
+LOOK_S = 0.1  # s between tries, and between looks whether the worker's process is dying
 OVER_S = 2.0  # how long to resume if the job is over and the coordinator may be gone
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 JOIN_S = 10.0  # how long a supervisor that joins tries to reach the coordinator
@@ -413,19 +413,25 @@ class Supervisor:
             say(f"warning: the process of {named(self._rank)} does not end, though it was killed")
 
     async def _send_heartbeats(self, worker: Process) -> None:
-        """Report at intervals the state of the worker's process; also by datagram if the last report is held up."""
+        """Report at intervals the state of the worker's process, and soon if it begins to die; also by datagram if the
+        last report is held up.
+        """
         on_disk_s = 0.0  # time spent waiting for a disk, or for swapped memory, counts as work
         while not self._over.done():
             held_up = self._control.held_up
             state, cpu_s = life_of(worker.pid)
             on_disk_s += self._every_s * (state == "D")
             used_s = None if cpu_s is None else cpu_s + on_disk_s
-            self._tell(message := SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation))
+            dying = is_dying(worker.pid)
+            message = SupervisorHeartbeat(self._rank, state == "T", used_s, dying, incarnation=self._incarnation)
+            self._tell(message)
             if held_up and self._datagrams is not None and self._control.there is not None:
                 with suppress(OSError):  # there is no route yet: the network is down
                     self._heartbeats = self._heartbeats or await HeartbeatSender.to(self._control.there)
                     self._heartbeats.send(message, self._datagrams)
-            await asyncio.sleep(self._every_s)
+            next_at = time.monotonic() + self._every_s
+            while (left_s := next_at - time.monotonic()) > 0 and (dying or not is_dying(worker.pid)):
+                await asyncio.sleep(left_s if dying else min(left_s, LOOK_S))
             self._control.give_up_unless_heard(SILENT * BEATS)
 
     def _fence(self) -> None:
