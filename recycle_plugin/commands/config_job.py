@@ -20,7 +20,6 @@ from recycle_plugin.core.vocabulary.profile import Profile, read_measured
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.settings import activation_cap as caps
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION, refuse_misspelt, shown
 
@@ -153,8 +152,6 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
         raise ValueError(
             f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more"
         )
-    if taken is not None and settings.activation_cap == caps.AUTO:
-        policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
     hosts, spare = placement(found.hostfile, shape, settings.placement)
     known = costs, origin, taken, hosts, spare, clip, samples, mismatch, measured
     return ConfiguredJob(config, settings, shape, policy, *known)

@@ -112,7 +112,7 @@ def _enough(job: ConfiguredJob) -> tuple[dict, str]:
     free, now, most = job.planned()[0], job.one_lost(), job.busiest
 
     def period(held: int) -> int:
-        return job.one_lost(activation_cap=held, memory_bytes=None)
+        return job.one_lost(activation_cap=held)
 
     goal = max(free, period(most))
     low, high = 1, most
@@ -256,7 +256,4 @@ def _of_batches(job: ConfiguredJob, stage: int, each: int, made: int, most: int)
     """Return bytes that a worker of ``stage`` keeps for others, and holds for its own backwards. ``made``: bytes of
     boundary tensors of a micro-batch; ``each``: of activations; ``most``: micro-batches at most.
     """
-    policy = job.policy
-    room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes
-    held = each * (most if room is not None else min(most, policy.cap(stage, job.stages)))
-    return 2 * made * most, held if room is None else min(held, room)
+    return 2 * made * most, each * min(most, job.policy.cap(stage, job.stages))

@@ -12,7 +12,6 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Plan, Policy
 from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
-from recycle_plugin.settings import activation_cap as caps
 
 COSTS_HELP = (
     "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, tie, step, "
@@ -83,8 +82,7 @@ def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse.
         "--cap",
         default="1.0",
         metavar="C",
-        help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with a profile, "
-        "bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)",
+        help="what a worker may hold: micro-batches in units of P, or 1f1b for what 1F1B holds (default: 1.0)",
     )
     parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
     parser.add_argument(
@@ -112,10 +110,10 @@ def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | 
     if taken is None:
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
         return JobArguments(
-            view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
+            view, model, techniques(found), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
     costs = taken.costs(shape.stages, shape.replicas, found.no_split)
-    return JobArguments(view, costs, techniques(found, taken), "us", 1, taken.title, taken)
+    return JobArguments(view, costs, techniques(found), "us", 1, taken.title, taken)
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
@@ -126,10 +124,10 @@ def ties(text: str) -> tuple[tuple[int, ...], ...]:
     return tied([map(int, group) for group in groups])
 
 
-def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
-    """Return the planner's policy by :func:`add_job`'s arguments; ``taken``: the profile that has sizes in bytes."""
-    held, room = cap(found.cap, found.pp, taken)
-    return Policy(not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room)
+def techniques(found: argparse.Namespace) -> Policy:
+    """Return the planner's policy by :func:`add_job`'s arguments."""
+    held = cap(found.cap, found.pp)
+    return Policy(not found.no_split, not found.no_stagger, not found.no_reroute, held)
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
@@ -146,25 +144,15 @@ def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
     return found
 
 
-def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str | None, int | tuple[int, ...] | None]:
-    """Return the activation cap of ``--cap`` as ``Policy``'s (activation_cap, memory_bytes); one of the two is None. A
-    number is a multiple of ``stages`` in micro-batches, rounded down. A cap in bytes needs the profile ``taken``.
-    """
-    word = caps.normal(text)
-    if word == ONE_F_ONE_B:
-        return ONE_F_ONE_B, None
-    if word is not None and taken is None:
-        raise ValueError(f"--cap {text} counts bytes, and --costs doesn't know those of a micro-batch: give --profile")
-    if word is not None:
-        try:
-            return None, caps.memory_bytes(word, taken, stages)
-        except ValueError as error:
-            raise ValueError(f"--cap {text}: {error}") from None
-    number = _decimal(text, "--cap", 'a multiple of --pp such as 1.5, "1f1b", a size such as 12GiB, or "auto"')
+def cap(text: str, stages: int) -> int | str:
+    """Return the activation cap of ``--cap``. A number is a multiple of ``stages`` in micro-batches, rounded down."""
+    if text == ONE_F_ONE_B:
+        return text
+    number = _decimal(text, "--cap", 'a multiple of --pp such as 1.5, or "1f1b"')
     held = int(number * stages)
     if held < 1:
         raise ValueError(f"--cap {text} of {stages} stages is less than one micro-batch: write at least {1 / stages:g}")
-    return held, None
+    return held
 
 
 def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:

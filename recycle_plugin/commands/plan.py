@@ -93,22 +93,14 @@ def summary(given: JobArguments, planned: Plan, plan_ms: float) -> dict:
         "plan_ms": round(plan_ms, 3),
         "peak_micro_batches": peaks(planned),
         "cap": planned.policy.activation_cap,
-        "cap_bytes": planned.policy.memory_bytes,
         "lost": [str(seat) for seat in given.view.lost],
         "digest": planned.digest,
     }
 
 
 def cap_text(policy: Policy) -> str:
-    """Return the activation cap in words: micro-batches, or bytes for each stage."""
-    room = policy.memory_bytes
-    if room is None:
-        return (
-            policy.activation_cap
-            if isinstance(policy.activation_cap, str)
-            else f"{policy.activation_cap} micro-batches"
-        )
-    return "/".join(f"{size / (1 << 30):.3g}" for size in (room if isinstance(room, tuple) else (room,))) + " GiB"
+    """Return the activation cap in words."""
+    return policy.activation_cap if isinstance(policy.activation_cap, str) else f"{policy.activation_cap} micro-batches"
 
 
 def windows(planned: Plan, costs: CostModel) -> list[int]:

@@ -5,8 +5,8 @@ start of a micro-batch's F at p to the arrival of its gradient:
 
 * load: N (F + I + W);
 * head: before its first I a worker can run nothing but F, and at most min(A, N) of them;
-* tail: when the last I of stage p ends, at most D of its W are still to come (D pending ones fit). The last gradient
-  also has to travel up to stage q <= p, whose first F started that much earlier;
+* tail: when the last I of stage p ends, at most min(A, N) of its W are still to come. The last gradient also
+  has to travel up to stage q <= p, whose first F started that much earlier;
 * memory: every micro-batch occupies its place for RT + I + W. The places can't all be taken at the start nor given back
   at the end: the F that take them, and the W or B that give them back, follow each other on one worker;
 * ties: a stage that shares weights steps when the last of them has reduced. After the first F of stage p, the last W of
@@ -101,27 +101,17 @@ def round_trips(problem: Problem, quick: StageCosts) -> Array:
 def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
     """Return the least time to the end of the last I, and to the end of all, over the stage's workers."""
     before = window = 0
-    cap, activation, pending = (int(part[stage]) for part in problem.memory)
+    cap = int(problem.cap[stage])
     here = slice(stage * problem.ranks, (stage + 1) * problem.ranks)
     kinds = np.concatenate([problem.spend[:, here].T, problem.loads[here, None]], axis=1)
     for forward, split, weight, joint, load in sorted(set(map(tuple, kinds[problem.loads[here] > 0].tolist()))):
-        gradient, weight, backward = _backward(problem, split, weight, joint)
-        places = min(cap // activation, load) if activation else load
-        late = min(cap // pending, load) if pending else load
+        _, weight, backward = _backward(problem, split, weight, joint)
+        places = min(cap, load)
         busy = load * (forward + backward) + max(0, trip - places * forward)
-        before = max(before, busy - late * weight)
-        window = max(window, busy)
-        if not max(activation, pending):
-            continue  # nothing is held, so memory bounds nothing
-        if activation == pending or not problem.split:
-            held = load * (trip + backward) * activation
-            places = cap // activation
-            corners = activation * sum(min(n, load) for n in range(places)) if places <= load else 0
-            ending = weight if problem.split else joint
-            window = max(window, -(-(held + corners * (forward + ending)) // (places * activation)))
-        else:
-            held = load * ((trip + gradient) * activation + min(weight * pending, (backward - gradient) * activation))
-            window = max(window, -(-held // cap))
+        before = max(before, busy - places * weight)
+        corners = sum(range(cap)) if cap <= load else 0
+        ending = weight if problem.split else joint
+        window = max(window, busy, -(-(load * (trip + backward) + corners * (forward + ending)) // cap))
     return before, window
 
 

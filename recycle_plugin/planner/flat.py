@@ -17,7 +17,6 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.planner.memory import StageMemory, memory
 from recycle_plugin.planner.plan_error import PlanError
 from recycle_plugin.planner.reroute import Routing
 
@@ -39,7 +38,7 @@ class Problem:
     tie: Array  # [stage] the first of the stages that it shares weights with; its own number if it shares none
     tied: Array  # [stage] the sum over its tie, which begins when all of them have reduced
     step: Array  # [stage]
-    memory: StageMemory
+    cap: Array  # [stage] micro-batches that a worker may hold, from the start of their F to the end of their W or B
     communication: tuple[int, int]  # one boundary tensor: the shortest, and between replicas
     worker: Array  # [record]
     spend: Array  # [kind, worker]
@@ -123,7 +122,7 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         tie,
         tied,
         step,
-        memory(costs, policy),
+        caps(policy, stages),
         _transfers(costs),
         worker,
         spend(costs, cost, rank_of, stages, ranks),
@@ -133,6 +132,14 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         live,
         policy.blocks(topology).size,
     )
+
+
+def caps(policy: Policy, stages: int) -> Array:
+    """Return how many micro-batches a worker of each stage may hold. Raises PlanError for another number of stages."""
+    try:
+        return np.array([policy.cap(stage, stages) for stage in range(stages)], np.int64)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def routing_of(problem: Problem) -> Routing:

@@ -34,9 +34,7 @@ class SchedulingProblem(NamedTuple):
     forward_lag: Array  # [record]
     backward_lag: Array  # [record]
     loads: Array  # [worker] records
-    cap: Array  # [stage] what a worker may hold
-    activation: Array  # [stage] what an F takes
-    pending: Array  # [stage] what a pending W keeps
+    cap: Array  # [stage] micro-batches that a worker may hold
     forward_key: Array  # [record] least first, -1: in order of arrival
     backward_key: Array  # [record] likewise
     wake: Array  # [stage] when its workers begin
@@ -77,19 +75,19 @@ def pop(heap, base, size):
 
 
 @inner
-def blocked(job, tally, here, need, cap):
-    """Return whether ``here`` waits for several free places before its next F (``need``: what one F takes)."""
+def blocked(job, tally, here, cap):
+    """Return whether ``here`` waits for several free places before its next F."""
     burst, pause = job.rule[BURST], job.rule[PAUSE]
     held, remaining = tally[HELD, here], tally[REMAINING, here]
     if burst and tally[GATE, here] != 1 and remaining <= burst:
-        if held + min(remaining * need, cap) > cap:
+        if held + min(remaining, cap) > cap:
             return True
         tally[GATE, here] = 1
     if pause and tally[GATE, here] != 1:
-        if held + need > cap:
+        if held >= cap:
             tally[GATE, here] = 2
         if tally[GATE, here] == 2:
-            if held > cap - min(min(pause, remaining) * need, cap):
+            if held > cap - min(pause, remaining, cap):
                 return True
             tally[GATE, here] = 0
     return False
@@ -99,21 +97,19 @@ def blocked(job, tally, here, need, cap):
 def finished(job, tally, queue, base, kind, record, now):
     """Settle the end of an operation; return (event, record, time) of the arrival that it causes, record -1: none."""
     here, width = job.worker[record], job.worker.size // job.stages
-    stage = record // width
     tally[IDLE, here] = 1
     if kind == F:
         if record >= job.worker.size - width:
             return GRADIENT, record, now
         return ACTIVATION, record + width, now + job.forward_lag[record + width]
     if kind == W:
-        tally[HELD, here] -= job.pending[stage]
+        tally[HELD, here] -= 1
         return GRADIENT, -1, now
     if kind == I:
         queue[base[WEIGHTS, here] + tally[WEIGHTS, here]] = record
         tally[WEIGHTS, here] += 1
-        tally[HELD, here] += min(0, job.pending[stage] - job.activation[stage])
     else:
-        tally[HELD, here] -= job.activation[stage]
+        tally[HELD, here] -= 1
     if record < width:
         return GRADIENT, -1, now
     return GRADIENT, record - width, now + job.backward_lag[record - width]
@@ -141,21 +137,15 @@ def choose(job, tally, here):
         tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here],
     )
     depth = job.stages - stage
-    need, room = job.activation[stage], job.cap[stage] - tally[HELD, here]
-    grows = max(0, job.pending[stage] - job.activation[stage]) if job.split else 0
-    may_forward = ready_f > 0 and need <= room
-    may_split = job.split and grows <= room
-    may_backward = ready_i > 0 and (may_split or not job.split)
-    if may_forward and grows > 0 and need + grows > room:
-        may_forward = False  # keep room in which one I can end
+    may_forward = ready_f > 0 and tally[HELD, here] < job.cap[stage]
     if may_forward and rule[AHEAD] and tally[LEAD_NOW, here] >= depth + rule[AHEAD] - 1:
         may_forward = False
     leads = rule[LEAD] and tally[LEAD_NOW, here] < depth + rule[LEAD] - 1
     if ready_f > 0 and (ready_i == 0 or leads):
-        holds = blocked(job, tally, here, need, job.cap[stage])
-        if may_forward and not (holds and (may_backward or ready_w > 0)):
+        holds = blocked(job, tally, here, job.cap[stage])
+        if may_forward and not (holds and (ready_i > 0 or ready_w > 0)):
             return F
-    if may_backward:
+    if ready_i > 0:
         return I if job.split else B
     return W if ready_w else -1
 
@@ -173,7 +163,6 @@ def patient(job, tally, queue, base, here, kind, now):
 @inner
 def begin(job, tally, queue, base, here, kind):
     """Take the next record of ``kind`` out of its worker's queue."""
-    stage = here // job.ranks
     tally[IDLE, here] = 0
     if kind == W:
         tally[WEIGHTS_DONE, here] += 1
@@ -183,12 +172,10 @@ def begin(job, tally, queue, base, here, kind):
     tally[waiting, here] -= 1
     if kind == F:
         tally[REMAINING, here] -= 1
-        tally[HELD, here] += job.activation[stage]
+        tally[HELD, here] += 1
         tally[LEAD_NOW, here] += 1
     else:
         tally[LEAD_NOW, here] -= 1
-        if kind == I:
-            tally[HELD, here] += max(0, job.pending[stage] - job.activation[stage])
     return record
 
 

@@ -39,7 +39,7 @@ def finish(
 ) -> Plan:
     """Return the verified plan of a solution. Raises VerificationError if it breaks a rule: the planner's mistake."""
     planned = assemble(view, costs, policy, problem, solution, least)
-    verify(planned, costs)
+    verify(planned)
     return planned
 
 

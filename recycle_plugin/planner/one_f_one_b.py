@@ -15,7 +15,7 @@ def fits(problem: Problem) -> bool:
     """Return whether every worker runs its own replica's micro-batches and 1F1B's activations stay under the caps."""
     at_home = np.array_equal(problem.worker, np.arange(problem.records) // problem.micro_batches)
     depth = np.minimum(problem.stages - np.arange(problem.stages), problem.micro_batches)
-    return at_home and bool((depth * problem.memory.activation <= problem.memory.cap).all())
+    return at_home and bool((depth <= problem.cap).all())
 
 
 def one_f_one_b(problem: Problem) -> Array:

@@ -41,9 +41,7 @@ class RestProblem(NamedTuple):
     for_boundary: Array  # [kind, record] 1: it leaves nothing but its boundary tensor
     key: Array  # [record] which is taken first: the least
     spend: Array  # [kind, worker]
-    room: Array  # [worker] memory that is free
-    activation: Array  # [stage] what an F takes
-    pending: Array  # [stage] what a pending W keeps
+    room: Array  # [worker] micro-batches that it may hold beside those that it holds
     loads: Array  # [worker] records that it may work on
 
 
@@ -63,13 +61,8 @@ def less(rest, kind, record, now, events, agenda):
 @inner
 def settle(rest, kind, record, now, events, agenda):
     """Give memory back at the end of an operation, and record what it has made; return the number of events."""
-    here, stage = rest.worker[record], record // rest.width
-    if kind == I:
-        rest.room[here] += rest.activation[stage] - (0 if rest.for_boundary[I, record] else rest.pending[stage])
-    elif kind == W:
-        rest.room[here] += rest.pending[stage]
-    elif kind == B:
-        rest.room[here] += rest.activation[stage]
+    if kind == W or kind == B or (kind == I and rest.for_boundary[I, record]):
+        rest.room[rest.worker[record]] += 1
     if kind == F:
         agenda = less(rest, I, record, now, events, agenda)
         agenda = less(rest, B, record, now, events, agenda)
@@ -89,13 +82,12 @@ def settle(rest, kind, record, now, events, agenda):
 
 
 @inner
-def choose(rest, tally, here, stage):
+def choose(rest, tally, here):
     """Return the queue from which an idle worker takes what it begins next, or -1."""
     weights = tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here]
-    grows = rest.pending[stage] - rest.activation[stage]
-    if tally[BACKWARDS, here] and (rest.room[here] >= grows or not weights):
+    if tally[BACKWARDS, here] and (rest.room[here] >= 0 or not weights):
         return BACKWARDS
-    if tally[FORWARDS, here] and rest.room[here] >= rest.activation[stage]:
+    if tally[FORWARDS, here] and rest.room[here] > 0:
         return FORWARDS
     return WEIGHTS if weights else -1
 
@@ -103,7 +95,7 @@ def choose(rest, tally, here, stage):
 @inner
 def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
     """Begin the next operation of a queue; return its code."""
-    records, stage = rest.worker.size, here // rest.replicas
+    records = rest.worker.size
     tally[BUSY, here] = 1
     if waiting == WEIGHTS:
         tally[WEIGHTS_DONE, here] += 1
@@ -113,7 +105,7 @@ def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
         tally[waiting, here] -= 1
     kind, record = code // records, code % records
     if kind == F and not rest.for_boundary[F, record]:
-        rest.room[here] -= rest.activation[stage]
+        rest.room[here] -= 1
     push(events, 0, agenda, (now + rest.spend[kind, here]) * 2 * INPUT_THERE * records + code)
     return code
 
@@ -180,7 +172,7 @@ def order_rest(rest, order):
             touches += 1
         for touch in range(touches):
             here = touched[touch]
-            waiting = -1 if tally[BUSY, here] else choose(rest, tally, here, here // rest.replicas)
+            waiting = -1 if tally[BUSY, here] else choose(rest, tally, here)
             if waiting >= 0:
                 order[count] = begin(rest, tally, queue, base, here, waiting, now, events, agenda)
                 agenda, count = agenda + 1, count + 1

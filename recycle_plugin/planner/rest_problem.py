@@ -9,8 +9,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.planner.closure import Rest
-from recycle_plugin.planner.flat import KINDS, lags, per_stage, spend
-from recycle_plugin.planner.memory import memory
+from recycle_plugin.planner.flat import KINDS, caps, lags, per_stage, spend
 from recycle_plugin.planner.recovery_order import RestProblem
 
 Array = NDArray[np.int64]
@@ -18,13 +17,13 @@ Mask = NDArray[np.bool_]
 
 
 def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
-    """Return the problem of putting ``rest`` in order. Raises PlanError if memory holds no micro-batch."""
-    shape, limits = plan.view.topology, memory(costs, plan.policy)
+    """Return the problem of putting ``rest`` in order."""
+    shape = plan.view.topology
     stages, width = rest.home.shape
     column = np.arange(width)
     worker = (rest.home + shape.replicas * np.arange(stages)[:, None]).reshape(-1)
     in_turn = _in_turn(rest, column % shape.micro_batches % plan.policy.blocks(shape).size > 0)
-    used = rest.holds["stash"] * limits.activation[:, None] + rest.holds["inner"] * limits.pending[:, None]
+    held = rest.holds["stash"] + rest.holds["inner"]
     nothing = np.zeros(rest.home.shape, bool)
     return RestProblem(
         width,
@@ -37,9 +36,7 @@ def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
         _by_kind(rest.forward_only, rest.boundary, nothing, nothing),
         np.tile(column % shape.micro_batches * shape.replicas + column // shape.micro_batches, stages),
         spend(costs, per_stage(costs), {each: each for each in range(shape.replicas)}, stages, shape.replicas),
-        (limits.cap[:, None] - used).reshape(-1),
-        limits.activation,
-        limits.pending,
+        (caps(plan.policy, stages)[:, None] - held).reshape(-1),
         np.bincount(worker, minlength=stages * shape.replicas),
     )
 

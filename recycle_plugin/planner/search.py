@@ -38,8 +38,7 @@ def net(problem: Problem, release: Array, closing: Array) -> Net:
         follows[0, kind_of * records + width : (kind_of + 1) * records] = gradient[: records - width]
     follows[1, records : 2 * records] = 2 * records + np.arange(records)
     spend = np.concatenate([problem.spend[kind, problem.worker[record]], np.zeros(problem.workers, np.int64)])
-    activation, pending = problem.memory.activation[stage], problem.memory.pending[stage]
-    change = np.choose(kind, [activation, pending - activation, -pending, -activation])
+    change = np.array([1, 0, -1, -1])[kind]
     stage_of = np.arange(problem.workers) // problem.ranks
     ahead, behind = _in_blocks(problem)
     return Net(
@@ -50,7 +49,7 @@ def net(problem: Problem, release: Array, closing: Array) -> Net:
         follows,
         ahead,
         behind,
-        problem.memory.cap[stage_of],
+        problem.cap[stage_of],
         stage_of,
         release,
         closing,

@@ -21,14 +21,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.program import OPS, decode
 from recycle_plugin.planner import verify_loops as loops
-from recycle_plugin.planner.memory import memory
 from recycle_plugin.planner.plan_error import VerificationError
 
 ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
@@ -46,15 +44,13 @@ class Rows(NamedTuple):
     stages: NDArray[np.int64]
 
 
-def verify(plan: Plan, costs: CostModel | None = None) -> None:
-    """Raise VerificationError at the first rule that ``plan`` breaks. ``costs`` tell what a micro-batch holds; needed
-    if the policy's memory is in bytes (else ValueError).
-    """
+def verify(plan: Plan) -> None:
+    """Raise VerificationError at the first rule that ``plan`` breaks."""
     rows = _rows(plan)
     _check_end(plan, rows)
     _check_once(plan, rows)
     _check_blocks(plan, rows)
-    _check_memory(plan, rows, costs)
+    _check_memory(plan, rows)
     _check_progress(plan, rows)
 
 
@@ -149,19 +145,12 @@ def _check_blocks(plan: Plan, rows: Rows) -> None:
         _refuse("runs after a later one of its block", plan, row, place)
 
 
-def _check_memory(plan: Plan, rows: Rows, costs: CostModel | None) -> None:
-    if costs is None:
-        if plan.policy.memory_bytes is not None:
-            raise ValueError("a plan whose memory is in bytes is verified with its costs")
-        costs = CostModel.uniform(plan.stages)
-    cap, activation, pending = memory(costs, plan.policy)
-    change = np.zeros((len(OPS), plan.stages), np.int64)
-    for op, held in {Op.F: activation, Op.I: pending - activation, Op.W: -pending, Op.B: -activation}.items():
-        change[OPS.index(op)] = held
+def _check_memory(plan: Plan, rows: Rows) -> None:
+    cap = np.array([plan.policy.cap(stage, plan.stages) for stage in range(plan.stages)], np.int64)
+    change = np.array([{Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0) for op in OPS], np.int64)
     row, place, held = loops.memory(rows.codes, rows.begins, rows.ends, rows.stages, change, cap)
     if row >= 0:
-        unit = "micro-batches" if plan.policy.memory_bytes is None else "bytes"
-        _refuse(f"{held} {unit} held, the cap is {cap[rows.stages[row]]}", plan, row, place)
+        _refuse(f"{held} micro-batches held, the cap is {cap[rows.stages[row]]}", plan, row, place)
 
 
 def _check_progress(plan: Plan, rows: Rows) -> None:

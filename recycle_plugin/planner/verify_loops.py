@@ -75,7 +75,7 @@ def memory(codes, begins, ends, stages, change, cap):
     for row in range(ends.size):
         held = 0
         for at in range(begins[row], ends[row]):
-            held += change[codes[at] >> OP, stages[row]]
+            held += change[codes[at] >> OP]
             if held > cap[stages[row]]:
                 return row, at - begins[row], held
     return -1, np.int64(-1), 0

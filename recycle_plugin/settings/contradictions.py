@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from recycle_plugin.settings import activation_cap as cap
-from recycle_plugin.settings.wording import SettingsError, shown
+from recycle_plugin.settings.wording import SettingsError
 
 if TYPE_CHECKING:
     from recycle_plugin.settings.schema import Settings
@@ -164,10 +163,4 @@ def _refuse_unheeded(settings: Settings) -> None:
             "faults",
             "only the plugin's engine injects faults, and recycle.enabled is false",
             "write [], or set recycle.enabled to true",
-        )
-    if cap.in_bytes(settings.activation_cap) and settings.profile() is None:
-        raise SettingsError(
-            "activation_cap",
-            f"{shown(settings.activation_cap)} counts bytes, and only a profile has those of a micro-batch",
-            "set recycle.costs to a file that recycle profile --out wrote, or write a number of micro-batches",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from decimal import Decimal
 from subprocess import DEVNULL, run
 from typing import Annotated, Any, Literal
 
@@ -11,9 +12,11 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from recycle_plugin.core.vocabulary.faults import Fault
-from recycle_plugin.settings import activation_cap as cap
+from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B
 
 LONGEST_S = 1e9  # the most seconds that any wait takes as its limit
+MOST = 1 << 53  # of any whole number: the planner counts in 64 bits, and adds up
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgt])(?P<binary>i?))?b", re.IGNORECASE | re.ASCII)
 
 
 def setting(default: Any, write: str, description: str, **limits: Any) -> Any:
@@ -26,20 +29,22 @@ def _checked_fault(text: str) -> str:
 
 
 def _checked_cap(value: Any) -> Any:
-    """Check a text: "1f1b", "auto" or a size. Numbers are checked by type."""
-    if not isinstance(value, str):
-        return value
-    if (text := cap.normal(value)) is None:
+    """Check a text. Numbers are checked by type."""
+    if isinstance(value, str) and value != ONE_F_ONE_B:
         raise PydanticCustomError("no_cap", "no cap")
-    return text
+    return value
 
 
 def _checked_size(value: Any) -> Any:
+    """Return the bytes of ``12GiB``, ``1.5 TB`` or ``4096B``."""
     if not isinstance(value, str):
         return value
-    if (size := cap.size(value)) is None:
-        raise PydanticCustomError("no_size", "no size")
-    return size
+    match = _SIZE.fullmatch(value.strip())
+    if match is not None:
+        unit = (1024 if match["binary"] else 1000) ** " kmgt".index((match["prefix"] or " ").lower())
+        if 1 <= (size := int(Decimal(match["number"]) * unit)) <= MOST:
+            return size
+    raise PydanticCustomError("no_size", "no size")
 
 
 def _checked_address(text: str) -> str:
@@ -65,8 +70,8 @@ def _checked_command(text: str) -> str:
 
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
-Count = Annotated[int, Field(ge=1, le=cap.MOST)]
-Number = Annotated[int, Field(ge=0, le=cap.MOST)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Number = Annotated[int, Field(ge=0, le=MOST)]
 Cap = Annotated[
     Count | Annotated[tuple[Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
 ]
@@ -82,7 +87,7 @@ Norm = Annotated[Literal[True, "deepspeed"], _as_true]
 Faults = Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple]
 """Faults as text, as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes them."""
 
-CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
+CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", or null'
 BOOL = "true or false"
 
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)

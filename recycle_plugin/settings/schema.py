@@ -21,7 +21,6 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import Profile, read_measured
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.settings import activation_cap as cap
 from recycle_plugin.settings.contradictions import refuse_contradictions, refuse_shrinking
 from recycle_plugin.settings.field_types import (
     BOOL,
@@ -68,8 +67,7 @@ class Settings(BaseModel):
         None,
         CAP,
         "How many micro-batches one worker may hold at once: a number, a list with one for each stage, or "
-        '"1f1b" (as few as stock). With a profile at `costs` also bytes: a size such as "12GiB", or "auto" '
-        "(what the device has left). Null: the number of stages.",
+        '"1f1b" (as few as stock). Null: the number of stages.',
     )
     norm: Norm = setting(
         True,
@@ -417,27 +415,19 @@ class Settings(BaseModel):
 
     def policy(self, validate: bool, stages: int) -> Policy:
         """Return the planner's policy. ``validate``: gradient clipping is on, so a step waits for its norm. Raises
-        :class:`SettingsError` for an activation cap that does not fit the profile or the number of stages.
+        :class:`SettingsError` for an activation cap that does not fit the number of stages.
         """
-        held, room = self.activation_cap, None
+        held = self.activation_cap
         if isinstance(held, tuple) and len(held) != stages:
             raise SettingsError(
                 "activation_cap", f"{len(held)} entries for {stages} stages", f"write one number, or a list of {stages}"
             )
-        if cap.in_bytes(held):
-            try:
-                room, held = cap.memory_bytes(held, self.profile(), stages, self.undo), None
-            except ValueError as error:
-                raise SettingsError(
-                    "activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches"
-                ) from None
         return Policy(
             self.split_backward,
             self.stagger_optimizer,
             self.reroute,
             held,
             validate,
-            room,
             block=self.exact_block if self.exact else 1,
             shrinks=self.batch == "shrink",
         )

@@ -27,7 +27,6 @@ import megatron_flags
 import train_gpt
 from omegaconf import OmegaConf
 
-from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.worker_bytes import WorkerBytes
 from recycle_plugin.lab.simulator.peers.kills import of_trace
 from recycle_plugin.lab.training.compose import GPTModel, TrainingJob, compose_from_command_line
@@ -136,17 +135,9 @@ def workers_on_meta(job: TrainingJob) -> list[Worker]:
     settings, stages, each = Settings.from_section(job.recycle), job.topology.stages, activation_bytes(job)
     policy = settings.policy(False, stages)
     return [
-        Worker(layers, parameters, layers * each, held(policy, stage, stages, layers * each), settings.undo)
+        Worker(layers, parameters, layers * each, policy.cap(stage, stages), settings.undo)
         for stage, (layers, parameters) in enumerate(stages_on_meta(job))
     ]
-
-
-def held(policy: Policy, stage: int, stages: int, size: int) -> int:
-    """Return the number of micro-batches of ``size`` bytes that a worker of ``stage`` may hold."""
-    room = policy.memory_bytes
-    if room is None:
-        return policy.cap(stage, stages)
-    return (room[stage] if isinstance(room, tuple) else room) // size
 
 
 def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:

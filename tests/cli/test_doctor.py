@@ -365,20 +365,6 @@ def test_bytes_of_a_parameter_need_no_profile(doctor, section, undo, between, pe
     assert found["between steps"]["all"] == between and max(of["all"] for of in found.values()) == peak
 
 
-def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
-    profile.write(small_profile(1024 * MIB), tmp_path / "small.json")
-    config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": "small.json"}}
-    found = data(doctor, config, "--pp 2 --dp 3")
-    assert [row["activations"] for row in found["memory"]["stages"]] == [
-        int(1024 * MIB * 0.95) - (24 + 24 + 8 + 8 + 142) * MIB
-    ] * 2
-    profile.write(small_profile(512 * MIB), tmp_path / "other.json")
-    found = data(doctor, config, "--pp 2 --dp 3 --profile other.json")
-    assert [row["activations"] for row in found["memory"]["stages"]] == [
-        int(512 * MIB * 0.95) - (24 + 24 + 8 + 8 + 142) * MIB
-    ] * 2
-
-
 def test_the_cap_that_would_fit_fits_and_one_more_does_not(doctor, tmp_path) -> None:
     profile.write(small_profile(900 * MIB), tmp_path / "small.json")
 

@@ -33,11 +33,10 @@ def test_profile_of_a_tiny_gpt(capsys, tmp_path: Path) -> None:
     for part in (taken.first, taken.layer, taken.last):
         assert min(part.forward_us, part.input_us, part.weight_us, part.backward_us, part.step_us) > 0
         assert part.parameters and part.activation_bytes and part.pending_bytes
-    job = f"plan --profile {tmp_path / 'tiny.json'} --pp 2 --dp 2 --micro-batches 4 --lost 1.1 --cap auto --json"
+    job = f"plan --profile {tmp_path / 'tiny.json'} --pp 2 --dp 2 --micro-batches 4 --lost 1.1 --json"
     assert main(job.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["unit"] == "us" and "MEASURED" in found["costs"] and found["period"] >= found["lower_bound"]
-    assert all(0 < room < taken.device_bytes for room in found["cap_bytes"])
 
 
 def test_checkpointing_holds_the_input_only(tmp_path: Path) -> None:

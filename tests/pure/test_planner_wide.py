@@ -1,6 +1,4 @@
-"""Unequal workers and links, memory in bytes, mixed backwards; packed programs; the compiled verifier against a slow
-one.
-"""
+"""Unequal workers and links, mixed backwards; packed programs; the compiled verifier against a slow one."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.program import Packed, Programs, Route, decode, encode
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.planner import PlanError, VerificationError, memory, plan, verify
+from recycle_plugin.planner import PlanError, VerificationError, plan, verify
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.planner.reroute import shares
 from tests.support.planned import EXAMPLE, LOST, UNIT, jobs, wide_jobs
@@ -28,7 +26,7 @@ ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
 
 
 def acceptable(plan: Plan) -> bool:
-    """Whether ``plan`` keeps every rule; memory in micro-batches."""
+    """Whether ``plan`` keeps every rule."""
     return all(rule(plan) for rule in (_ends, _once, _blocks, _memory, _progress))
 
 
@@ -134,17 +132,15 @@ def test_plans_of_unequal_jobs_keep_bound_memory_and_dependencies(job) -> None:
         if maker and 0 <= maker[1] < planned.stages:
             source = ran[(*maker, micro_batch)]
             assert source.end_us + costs.transfer(source.seat, span.seat) <= span.start_us
-    _check_memory(planned, costs)
+    _check_memory(planned)
 
 
-def _check_memory(planned, costs: CostModel) -> None:
-    rules = memory.memory(costs, planned.policy)
+def _check_memory(planned) -> None:
     for seat, program in planned.programs.items():
-        cap, activation, pending = (int(part[seat.stage]) for part in rules)
         held = 0
         for one in program:
-            held += {Op.F: activation, Op.I: pending - activation, Op.W: -pending, Op.B: -activation}.get(one.op, 0)
-            assert held <= cap
+            held += {Op.F: 1, Op.W: -1, Op.B: -1}.get(one.op, 0)
+            assert held <= planned.policy.cap(seat.stage, planned.stages)
         assert held == 0
 
 
@@ -214,34 +210,6 @@ def test_caps_per_stage_and_1f1b() -> None:
         plan(view, UNIT, Policy(activation_cap=(1, 2, 3)))
     with pytest.raises(ValueError, match="1f1b"):
         Policy(activation_cap="2f2b")
-
-
-def test_memory_in_bytes_counts_a_pending_weight_gradient_that_is_larger() -> None:
-    """Activation checkpointing: 10 bytes from F to I, 40 from I to W."""
-    costs = replace(CostModel.uniform(3, 10, 20, 10), activation_bytes=(10,) * 3, pending_bytes=(40,) * 3)
-    view = Topology(2, 3, 8).full().without(Seat(0, 1))
-    with pytest.raises(PlanError, match="30 bytes, one micro-batch takes 40"):
-        plan(view, costs, Policy(memory_bytes=30))
-    assert plan(view, costs, Policy(memory_bytes=30, split_backward=False)).period_us > 0
-    with pytest.raises(PlanError, match="activation_bytes"):
-        plan(view, CostModel.uniform(3), Policy(memory_bytes=60))
-
-
-@pytest.mark.parametrize("split, pending", ((True, 0), (False, 0), (False, 5)))
-def test_memory_bounds_nothing_where_nothing_is_held(split, pending):
-    costs = replace(CostModel.uniform(2), activation_bytes=(0, 0), pending_bytes=(pending, pending))
-    found, free = (
-        plan(Topology(2, 2, 3).full(), costs, Policy(split_backward=split, **cap))
-        for cap in ({"memory_bytes": 9}, {"activation_cap": 99})
-    )
-    verify(found, costs)
-    assert (found.period_us, found.bound_us) == (free.period_us, free.bound_us)
-
-
-def test_memory_from_a_profile() -> None:
-    assert memory.auto(1000, (300, 400), (100, 50)) == (550, 500)
-    with pytest.raises(PlanError, match="stage 1"):
-        memory.auto(1000, (300, 900), (100, 50))
 
 
 @given(jobs())

@@ -188,17 +188,11 @@ def _check_least(recovery, held, view) -> None:
 
 
 UNEQUAL = CostModel((2, 1, 3), (1, 2, 1), (3, 1, 1), 1, communication_across=9)
-SLOW, BYTES = {"slowness": ((Seat(0, 1), 200),)}, {"activation_bytes": (4, 3, 2), "pending_bytes": (1, 4, 5)}
+SLOW = {"slowness": ((Seat(0, 1), 200),)}
 # costs, techniques, where each worker has got to, of so many instructions, and whether replica 1 has kept what it sent
 ORDERS = {
     "free": (UNEQUAL, Policy(), lambda seat, count: count * (seat.replica + 1) // 4, False),
     "past_the_cap": (UNEQUAL, Policy(activation_cap=1), lambda seat, count: count * 2 // 3 - seat.replica, False),
-    "bytes": (
-        replace(UNEQUAL, **BYTES),
-        Policy(memory_bytes=9),
-        lambda seat, count: (5 * seat.replica + 7 * seat.stage + 6) % count,
-        True,
-    ),
     "blocks": (
         UNEQUAL,
         Policy(activation_cap=2, block=2),

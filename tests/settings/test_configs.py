@@ -6,9 +6,7 @@ import pytest
 import yaml
 
 from recycle_plugin import configs
-from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
-from recycle_plugin.lab.planner import analytic
 from recycle_plugin.lab.training.compose import (
     ComposeError,
     EmulatedModel,
@@ -64,12 +62,6 @@ def test_every_option_composes(override):
 @pytest.mark.parametrize("written, cap", [("3", 3), ("[4,2]", (4, 2)), ("1f1b", "1f1b")])
 def test_a_cap_is_overridden_in_every_form(written, cap):
     assert Settings.from_section(compose([f"recycle.activation_cap={written}"]).recycle).activation_cap == cap
-
-
-def test_a_size_and_a_profile_are_overridden(tmp_path):
-    profile.write(analytic.preset("gpt3_medium"), tmp_path / "x.json")
-    job = compose(["recycle.activation_cap=12GiB", f"recycle.costs={tmp_path}/x.json"])
-    assert Settings.from_section(job.recycle).policy(False, 2).memory_bytes == 12 << 30
 
 
 @pytest.mark.parametrize(

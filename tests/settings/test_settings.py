@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin import planner
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -35,14 +34,8 @@ OF_A_PROFILE = "write the path of a file that recycle profile --out wrote, or th
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
 METRICS = 'write an address and a port such as "127.0.0.1:9400", or null'
 REJOIN = 'write a whole number, not negative, "always" or "never"'
-CAP = (
-    'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
-)
+CAP = 'write a whole number of at least 1, a list of one for each stage, "1f1b", or null'
 SIZE = 'write a whole number of at least 1, a size such as "2GiB", or null'
-NO_PROFILE = (
-    "and only a profile has those of a micro-batch; "
-    "set recycle.costs to a file that recycle profile --out wrote, or write a number of micro-batches"
-)
 LOGS = {"checkpoint": {}}
 BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 2], where 0 is between stages 0 and 1'
 
@@ -67,8 +60,7 @@ BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 
         ({"activation_cap": []}, f"recycle.activation_cap: [] is a list; {CAP}"),
         ({"activation_cap": "12 apples"}, f'recycle.activation_cap: "12 apples" is not possible; {CAP}'),
         ({"activation_cap": "0GiB"}, f'recycle.activation_cap: "0GiB" is not possible; {CAP}'),
-        ({"activation_cap": "12GiB"}, f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}'),
-        ({"activation_cap": "auto"}, f'recycle.activation_cap: "auto" counts bytes, {NO_PROFILE}'),
+        ({"activation_cap": "12GiB"}, f'recycle.activation_cap: "12GiB" is not possible; {CAP}'),
         ({"leave_on": "  "}, 'recycle.leave_on: "  " is not possible; write a shell command, or null'),
         (
             {"leave_on": "test -e 'x"},
@@ -226,7 +218,7 @@ def test_policy():
     assert settings.policy(validate=True, stages=2) == Policy(split_backward=False, activation_cap=3, validate=True)
 
 
-@pytest.mark.parametrize("written, cap", [(None, None), (3, 3), ([4, 3, 2], (4, 3, 2)), ("1F1B", "1f1b")])
+@pytest.mark.parametrize("written, cap", [(None, None), (3, 3), ([4, 3, 2], (4, 3, 2)), ("1f1b", "1f1b")])
 def test_a_cap_in_micro_batches(written, cap):
     assert Settings.from_section({"activation_cap": written}).policy(False, 3) == Policy(activation_cap=cap)
 
@@ -260,46 +252,8 @@ def measured(tmp_path):
         ("4096B", 4096),
     ],
 )
-def test_a_cap_in_bytes(measured, written, size):
-    assert measured(written).policy(False, 4) == Policy(memory_bytes=size)
-
-
-@pytest.mark.parametrize("undo, each", [("snapshot", 32), ("host_snapshot", 20), ("inverse", 20)])
-def test_a_cap_of_what_the_device_has_left(measured, undo, each):
-    """By hand for a device of 40 GiB: 5% stay free, ``each`` bytes a parameter are state, undo, the last sum of
-    gradients and contributions to the next; the largest part works.
-    """
-    settings = measured("auto", device_bytes=40 << 30, dtype="fp32").model_copy(update={"undo": undo})
-    found = profile.read(settings.costs)
-    rows = found.parts(4)
-    left = [
-        int(0.95 * (40 << 30))
-        - each * sum(part.parameters for part in row)
-        - max(part.activation_bytes + part.pending_bytes for part in row)
-        - 2 * found.boundary_bytes
-        for row in rows
-    ]
-    assert settings.policy(False, 4) == Policy(memory_bytes=tuple(left))
-    assert (
-        planner.plan(
-            Topology(2, 4, 8).full(), settings.cost_model(Topology(2, 4, 8), 1), settings.policy(False, 4)
-        ).period_us
-        > 0
-    )
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"device_bytes": None}, "the profile does not say how much memory its device has"),
-        ({"device_bytes": 1 << 30}, "stage 0: model state and working memory leave -"),
-    ],
-)
-def test_a_device_of_which_nothing_is_left(measured, changes, says):
-    with pytest.raises(SettingsError) as caught:
-        measured("auto", **changes).policy(False, 4)
-    assert str(caught.value).startswith(f'recycle.activation_cap: "auto" is not possible: {says}')
-    assert str(caught.value).endswith("; write a number of micro-batches")
+def test_a_size_in_bytes(written, size):
+    assert Settings.from_section({"keep_bytes": written}).keep_bytes == size
 
 
 @pytest.mark.parametrize("split", [True, False])

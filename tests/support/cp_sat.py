@@ -108,28 +108,14 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
 
 
 def _memory(model, problem: Problem, starts, end, horizon: int) -> None:
-    """Add the constraints on memory: held from F to the end of B; or from F to the end of I, then to the end of W."""
+    """Add the constraints on memory: a micro-batch is held from F to the end of its B or W."""
     records, final = problem.records, 2 if problem.split else 3
-    held: list[tuple[list, list]] = [([], []) for _ in range(problem.workers)]
-
-    def hold(record: int, begin, until, amount: int) -> None:
-        if amount:
-            intervals, amounts = held[int(problem.worker[record])]
-            length = model.new_int_var(0, horizon, "")
-            intervals.append(model.new_interval_var(begin, length, until, ""))
-            amounts.append(amount)
-
+    held: list[list] = [[] for _ in range(problem.workers)]
     for record in range(records):
-        stage = record // problem.width
-        activation, pending = int(problem.memory.activation[stage]), int(problem.memory.pending[stage])
-        if final == 3 or activation == pending:
-            hold(record, starts[record], end(final, record), activation)
-        else:
-            hold(record, starts[record], starts[records + record], activation)
-            hold(record, starts[records + record], end(1, record), pending if pending > activation else activation)
-            hold(record, end(1, record), end(2, record), pending)
-    for worker, (intervals, amounts) in enumerate(held):
-        model.add_cumulative(intervals, amounts, int(problem.memory.cap[worker // problem.ranks]))
+        length = model.new_int_var(0, horizon, "")
+        held[int(problem.worker[record])].append(model.new_interval_var(starts[record], length, end(final, record), ""))
+    for worker, intervals in enumerate(held):
+        model.add_cumulative(intervals, [1] * len(intervals), int(problem.cap[worker // problem.ranks]))
 
 
 def _period(model, problem: Problem, starts, end, final: int, least: int, most: int):

@@ -88,7 +88,7 @@ def jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
 
 @st.composite
 def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
-    """Jobs with everything unequal: caps per stage or bytes, slow and fast workers, slower links between replicas."""
+    """Jobs with everything unequal: caps per stage, slow and fast workers, slower links between replicas."""
     view = draw(views())
     stages, seats = view.topology.stages, sorted(view.live)
     rows = st.tuples(*[st.integers(1, 6)] * stages)
@@ -98,13 +98,10 @@ def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
         backward=draw(st.just(()) | rows),
         communication_across=draw(st.none() | st.integers(0, 6)),
         slowness=tuple(sorted(slow.items())),
-        activation_bytes=draw(rows),
-        pending_bytes=draw(rows),
     )
     cap = draw(st.none() | st.just("1f1b") | st.integers(1, 2 * stages) | st.tuples(*[st.integers(1, 6)] * stages))
-    room = draw(st.none() | st.integers(6, 40) | st.tuples(*[st.integers(6, 40)] * stages))
     return (
         view,
         model,
-        Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), room, draw(BLOCK)),
+        Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), draw(BLOCK)),
     )

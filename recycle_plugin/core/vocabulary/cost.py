@@ -24,7 +24,7 @@ class CostModel:
     boundary tensor between workers of different replicas; ``communication`` by default. ``slowness``: seats whose
     worker needs more (or less) time for F, I, W and B, in percent of the stage's: 150 is half as slow again.
     ``activation_bytes``, ``pending_bytes``: what one micro-batch holds from its F to its I, and from its I to its W;
-    with activation checkpointing the second is larger. Both are needed for ``Policy.memory_bytes``. Raises ValueError
+    with activation checkpointing the second is larger. Raises ValueError
     for a tuple of the wrong length or a number out of range.
     """
 

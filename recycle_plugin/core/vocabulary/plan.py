@@ -22,13 +22,11 @@ class Policy:
 
     ``activation_cap``: micro-batches whose activations or pending weight gradients one worker may hold at once: one
     number, one per stage, "1f1b" for what 1F1B holds (one for each stage still ahead), or None for the number of stages
-    (what 1F1B holds at its first stage). ``memory_bytes``: the same in bytes, one number or one per stage; it needs a
-    cost model with ``activation_bytes`` and then replaces ``activation_cap``. ``stagger_optimizer``: a stage steps once
-    it has its gradients, and begins the next step; off: no stage steps before all have theirs. ``validate``: the step
-    waits for the gradient norm over all stages (gradient clipping), so it is not staggered. ``block``: so many
-    consecutive micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them. ``shrinks``:
-    while a replica is out nobody computes its micro-batches (core/vocabulary/step_batches.py); no step is staggered
-    then. Raises ValueError for a bad number.
+    (what 1F1B holds at its first stage). ``stagger_optimizer``: a stage steps once it has its gradients, and begins the
+    next step; off: no stage steps before all have theirs. ``validate``: the step waits for the gradient norm over all
+    stages (gradient clipping), so it is not staggered. ``block``: so many consecutive micro-batches of a replica stay
+    together (core/vocabulary/blocks.py); None: all of them. ``shrinks``: while a replica is out nobody computes its
+    micro-batches (core/vocabulary/step_batches.py); no step is staggered then. Raises ValueError for a bad number.
     """
 
     split_backward: bool = True
@@ -36,7 +34,6 @@ class Policy:
     reroute: bool = True
     activation_cap: int | tuple[int, ...] | str | None = None
     validate: bool = False
-    memory_bytes: int | tuple[int, ...] | None = None
     block: int | None = 1
     shrinks: bool = False
 

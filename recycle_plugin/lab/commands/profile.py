@@ -19,7 +19,7 @@ recycle plan --profile gpt3_medium.json --pp 4 --dp 6 --micro-batches 12 --lost 
 Where there is no such device, --preset writes an analytic A100's figures of a named model: gpt3_medium, gpt3_3_35b,
 gpt3_6_7b, gpt_18_4b, gpt_39_1b, gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
 
-A job takes it with "recycle": {"costs": "gpt3_medium.json", "activation_cap": "auto"}.
+A job takes it with "recycle": {"costs": "gpt3_medium.json"}.
 
 Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so
 (scripts/check_cluster measures them).
