@@ -32,7 +32,7 @@ stage have neighbouring ranks; or dealt out over the hosts, with recycle.placeme
 planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
 schedule with this routing and memory could reach.
 
-With recycle.log it says how the job recovers from each loss, and the predicted time.
+With recycle.log it says which boundaries are logged, whether the disk has room, and how long a recovery takes.
 
 Exit code: 0 if nothing has to change; 1 if something has to, in lines that begin with "!"; 2 for bad input.
 """

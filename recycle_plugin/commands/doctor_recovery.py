@@ -1,39 +1,26 @@
-"""Section of ``recycle doctor`` on recovery in a job that logs: the way and the predicted time of each kind of loss.
+"""Section of ``recycle doctor`` on recovery in a job that logs: which boundaries it logs, their bytes, and helpers.
 
-The way is chosen by the rules of core/coordinator/recovery_ways.py. The time of a replayed step is from the model of
-planner/log_selection.py, which includes reading the logs. Values not measured for this job are assumed, and marked so.
+Times of a recovery are those of planner/log_selection.py, which include reading the logs.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
-from recycle_plugin.commands.doctor_section import Section, aligned
-from recycle_plugin.commands.losses import stages_text
-from recycle_plugin.core.coordinator.facts.restarts import FIRST_S
+from recycle_plugin.commands.doctor_section import Section
 from recycle_plugin.core.vocabulary.blocks import Blocks
-from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
-from recycle_plugin.core.vocabulary.machine_constants import LOCAL, START_UP_S
+from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, in_words
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected
 from recycle_plugin.planner.log_selection import Line, Selection, choose
 from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import SECTION
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
-BEFORE_S = LOCAL.detection_us / 1e6 + FIRST_S + START_UP_S
-NO_BYTES = (
-    "bytes over the boundaries, which of them to log, and the time to load a checkpoint: not known without a profile "
-    "(--profile FILE), so these times leave them out"
-)
-GUESSES = (
-    f"assumed: {BEFORE_S:.0f} s until the next process has its model, {FIRST_S:.0f} s of them the wait before it is "
-    f"started (4 to 8 s with small models on two cores; yours may take minutes to import and build); checkpoints and "
-    f"logs are read at {STORAGE_BYTES_PER_S / 1e9:g} GB/s; a loss in the middle between two checkpoints"
-)
+NO_BYTES = "bytes over the boundaries, and the time of a recovery: not known without a profile (--profile FILE)"
+GUESSES = f"assumed: checkpoints and logs are read at {STORAGE_BYTES_PER_S / 1e9:g} GB/s"
 INTERVAL = (
     f"how often a checkpoint is made follows from what the last ones have cost ({SECTION}.checkpoint.overhead), so it "
     f"is not known here: {EVERY[0]} and {EVERY[1]} steps stand for it"
@@ -41,13 +28,11 @@ INTERVAL = (
 
 
 def recovery(job: ConfiguredJob) -> Section:
-    """Return the section on recovery; its ``data`` has all predicted seconds."""
+    """Return the section on recovery."""
     found = Choices.of(job)
     helped, help_text = _help(job, any(len(each) < job.stages - 1 for each in found.logged))
-    ways = _ways(job, found)
-    lines = [GUESSES, INTERVAL, help_text]
-    data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY), "help": helped}
-    data |= {"boundaries": found.setting, "budget": found.budget}
+    lines = [INTERVAL, help_text]
+    data: dict = {"every": list(EVERY), "help": helped, "boundaries": found.setting, "budget": found.budget}
     if job.profile is None:
         also = f"; {SECTION}.log.boundaries chooses once steps were measured" * (found.setting == AUTO)
         lines += [f"{in_words(found.logged[0], job.stages)}{also}", NO_BYTES]
@@ -58,9 +43,10 @@ def recovery(job: ConfiguredJob) -> Section:
             f"logged in a step: {crossing / 1e6:.4g} MB over each boundary, both ways, "
             f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {found.disk}",
             *map(str, found.chosen),
-            "times of these choices are without the start of the next process",
+            GUESSES,
+            "times are without the start of the next process",
         ]
-    return Section("recovery", "Recovery", data, tuple(lines), tuple(found.wrong()), tuple(_table(ways)))
+    return Section("recovery", "Recovery", data, tuple(lines), tuple(found.wrong()))
 
 
 @dataclass(frozen=True)
@@ -121,9 +107,8 @@ def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
     which = ["share weights"] * bool(job.shape.ties) + ["replay together"] * together
     alone = f"; stages that {' or '.join(which)} are replayed without it" * bool(which)
     return found, (
-        "help with a replay: the times in the table are those of one worker; "
-        f"if {helpers} of the {live} live ones help, and share {len(sizes)} blocks of up to {max(sizes)} "
-        f"micro-batches a step, it computes {share:.0%} itself{alone}"
+        f"help with a replay: if {helpers} of the {live} live ones help, and share {len(sizes)} blocks of up to "
+        f"{max(sizes)} micro-batches a step, it computes {share:.0%} itself{alone}"
     )
 
 
@@ -134,53 +119,6 @@ def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
     sizes = [len(each) for each in blocks.members().values()]
     helpers = min(live, len(sizes) - 1, live if limit is None else limit)
     return helpers, sum(sizes[:: helpers + 1]) / sum(sizes)
-
-
-def _row(lost: str, way: str, how: str, seconds: Sequence[float]) -> dict:
-    """Return a row on a kind of loss: ``way``, ``how``, and seconds without progress at each interval in ``EVERY``. For
-    ``way`` "end" the seconds count until a job that is started again is back where it was.
-    """
-    return {"lost": lost, "way": way, "how": how, "seconds": [round(each, 3) for each in seconds]}
-
-
-def _ways(job: ConfiguredJob, found: Choices) -> list[dict]:
-    losses, step_s = [], job.planned()[0] / 1e6
-    if job.survives:
-        pause, throughput = (LOCAL.detection_us + LOCAL.pause_us) / 1e6, job.planned()[0] / job.one_lost()
-        slower = 0.0 if job.settings.rejoin == "never" else BEFORE_S * (1 - throughput)
-        others = (pause + slower,) * len(EVERY)
-        losses.append(_row("a worker whose stage has others", "reroute", "they take its work", others))
-    alike: dict[tuple[float, ...], list[int]] = {}
-    for stage in range(job.stages):
-        alike.setdefault(_replayed_step_s(job, found, stage, stage), []).append(stage)
-    for steps, stages in alike.items():
-        lost = f"the last worker of {'any stage' if len(stages) == job.stages else stages_text(stages)}"
-        losses.append(_row(lost, "replay", "from the log; all others wait", _from_checkpoint(job, steps)))
-    if job.stages > 2:
-        pairs = [_replayed_step_s(job, found, stage, stage + 1) for stage in range(job.stages - 1)]
-        both = _from_checkpoint(job, [max(taken) for taken in zip(*pairs)])
-        losses.append(_row("two neighbours, at worst", "replay", "one after the other, at most", both))
-    again = _from_checkpoint(job, [step_s] * len(EVERY))
-    for lost in ("stages that can't be replayed", *(() if job.survives_first_host else ("the host of rank 0",))):
-        losses.append(_row(lost, "end", "from a checkpoint", again))
-    return losses
-
-
-def _from_checkpoint(job: ConfiguredJob, steps_s: Sequence[float]) -> tuple[float, ...]:
-    """Return seconds from a loss midway between two checkpoints until its steps are done again, at each of ``EVERY``.
-    ``steps_s``: seconds of a repeated step, at each of ``EVERY``.
-    """
-    loads = [0.0 if job.profile is None else _line(job, every).load_s for every in EVERY]
-    return tuple(BEFORE_S + load + every / 2 * step for every, load, step in zip(EVERY, loads, steps_s))
-
-
-def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
-    """Return seconds of a replayed step of two stages (or one) and those that replay along, at each of ``EVERY``."""
-    taken = []
-    for every, logged in zip(EVERY, found.logged):
-        touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]
-        taken.append(round(_line(job, every).step_s(touched[0][0], touched[-1][1]), 6))
-    return tuple(taken)
 
 
 def _line(job: ConfiguredJob, every: int) -> Line:
@@ -216,9 +154,3 @@ def _as_data(found: Selection) -> dict:
         "worst_s": round(found.worst_s, 3),
         "fits": found.fits,
     }
-
-
-def _table(ways: list[dict]) -> list[str]:
-    heads = ("lost", "way", *(f"s, every {every}" for every in EVERY), "how")
-    rows = [(row["lost"], row["way"], *(f"{each:.3g}" for each in row["seconds"]), row["how"]) for row in ways]
-    return aligned([heads, *rows], tuple(range(2, 2 + len(EVERY))))

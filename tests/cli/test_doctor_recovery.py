@@ -1,11 +1,11 @@
-"""``recycle doctor`` of jobs that log: which way each loss goes, with the planner's figures."""
+"""``recycle doctor`` of jobs that log: what is logged, and whether there is room for it."""
 
 from __future__ import annotations
 
 import pytest
 
 from recycle_plugin.commands import doctor_recovery
-from recycle_plugin.commands.doctor_recovery import BEFORE_S, EVERY, shared
+from recycle_plugin.commands.doctor_recovery import EVERY, shared
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -17,38 +17,8 @@ from tests.support.doctor import HEALTHY, MIB, data, medium, small_profile
 LOGS = {**HEALTHY, "recycle": {"enabled": True, "checkpoint": {}, "log": {}}}
 
 
-def ways(found: dict) -> dict[str, tuple[str, list[float]]]:
-    return {row["lost"]: (row["way"], row["seconds"]) for row in found["recovery"]["ways"]}
-
-
 def test_a_job_that_logs_nothing_has_no_such_section(doctor) -> None:
     assert "recovery" not in data(doctor, HEALTHY, "--pp 2 --dp 2")
-
-
-def test_without_a_profile_times_are_those_of_the_costs_and_bytes_are_not_known(doctor) -> None:
-    """Six micro-batches of 3 ms on each stage; a step of two stages takes 21 ms."""
-    found = data(doctor, LOGS, "--pp 2 --dp 1")
-    replayed = [BEFORE_S + every / 2 * 6 * 0.003 for every in EVERY]
-    step_s = found["slowdown"]["cases"][0]["period_us"] / 1e6
-    again = [BEFORE_S + every / 2 * step_s for every in EVERY]
-    assert ways(found) == {
-        "the last worker of any stage": ("replay", pytest.approx(replayed, abs=1e-3)),
-        "stages that can't be replayed": ("end", pytest.approx(again, abs=1e-3)),
-        "the host of rank 0": ("end", pytest.approx(again, abs=1e-3)),
-    }
-    assert "boundary_bytes" not in found["recovery"] and found["recovery"]["start_up"] == "assumed"
-    _, text = doctor(LOGS, "--pp 2 --dp 1")
-    assert "assumed: 10 s until the next process" in text and "not known without a profile" in text
-
-
-def test_with_replicas_a_loss_is_rerouted_first_and_one_worker_replays_the_work_of_all(doctor) -> None:
-    alone, two = (ways(data(doctor, LOGS, f"--pp 3 --dp {replicas}")) for replicas in (1, 2))
-    assert "a worker whose stage has others" not in alone
-    way, (seconds, _) = two["a worker whose stage has others"]
-    assert way == "reroute" and 0 < seconds < BEFORE_S, "slower until the next process is there, and no more"
-    of_one, of_two = (found["the last worker of any stage"][1][1] - BEFORE_S for found in (alone, two))
-    assert of_two == pytest.approx(2 * of_one, abs=0.01)
-    assert alone["two neighbours, at worst"][1][1] - BEFORE_S == pytest.approx(2 * of_one, abs=0.01)
 
 
 def test_bytes_and_the_choice_are_the_planners(doctor) -> None:
@@ -67,8 +37,6 @@ def test_bytes_and_the_choice_are_the_planners(doctor) -> None:
         read_bytes_per_s=STORAGE_BYTES_PER_S,
     )
     assert found["chosen"][1] == doctor_recovery._as_data(choose(line, "all"))
-    replayed = next(row for row in found["ways"] if row["lost"] == "the last worker of stages 1-2")
-    assert replayed["seconds"][1] == pytest.approx(BEFORE_S + line.recovery_s(1, 2), abs=1e-3)
 
 
 @pytest.mark.parametrize("free, fits", [(10**12, True), (3 * 10**7, False)])
@@ -102,7 +70,7 @@ def test_the_help_that_a_replay_gets_is_said(doctor, settings, blocks, helpers, 
 def test_it_fits_a_page(doctor) -> None:
     _, text = doctor(LOGS, f"--pp 12 --dp 2 {medium('medium.json')}")
     section = text.split("\nRecovery\n")[1].split("\n\n")[0].splitlines()
-    assert len(section) > 10 and max(map(len, section)) <= 100
+    assert len(section) > 6 and max(map(len, section)) <= 100
 
 
 def logging(**log: object) -> dict:
@@ -110,14 +78,9 @@ def logging(**log: object) -> dict:
 
 
 def test_what_a_list_leaves_out_replays_along(doctor) -> None:
-    """Six micro-batches of 3 ms on each stage; without a profile too."""
-    config = logging(boundaries=[1])
-    found = data(doctor, config, "--pp 4 --dp 1")
-    taken = pytest.approx([BEFORE_S + every / 2 * 2 * 6 * 0.003 for every in EVERY], abs=1e-3)
-    assert ways(found)["the last worker of any stage"] == ("replay", taken)
-    text = " ".join(doctor(config, "--pp 4 --dp 1")[1].split())
+    """Without a profile too."""
+    text = " ".join(doctor(logging(boundaries=[1]), "--pp 4 --dp 1")[1].split())
     assert "logged: 1|2; stages 0 to 1 and 2 to 3 replay together" in text
-    assert "two neighbours" in text and "not done yet" not in text
     assert "stages that replay together are replayed without it" in text
 
 
