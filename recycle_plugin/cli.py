@@ -16,7 +16,6 @@ from recycle_plugin.versions import how_to_install
 COMMANDS = {
     word: f"recycle_plugin.commands.{module}"
     for module, words in (
-        ("demo", ("demo",)),
         ("doctor", ("doctor",)),
         ("plan", ("plan",)),
         ("status", ("status",)),

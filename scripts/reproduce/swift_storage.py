@@ -21,7 +21,7 @@ from typing import Any
 import common
 from common import OURS, PUBLISHED, Column, Table
 
-from recycle_plugin.commands import came_back
+from recycle_plugin.lab.commands import came_back
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.planner.analytic import GptShape, profile
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE

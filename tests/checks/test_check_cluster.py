@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from recycle_plugin.checks import cluster
-from recycle_plugin.checks.measured import pairs
-from recycle_plugin.checks.rows import Row
+from recycle_plugin.lab.checks import cluster
+from recycle_plugin.lab.checks.measured import pairs
+from recycle_plugin.lab.checks.rows import Row
 from recycle_plugin.runs import environment, free_port
 from recycle_plugin.settings.schema import Settings
 from tests.support.hosts import NAMES, NoHosts, hosts

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
-from recycle_plugin.checks.rows import Row, judged, table
+from recycle_plugin.lab.checks.rows import Row, judged, table
 from recycle_plugin.lab.gpu import on_gpu, wheels
 from recycle_plugin.lab.gpu.stages import STAGES
 from recycle_plugin.lab.gpu.watched import ALLOWED, Watched

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 
-from recycle_plugin.checks import killed
-from recycle_plugin.checks.rows import Row
 from recycle_plugin.core.vocabulary.profile import read
+from recycle_plugin.lab.checks import killed
+from recycle_plugin.lab.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries, on_gpu, stages
 from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.observability.run_history import read_events

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.commands import demo
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.lab.commands import demo
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.runs import RunFailed, RunOutcome

@@ -7,8 +7,8 @@ from math import isnan
 
 import pytest
 
-from recycle_plugin.commands import came_back, demo
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.lab.commands import came_back, demo
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence

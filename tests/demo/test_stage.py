@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.commands import came_back, demo
+from recycle_plugin.lab.commands import came_back, demo
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from recycle_plugin.cli import main
-from recycle_plugin.commands import demo
-from recycle_plugin.commands.came_back import NotBack
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.lab.commands import demo
+from recycle_plugin.lab.commands.came_back import NotBack
 from recycle_plugin.observability import report
 from recycle_plugin.observability.console import QUIET
 from recycle_plugin.observability.run_history import NO_REASON, RunHistory

@@ -13,9 +13,10 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE, Inst
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.commands import curves
 from recycle_plugin.lab.simulator import simulate
 from recycle_plugin.planner import plan
-from recycle_plugin.render import curves, gantt, grid
+from recycle_plugin.render import gantt, grid
 
 COSTS = CostModel.uniform(2, 20, 20, 10, communication=10, reduce=20, step=10)
 VIEW = Topology(2, 2, 2).full()

@@ -34,7 +34,7 @@ READS = {
     "recycle_plugin/lab/simulator/campaign.py": {
         "multiprocessing": "pipes to processes that this one has forked",
     },
-    "recycle_plugin/checks/measured.py": {
+    "recycle_plugin/lab/checks/measured.py": {
         "all_gather_object": "a script of the project's, run in a job of its own",
     },
     "scripts/reproduce/elastic_job.py": {

@@ -1,6 +1,6 @@
-"""Subcommands of ``recycle`` for studying the plugin."""
+"""Subcommands of ``recycle`` for trying and studying the plugin."""
 
 from __future__ import annotations
 
-COMMANDS = {word: f"recycle_plugin.lab.commands.{word}" for word in ("simulate", "profile", "campaign")}
+COMMANDS = {word: f"recycle_plugin.lab.commands.{word}" for word in ("demo", "simulate", "profile", "campaign")}
 """{subcommand: module}"""

@@ -10,8 +10,8 @@ from statistics import median
 import torch
 
 from recycle_plugin import cli
-from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.core.vocabulary.profile import read
+from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.lab.commands import measure_gpt
 from recycle_plugin.lab.gpu.copies import bandwidths
 from recycle_plugin.lab.gpu.place import StagePlace

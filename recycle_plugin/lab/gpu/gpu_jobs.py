@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from recycle_plugin.checks.killed import (
+from recycle_plugin.lab.checks.killed import (
     MOMENTS,
     SEAT,
     STEPS,
@@ -22,7 +22,7 @@ from recycle_plugin.checks.killed import (
     outcome,
     row,
 )
-from recycle_plugin.checks.rows import Row, judged
+from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.lab.gpu.context_worker import BLOCK, SIZE
 from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, training_script

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from recycle_plugin.checks.killed import on_device
-from recycle_plugin.checks.rows import Row, judged
+from recycle_plugin.lab.checks.killed import on_device
+from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.lab.gpu.gpu_jobs import MEND, kills, precision
 from recycle_plugin.lab.gpu.gpu_recoveries import returns
 from recycle_plugin.lab.gpu.place import StagePlace

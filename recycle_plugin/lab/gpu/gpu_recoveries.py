@@ -6,9 +6,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-from recycle_plugin.checks.killed import KILLED_IN, SEAT, TOLERANCE, difference, failed, one_host
-from recycle_plugin.checks.rows import Row, judged
-from recycle_plugin.checks.small_job import GO
+from recycle_plugin.lab.checks.killed import KILLED_IN, SEAT, TOLERANCE, difference, failed, one_host
+from recycle_plugin.lab.checks.rows import Row, judged
+from recycle_plugin.lab.checks.small_job import GO
 from recycle_plugin.lab.gpu.gpu_jobs import AS_THE_CPU, JOB_S, MEND, side_by_side
 from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome

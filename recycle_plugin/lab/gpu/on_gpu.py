@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from recycle_plugin import folders
-from recycle_plugin.checks.installed import first_line, installed, name_of
-from recycle_plugin.checks.killed import on_device
-from recycle_plugin.checks.rows import MARKS, Row, all_passed
+from recycle_plugin.lab.checks.installed import first_line, installed, name_of
+from recycle_plugin.lab.checks.killed import on_device
+from recycle_plugin.lab.checks.rows import MARKS, Row, all_passed
 from recycle_plugin.lab.gpu.stages import STAGES, GpuStage
 from recycle_plugin.runs import JobRun, RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST

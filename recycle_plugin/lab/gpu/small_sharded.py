@@ -16,7 +16,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from recycle_plugin.checks.small_job import GO, Hold
+from recycle_plugin.lab.checks.small_job import GO, Hold
 
 WIDTH = 8
 CONFIG = {

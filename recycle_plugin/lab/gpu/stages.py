@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from recycle_plugin import folders
-from recycle_plugin.checks.killed import failed
-from recycle_plugin.checks.rows import Row
+from recycle_plugin.lab.checks.killed import failed
+from recycle_plugin.lab.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_links, gpu_recoveries
 from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runs import RunFailed, terminable

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from recycle_plugin.checks.small_job import main
+from recycle_plugin.lab.checks.small_job import main
 from recycle_plugin.lab.gpu.watched import Watched
 
 

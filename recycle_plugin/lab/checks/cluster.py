@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin.checks.killed import MOMENTS, StartedJob, failed, kill_list, killed_itself, outcome
-from recycle_plugin.checks.rows import Row, all_passed, judged, table
 from recycle_plugin.commands.config_job import config_of, job_of
 from recycle_plugin.commands.doctor_losses import slowdown, survival
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.lab.checks.killed import MOMENTS, StartedJob, failed, kill_list, killed_itself, outcome
+from recycle_plugin.lab.checks.rows import Row, all_passed, judged, table
 from recycle_plugin.runs import RunFailed, terminable
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION

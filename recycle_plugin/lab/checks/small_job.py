@@ -70,7 +70,7 @@ def main(watch: Callable[[], AbstractContextManager[Mapping[str, Any]]] = lambda
     hold = Hold(found.hold, found.run_dir / GO)
     record: dict[str, Any] = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": []}
     if found.measure:
-        from recycle_plugin.checks import measured
+        from recycle_plugin.lab.checks import measured
 
         measured.write(pipeline, found.measure)
     while pipeline.steps < min(SETTLED, found.steps):

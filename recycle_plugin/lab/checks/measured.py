@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.adapters.plain import Pipeline
-from recycle_plugin.checks.installed import installed, name_of
+from recycle_plugin.lab.checks.installed import installed, name_of
 
 PINGS, WARM_UP = 50, 5
 LARGE, TIMES = 16 << 20, 4  # bytes, and how often they are sent

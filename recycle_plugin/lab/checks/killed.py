@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recycle_plugin.checks.rows import Row, judged
+from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.observability.run_history import Failure
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.runtime.devices.host import HOST
