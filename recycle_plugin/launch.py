@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from recycle_plugin.runtime.processes import variables
@@ -203,9 +204,21 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def free_port() -> int:
+    """Return a port between 20000 and 32000 that is free at the moment. Raises RuntimeError. Systems hand out higher
+    ports, so no other process gets it by chance before it is used.
+    """
+    for port in Random().sample(range(20_000, 32_000), 100):
+        try:
+            with socket.create_server(("", port)):
+                return port
+        except OSError:  # taken
+            continue
+    raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
+
+
 def launch_here(arguments: list[str]) -> int:
     """Run a whole job on this host and return its exit code. Raises BadCommand."""
-    from recycle_plugin.runs import free_port
     from recycle_plugin.runtime.processes import one_host
 
     asked = OneHost.asked_for(arguments)

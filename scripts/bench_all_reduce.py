@@ -33,7 +33,8 @@ import torch.distributed as dist
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
-from recycle_plugin.runs import JobRun, environment, free_port
+from recycle_plugin.lab.runs import JobRun, environment
+from recycle_plugin.launch import free_port
 from recycle_plugin.runtime.collectives import gloo
 from recycle_plugin.runtime.collectives.link import Handle, Operation
 from recycle_plugin.runtime.collectives.place import meet

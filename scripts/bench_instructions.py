@@ -74,7 +74,8 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def started(folder: Path, kind: str, model: str, recycle: Mapping[str, Any]) -> Any:
     """Start a job of this kind under DeepSpeed's launcher."""
-    from recycle_plugin.runs import JobRun, environment, free_port
+    from recycle_plugin.lab.runs import JobRun, environment
+    from recycle_plugin.launch import free_port
 
     folder = folder.resolve()
     for stale in folder.glob("*.json*"):

@@ -22,7 +22,7 @@ from statistics import median
 from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
-from recycle_plugin.runs import TrainingRun
+from recycle_plugin.lab.runs import TrainingRun
 from recycle_plugin.runtime.log.reader import LogReader, runs
 
 TARGET = 1.02

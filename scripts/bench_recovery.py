@@ -47,8 +47,8 @@ from recycle_plugin.lab.experiments.measurements import (
     leave_costs,
     recovery_costs,
 )
+from recycle_plugin.lab.runs import RunFailed, TrainingRun
 from recycle_plugin.observability.trace import read_traces
-from recycle_plugin.runs import RunFailed, TrainingRun
 
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
 LEAVE_TARGET_S = 0.3

@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, script
-from recycle_plugin.runs import RunFailed, TrainingRun
+from recycle_plugin.lab.runs import RunFailed, TrainingRun
 
 OPS = ("forward", "input", "weight")
 PARTS = ("spawn", "load", "parameters", "reduce", "step")

@@ -23,8 +23,9 @@ from statistics import median
 from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
+from recycle_plugin.lab.runs import JobRun, environment
+from recycle_plugin.launch import free_port
 from recycle_plugin.observability.run_history import read_events
-from recycle_plugin.runs import JobRun, environment, free_port
 
 RANKS, REPLICAS = 4, 2
 STARTED = 5  # both jobs are past this step before they take turns

@@ -45,8 +45,8 @@ from recycle_plugin.lab.experiments.bench_scripts import (
     told,
 )
 from recycle_plugin.lab.experiments.measurements import WARM_UP
+from recycle_plugin.lab.runs import RunOutcome, TrainingRun
 from recycle_plugin.lab.simulator import predict
-from recycle_plugin.runs import RunOutcome, TrainingRun
 
 OVERHEAD, CHANGED, GAIN, ERROR = 1.05, 1.02, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns

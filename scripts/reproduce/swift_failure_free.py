@@ -23,8 +23,8 @@ from swift_jobs import WORKERS, Told
 from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
+from recycle_plugin.lab.runs import JobRun, RunFailed, TrainingRun
 from recycle_plugin.observability.run_history import RunHistory
-from recycle_plugin.runs import JobRun, RunFailed, TrainingRun
 
 STARTED = 5  # all jobs are past this step before they take turns
 DEADLINE_S = 300.0

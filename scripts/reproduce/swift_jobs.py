@@ -20,9 +20,10 @@ import elastic_job
 import restarting_job
 from stock_job import told
 
+from recycle_plugin.lab.runs import JobRun, RunFailed, RunOutcome, TrainingRun, environment
 from recycle_plugin.lab.training.compose import compose
+from recycle_plugin.launch import free_port
 from recycle_plugin.observability.run_history import WARM_UP, Failure
-from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, TrainingRun, environment, free_port
 
 WORKERS = 4
 NO_LOSS = "no loss"  # the method of a job without a loss

@@ -23,9 +23,9 @@ from swift_jobs import NO_LOSS, Recovery
 from swift_model import CHECKFREQ, ELASTIC, REPLAY, REPLAY_ALONE, REROUTE, RESTART
 
 from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.runs import RunFailed, RunOutcome
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
 from recycle_plugin.lab.training.compose import compose
-from recycle_plugin.runs import RunFailed, RunOutcome
 
 TOLERANCE = 5e-6  # of losses, as the demo's
 METHODS = (REPLAY, REPLAY_ALONE, REROUTE, ELASTIC, RESTART, CHECKFREQ)

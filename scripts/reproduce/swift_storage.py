@@ -24,10 +24,10 @@ from common import OURS, PUBLISHED, Column, Table
 from recycle_plugin.lab.commands import came_back
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.planner.analytic import GptShape, profile
+from recycle_plugin.lab.runs import TrainingRun
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
 from recycle_plugin.planner.log_selection import Line, Selection, selection
 from recycle_plugin.planner.log_selection import best as exact
-from recycle_plugin.runs import TrainingRun
 
 DEADLINE_S = 400.0
 DRAWN = 60  # budgets of a curve

@@ -22,8 +22,8 @@ from swift_jobs import Told
 from swift_model import CHECKFREQ, REPLAY, RESTART, Total, methods
 
 from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.runs import RunFailed, RunOutcome
 from recycle_plugin.lab.simulator.peers.published import SWIFT_GAIN
-from recycle_plugin.runs import RunFailed, RunOutcome
 
 COMPARED = (REPLAY, RESTART, CHECKFREQ)
 Row = tuple[float, Total]  # steps between checkpoints, and the total time with them

@@ -42,7 +42,7 @@ from recycle_plugin.lab.experiments.against_torchft.strikes import (
 )
 from recycle_plugin.lab.experiments.measurements import TooShort
 from recycle_plugin.lab.experiments.turns import Window
-from recycle_plugin.runs import RunFailed
+from recycle_plugin.lab.runs import RunFailed
 
 SHAPE = TrainedShape(replicas=2, micro_batches=2, step_s=0.06, megabytes=6)
 

@@ -12,7 +12,7 @@ import pytest
 
 from recycle_plugin.lab.experiments.bench_scripts import run_part, script
 from recycle_plugin.lab.experiments.measurements import TooShort
-from recycle_plugin.runs import RunFailed
+from recycle_plugin.lab.runs import RunFailed
 
 
 def raises(error: BaseException) -> Callable[[list[str]], int]:

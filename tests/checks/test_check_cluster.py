@@ -11,7 +11,8 @@ import pytest
 from recycle_plugin.lab.checks import cluster
 from recycle_plugin.lab.checks.measured import pairs
 from recycle_plugin.lab.checks.rows import Row
-from recycle_plugin.runs import environment, free_port
+from recycle_plugin.lab.runs import environment
+from recycle_plugin.launch import free_port
 from recycle_plugin.settings.schema import Settings
 from tests.support.hosts import NAMES, NoHosts, hosts
 from tests.support.launchers import install

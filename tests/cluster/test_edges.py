@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
+from recycle_plugin.lab.runs import processes_with
 from recycle_plugin.observability.run_history import EVENTS, read_events
-from recycle_plugin.runs import processes_with
 from tests.support.jobs import (
     STEPS,
     after_step,

@@ -15,8 +15,9 @@ import pytest
 
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.lab.runs import environment
+from recycle_plugin.launch import free_port
 from recycle_plugin.observability.trace import read_traces
-from recycle_plugin.runs import environment, free_port
 from tests.support.hosts import HostsRun
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, hold
 from tests.support.launching import launching

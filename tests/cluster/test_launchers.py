@@ -14,7 +14,8 @@ from functools import partial
 import psutil
 import pytest
 
-from recycle_plugin.runs import free_port, processes_with
+from recycle_plugin.lab.runs import processes_with
+from recycle_plugin.launch import free_port
 from tests.support.cluster import ROOT
 from tests.support.hosts import ProgramRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, faults, hold

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from recycle_plugin.authentication.secret import AT, SecretFile
+from recycle_plugin.lab.runs import MARK, environment
 from recycle_plugin.observability.trace import read_traces
-from recycle_plugin.runs import MARK, environment
 from tests.support.cluster import ROOT
 from tests.support.jobs import (
     LOSS_TOLERANCE,

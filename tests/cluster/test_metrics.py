@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from recycle_plugin.runs import free_port
+from recycle_plugin.launch import free_port
 from tests.support.cluster import Run
 from tests.support.expressions import expressions
 from tests.support.jobs import PLAIN, STEPS, after_step, assert_same_training, hold

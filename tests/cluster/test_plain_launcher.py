@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.runs import processes_with
+from recycle_plugin.lab.runs import processes_with
 from tests.support.cluster import Run
 from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, early_folder, faults
 from tests.support.launching import DEADLINE_S

@@ -13,7 +13,7 @@ from functools import partial
 import psutil
 import pytest
 
-from recycle_plugin.runs import MARK, environment
+from recycle_plugin.lab.runs import MARK, environment
 from tests.support.cluster import ROOT, Run
 from tests.support.jobs import PLAIN, SQUARE, WRAPPED, after_step, assert_same_training, hold
 from tests.support.launching import Launch, launching

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
-from recycle_plugin.runs import processes_with
+from recycle_plugin.lab.runs import processes_with
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, Shape, assert_one_line, faults
 from tests.support.launching import launching
 

@@ -13,7 +13,7 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
-from recycle_plugin.runs import await_reports
+from recycle_plugin.lab.runs import await_reports
 from tests.support.cluster import Result, Run
 from tests.support.jobs import (
     CHECKPOINT,

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from recycle_plugin.authentication.secret import SETTING
-from recycle_plugin.runs import environment
+from recycle_plugin.lab.runs import environment
 from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, difference, faults, held, hold
 from tests.support.launching import launching

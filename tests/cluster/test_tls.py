@@ -15,7 +15,8 @@ import pytest
 from recycle_plugin.authentication.handshake import MAGIC
 from recycle_plugin.authentication.tls import KEY, OWN
 from recycle_plugin.cli import main
-from recycle_plugin.runs import environment, free_port
+from recycle_plugin.lab.runs import environment
+from recycle_plugin.launch import free_port
 from tests.support.certificates import authority, changed, files
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, faults, held

@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.runs import await_reports, processes_with
+from recycle_plugin.lab.runs import await_reports, processes_with
 from tests.support.jobs import LOG, PLAIN, after_step
 from tests.support.waiting import until
 

@@ -12,9 +12,9 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.lab.commands import demo
+from recycle_plugin.lab.runs import RunFailed, RunOutcome
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import RunHistory
-from recycle_plugin.runs import RunFailed, RunOutcome
 from tests.support.run_folder import FAILED, FAULT_FREE, LOSSES, STEPS, outcome, spans
 
 

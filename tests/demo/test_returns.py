@@ -9,10 +9,10 @@ import pytest
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.lab.commands import came_back, demo
+from recycle_plugin.lab.runs import RunFailed, RunOutcome
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
-from recycle_plugin.runs import RunFailed, RunOutcome
 from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, WHY, Read, resume, rewrite
 
 CAUGHT_UP = {"event": "caught_up", "seat": "0.1", "rank": 2, "step": 8, "bytes": 1200, "followed_bytes": 400}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.lab.commands import came_back, demo
+from recycle_plugin.lab.runs import RunFailed, RunOutcome
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
-from recycle_plugin.runs import RunFailed, RunOutcome
 from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, resume, rewrite
 
 REPLAYED = {"event": "replayed", "seat": "0.1", "rank": 2, "step": 5, "steps": 3, "bytes": 1200}

@@ -14,12 +14,12 @@ import pytest
 from recycle_plugin.cli import main
 from recycle_plugin.commands import running_job
 from recycle_plugin.commands.status import lines, status
+from recycle_plugin.launch import free_port
 from recycle_plugin.observability import report
 from recycle_plugin.observability.comings import OVER, comings
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, place
 from recycle_plugin.observability.run_summary import sentence
 from recycle_plugin.observability.training_time import goodput
-from recycle_plugin.runs import free_port
 from tests.support.run_folder import WHY, Read, rewrite
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recycle_plugin.runs import MARK, await_reports, environment, free_port, processes_with
+from recycle_plugin.lab.runs import MARK, await_reports, environment, processes_with
+from recycle_plugin.launch import free_port
 from tests.support.cluster import ForkServer
 from tests.support.samples import never_printed, shapes
 

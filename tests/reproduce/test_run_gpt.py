@@ -16,10 +16,10 @@ from recycle_plugin.adapters.megatron_lm.refusals import refusals
 from recycle_plugin.commands.megatron_flags import parsed
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.runs import JobRun, TrainingRun, environment
 from recycle_plugin.lab.simulator.peers import published
 from recycle_plugin.lab.simulator.peers.kills import kills
 from recycle_plugin.lab.training.compose import compose
-from recycle_plugin.runs import JobRun, TrainingRun, environment
 from tests.support import megatron_lm
 from tests.support.jobs import apart
 

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from recycle_plugin.authentication.secret import SETTING, NoSecret
 from recycle_plugin.core.messages.encoding import HEAD
-from recycle_plugin.launch import Join, OneHost, placement, run, script_command
-from recycle_plugin.runs import free_port
+from recycle_plugin.launch import Join, OneHost, free_port, placement, run, script_command
 from recycle_plugin.runtime.processes import fork_server, hosted, one_host, supervisor
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
 from recycle_plugin.runtime.processes.worker_keeper import Here

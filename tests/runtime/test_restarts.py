@@ -25,8 +25,7 @@ from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.launch import Join
-from recycle_plugin.runs import free_port
+from recycle_plugin.launch import Join, free_port
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import supervisor

@@ -17,7 +17,7 @@ from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Pace, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
 from recycle_plugin.core.messages.mirroring import StandsBy
-from recycle_plugin.runs import free_port
+from recycle_plugin.launch import free_port
 from recycle_plugin.runtime.control.connections import SocketControl
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender

@@ -27,7 +27,8 @@ from typing import TextIO
 
 import psutil
 
-from recycle_plugin.runs import MARK, await_reports, environment, free_port, processes_with
+from recycle_plugin.lab.runs import MARK, await_reports, environment, processes_with
+from recycle_plugin.launch import free_port
 from recycle_plugin.runtime.processes.spawn import Request, ask
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ LAUNCHER = [
     "rich.console",
     "rich.status",
     "psutil",
-    "recycle_plugin.runs",
+    "recycle_plugin.lab.runs",
     "recycle_plugin.runtime.processes.one_host",
     "omegaconf",
 ]  # what one imports, and the tests' jobs

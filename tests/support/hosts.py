@@ -21,7 +21,7 @@ import psutil
 
 import recycle_plugin.launch
 from recycle_plugin.authentication.secret import SETTING
-from recycle_plugin.runs import environment
+from recycle_plugin.lab.runs import environment
 from tests.support.cluster import DEEPSPEED, POLL_S, ForkServer, Run, WarmLauncher, started
 from tests.support.launchers import install
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.lab.runs import RunOutcome
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.trace import TraceFile
-from recycle_plugin.runs import RunOutcome
 
 LOG = Path(__file__).parents[1] / "demo" / "with_failure.jsonl"
 WHY = "its process was killed by signal 9 (SIGKILL), says its supervisor"

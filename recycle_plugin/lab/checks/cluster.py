@@ -29,7 +29,7 @@ from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.lab.checks.killed import MOMENTS, StartedJob, failed, kill_list, killed_itself, outcome
 from recycle_plugin.lab.checks.rows import Row, all_passed, judged, table
-from recycle_plugin.runs import RunFailed, terminable
+from recycle_plugin.lab.runs import RunFailed, terminable
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.versions import releases

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recycle_plugin.lab.checks.rows import Row, judged
+from recycle_plugin.lab.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.observability.run_history import Failure
-from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.runtime.devices.host import HOST
 
 JOB = Path(__file__).with_name("small_job.py")

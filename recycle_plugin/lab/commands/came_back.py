@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from recycle_plugin.lab.runs import RunFailed
 from recycle_plugin.observability.run_history import Failure, RunHistory
-from recycle_plugin.runs import RunFailed
 
 
 class NotBack(RunFailed):

@@ -22,12 +22,12 @@ from recycle_plugin.commands.parsers import command
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.lab.commands import came_back, curves
+from recycle_plugin.lab.runs import RunFailed, RunOutcome, TrainingRun, terminable
 from recycle_plugin.observability.console import STYLES
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
-from recycle_plugin.runs import RunFailed, RunOutcome, TrainingRun, terminable
 
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
 FEWEST_STEPS = 10  # the failure comes half-way: fewer steps leave none for a median

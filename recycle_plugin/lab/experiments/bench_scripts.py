@@ -12,8 +12,8 @@ from pathlib import Path
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.lab.experiments.measurements import REPLACED, WARM_UP, Constants, TooShort, calibrate, intervals
+from recycle_plugin.lab.runs import RunFailed, TrainingRun, terminable
 from recycle_plugin.observability.trace import read_traces
-from recycle_plugin.runs import RunFailed, TrainingRun, terminable
 
 DEADLINE_S = 600.0  # of a run, and of each wait in it
 

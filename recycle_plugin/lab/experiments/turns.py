@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from recycle_plugin.lab.experiments.measurements import TooShort
-from recycle_plugin.runs import JobRun, processes_with
+from recycle_plugin.lab.runs import JobRun, processes_with
 
 RESAMPLES, CONFIDENCE = 4000, 0.95
 

@@ -25,7 +25,7 @@ from recycle_plugin.lab.checks.killed import (
 from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.lab.gpu.context_worker import BLOCK, SIZE
 from recycle_plugin.lab.gpu.place import StagePlace
-from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, training_script
+from recycle_plugin.lab.runs import JobRun, RunFailed, RunOutcome, training_script
 from recycle_plugin.runtime.devices.host import HOST
 
 WATCHED = Path(__file__).with_name("watched_job.py")

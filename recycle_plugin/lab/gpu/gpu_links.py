@@ -18,7 +18,7 @@ from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.lab.gpu.gpu_jobs import MEND, kills, precision
 from recycle_plugin.lab.gpu.gpu_recoveries import returns
 from recycle_plugin.lab.gpu.place import StagePlace
-from recycle_plugin.runs import JobRun, RunFailed
+from recycle_plugin.lab.runs import JobRun, RunFailed
 from recycle_plugin.runtime.collectives.nccl_door import LIMIT, loaded_release, unfit
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import NVIDIA

@@ -11,7 +11,7 @@ from recycle_plugin.lab.checks.rows import Row, judged
 from recycle_plugin.lab.checks.small_job import GO
 from recycle_plugin.lab.gpu.gpu_jobs import AS_THE_CPU, JOB_S, MEND, side_by_side
 from recycle_plugin.lab.gpu.place import StagePlace
-from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
+from recycle_plugin.lab.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.runtime.devices.host import HOST
 
 LONG, HELD = 60, 12  # steps of a job with a return, and the step that waits for the newcomer

@@ -31,7 +31,7 @@ from recycle_plugin.lab.checks.installed import first_line, installed, name_of
 from recycle_plugin.lab.checks.killed import on_device
 from recycle_plugin.lab.checks.rows import MARKS, Row, all_passed
 from recycle_plugin.lab.gpu.stages import STAGES, GpuStage
-from recycle_plugin.runs import JobRun, RunFailed, terminable
+from recycle_plugin.lab.runs import JobRun, RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import kinds
 

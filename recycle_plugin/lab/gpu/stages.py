@@ -17,7 +17,7 @@ from recycle_plugin.lab.checks.killed import failed
 from recycle_plugin.lab.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_links, gpu_recoveries
 from recycle_plugin.lab.gpu.place import StagePlace
-from recycle_plugin.runs import RunFailed, terminable
+from recycle_plugin.lab.runs import RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST
 
 

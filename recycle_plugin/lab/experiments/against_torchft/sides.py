@@ -19,7 +19,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from recycle_plugin.runs import JobRun, RunFailed, training_script
+from recycle_plugin.lab.runs import JobRun, RunFailed, training_script
 
 LOOPS = training_script().with_name("against_torchft")
 RELEASE, NIGHTLY = "torchft==0.2.0", "torchft-nightly==2026.10.26"

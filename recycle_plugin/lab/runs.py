@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Self, TypeVar
 
 import psutil
 
+from recycle_plugin.launch import free_port
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
 
 T = TypeVar("T")
@@ -214,22 +213,9 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def free_port() -> int:
-    """Return a port between 20000 and 32000 that is free at the moment. Raises RuntimeError. Systems hand out higher
-    ports, so no other process gets it by chance before it is used.
-    """
-    for port in Random().sample(range(20_000, 32_000), 100):
-        try:
-            with socket.create_server(("", port)):
-                return port
-        except OSError:  # taken
-            continue
-    raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
-
-
 def training_script(checkout: Path | None = None) -> Path:
     """Return the path of scripts/train_gpt.py in a checkout. Raises FileNotFoundError if there is none."""
-    path = (checkout or Path(__file__).resolve().parents[1]) / "scripts" / "train_gpt.py"
+    path = (checkout or Path(__file__).resolve().parents[2]) / "scripts" / "train_gpt.py"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run this from a checkout (pip install --editable)")
     return path
