@@ -29,7 +29,6 @@ class SealedDatagrams:
         self.key, self._name, self._number = key, _name(key), 0
 
     def sealed(self, message: bytes) -> bytes:
-        """Return the next datagram, with ``message`` in it."""
         self._number += 1
         head = HEAD.pack(self._name, self._number)
         return head + message + hmac.digest(self.key, head + message, "sha256")[:SEAL]

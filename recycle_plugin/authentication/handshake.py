@@ -72,12 +72,10 @@ class Seal:
         self._key, self._number = key, 0
 
     def of(self, message: bytes | bytearray) -> bytes:
-        """Return the seal of the next message."""
         self._number += 1
         return hmac.digest(self._key, b"%d:" % self._number + message, "sha256")[:SEAL]
 
     def fits(self, message: bytes | bytearray, seal: bytes | bytearray) -> bool:
-        """Return whether ``message`` is the next one and ``seal`` its seal."""
         return hmac.compare_digest(self.of(message), bytes(seal))
 
 

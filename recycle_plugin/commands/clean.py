@@ -94,7 +94,6 @@ def _told(folder: Path, history: RunHistory) -> dict[str, Path]:
 
 
 def leftovers(folder: Path, history: RunHistory) -> Iterator[Leftover]:
-    """Yield what may be removed of the finished job of ``history``."""
     told = _told(folder, history)
     logs = told.get("log.folder", folder / "log")
     kept = tuple(path for path in sorted(logs.glob("*")) if LOGS.fullmatch(path.name))

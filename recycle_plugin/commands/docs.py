@@ -49,7 +49,6 @@ def documents() -> dict[str, str]:
 
 
 def listing() -> str:
-    """Return a line for each document."""
     known = documents()
     width = max(map(len, known))
     return "\n".join(f"{name:<{width}}  {answers}" for name, answers in known.items())

@@ -16,7 +16,6 @@ ROWS = 8  # most hosts in a table: --json has all
 
 
 def survival(job: ConfiguredJob) -> Section:
-    """Return the section on the losses that the job survives: workers and hosts."""
     risky = at_risk(job.hosts)
     rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)

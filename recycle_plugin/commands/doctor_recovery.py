@@ -28,7 +28,6 @@ INTERVAL = (
 
 
 def recovery(job: ConfiguredJob) -> Section:
-    """Return the section on recovery."""
     found = Choices.of(job)
     helped, help_text = _help(job, any(len(each) < job.stages - 1 for each in found.logged))
     lines = [INTERVAL, help_text]

@@ -13,7 +13,6 @@ from recycle_plugin.versions import releases
 
 
 def refused(job: ConfiguredJob) -> Section:
-    """Return the section on what the plugin refuses in the config."""
     from recycle_plugin.adapters.deepspeed.refusals import FP16, half, refusals
 
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]

@@ -99,7 +99,6 @@ def summary(given: JobArguments, planned: Plan, plan_ms: float) -> dict:
 
 
 def cap_text(policy: Policy) -> str:
-    """Return the activation cap in words."""
     return policy.activation_cap if isinstance(policy.activation_cap, str) else f"{policy.activation_cap} micro-batches"
 
 
@@ -151,7 +150,6 @@ def report(given: JobArguments, planned: Plan, figures: dict) -> str:
 
 
 def draw_png(given: JobArguments, planned: Plan, path: Path) -> None:
-    """Draw the plan as a picture, to ``path``."""
     from recycle_plugin.planner.assemble import timeline
     from recycle_plugin.render import gantt
 

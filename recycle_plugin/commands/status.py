@@ -153,7 +153,6 @@ def _predicted(throughput: float | None, unmanned: list[int]) -> str:
 
 
 def _number(value: float, digits: int = 4) -> float | None:
-    """Return the value rounded for JSON, or None if it is not finite."""
     return round(value, digits) if isfinite(value) else None
 
 

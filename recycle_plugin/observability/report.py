@@ -64,7 +64,6 @@ def costs_of(history: RunHistory, spans: Sequence[Span]) -> str | None:
 
 
 def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list[Content]]]:
-    """Yield heading and contents of each section of the report on ``history``, with ``spans`` as its traces."""
     if end(history) is None:
         lines = screen(history, time.time(), SCREEN)
         yield "Now", [Screen("\n".join(printed(line, SCREEN.columns) for line in lines))]

@@ -72,7 +72,6 @@ class TrainingTime:
         self._step = to
 
     def ratio(self) -> float:
-        """Return the ratio now, NaN if not known."""
         since_s = min(self._clock(), self._ended) - self._began
         return self._samples * self._usual_s() / since_s if since_s > 0 else nan
 

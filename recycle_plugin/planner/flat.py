@@ -155,7 +155,6 @@ def _transfers(costs: CostModel) -> tuple[int, int]:
 
 
 def per_stage(costs: CostModel) -> Array:
-    """Return the time per kind of operation and stage."""
     return np.array([[costs.of(kind, stage) for stage in range(costs.stages)] for kind in KINDS], np.int64)
 
 

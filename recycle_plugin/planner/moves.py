@@ -181,7 +181,6 @@ def restore(state, scratch, changes):
 
 @inner
 def shift(state, operation, to):
-    """Move ``operation`` to place ``to`` of the order."""
     order, place = state.order, state.place
     at = place[operation]
     step = 1 if to > at else -1

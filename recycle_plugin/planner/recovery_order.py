@@ -94,7 +94,6 @@ def choose(rest, tally, here):
 
 @inner
 def begin(rest, tally, queue, base, here, waiting, now, events, agenda):
-    """Begin the next operation of a queue; return its code."""
     records = rest.worker.size
     tally[BUSY, here] = 1
     if waiting == WEIGHTS:

@@ -164,7 +164,6 @@ def _line(given: Chart) -> str:
 
 
 def chart(given: Chart, points: Mapping[int, float]) -> bytes:
-    """Return the chart with these ``points`` as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

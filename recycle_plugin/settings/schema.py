@@ -448,7 +448,6 @@ class Settings(BaseModel):
                 )
 
     def fault_script(self, seat: Seat, incarnation: int = 0) -> FaultScript:
-        """Return the faults that strike the ``incarnation``-th process at ``seat``."""
         return FaultScript(self.fault_list, seat, incarnation)
 
     def cost_model(self, shape: Topology, samples: int) -> CostModel:

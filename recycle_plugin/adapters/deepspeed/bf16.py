@@ -210,7 +210,6 @@ class StateFiles:
         self._masters, self._scaler = masters, scaler
 
     def name(self, part: int | str) -> str:
-        """Return the file name of a part."""
         prefix = names.BF16_ZERO_FILE_PREFIX if self._scaler is None else names.ZERO_FILE_PREFIX
         return f"{prefix}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
 
@@ -328,7 +327,6 @@ def check_kind(dynamic: bool, scaler: Any) -> None:
 
 
 def whole_state_mib(weights: Parameters) -> float:
-    """Return the MiB that the whole state of Adam costs a worker."""
     return 12 * sum(weight.numel() for weight in weights) / 2**20
 
 

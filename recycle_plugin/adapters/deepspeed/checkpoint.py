@@ -88,7 +88,6 @@ class EngineFiles(CheckpointFormat):
                 )
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write one file as stock does."""
         self.stock.save(state_dict=contents, path=file)
 
     def _own(self, state: StageState) -> set[str]:

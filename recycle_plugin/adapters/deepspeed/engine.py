@@ -513,5 +513,4 @@ def engine_class(users: type, job: EngineArguments) -> type:
 
 
 def layer_specs(model: PipelineModule) -> list[Any]:
-    """Return the specs of all stages' layers."""
     return model._layer_specs

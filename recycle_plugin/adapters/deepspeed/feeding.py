@@ -52,11 +52,9 @@ class BegunLater:
         return next(self._batches)
 
     def state_dict(self) -> Any:
-        """Return the loader's state."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the loader go on from ``state``."""
         self._loader.load_state_dict(state)
         self._batches = None
 
@@ -68,11 +66,9 @@ class RepeatedStates:
         self._repeating = repeating
 
     def state_dict(self) -> Any:
-        """Return the loader's state."""
         return self._repeating.loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the loader go on from ``state``."""
         self._repeating.loader.load_state_dict(state)
         self._repeating.data_iter = iter(self._repeating.loader)
 

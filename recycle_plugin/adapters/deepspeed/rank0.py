@@ -17,7 +17,6 @@ class _Comm:
         self._rank = rank
 
     def get_rank(self, group: Any = None) -> int:
-        """Return the rank that this worker is taken for."""
         return self._rank if group is None else dist.get_rank(group)
 
     def __getattr__(self, name: str) -> Any:

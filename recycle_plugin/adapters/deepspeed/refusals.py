@@ -237,7 +237,6 @@ def _exact(config: dict[str, Any]) -> Iterator[str]:
 
 
 def value_of(config: dict[str, Any], name: str) -> Any:
-    """Return the config's value of ``key`` or ``section.key``."""
     section, _, key = name.rpartition(".")
     return (section_of(config, section) if section else config).get(key)
 

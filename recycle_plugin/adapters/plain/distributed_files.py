@@ -217,7 +217,6 @@ class _Held(dcp.DefaultSavePlanner):
         self._held = held
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the tensor or bytes of one item."""
         found = self._held[write_item.index.fqn]
         return io.BytesIO(found) if isinstance(found, bytes) else found
 
@@ -241,7 +240,6 @@ class _Stream:
         self._file, self._place = file, 0
 
     def write(self, data: Any) -> int:
-        """Write all of ``data``."""
         self._file.write(data)
         size = memoryview(data).nbytes
         self._place += size

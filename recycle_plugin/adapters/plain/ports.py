@@ -20,7 +20,6 @@ class PlainOptimizer:
         self.steps, self.skipped = 0, 0
 
     def apply(self, clip: Clip) -> None:
-        """Clip, step optimizer and scheduler, and count the step."""
         clip()
         self.wrapped.step()
         if self.scheduler is not None:

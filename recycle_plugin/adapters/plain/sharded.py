@@ -92,7 +92,6 @@ class Shards(nn.Module):
         return self.inner.named_buffers(*how, **more)
 
     def named_modules(self, *how: Any, **more: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The layers."""
         found: Iterator[tuple[str, nn.Module]] = self.inner.named_modules(*how, **more)
         return found
 

@@ -119,7 +119,6 @@ class Frames:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add bytes that were received."""
         self._rest += data
 
     @property

@@ -66,7 +66,6 @@ class Ready(ToCoordinator):
 
     @property
     def worker(self) -> WorkerId:
-        """The identity of the sender."""
         return self.member.worker
 
 

@@ -32,7 +32,6 @@ class Kept:
         return self.dropped + len(self._frames)
 
     def add(self, frame: bytes) -> None:
-        """Keep one more frame."""
         self._frames.append(frame)
 
     def got(self, count: int) -> None:

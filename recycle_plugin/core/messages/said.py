@@ -40,5 +40,4 @@ class OfWorker(ToCoordinator):
 
     @cached_property  # everything that looks at a message asks for it
     def worker(self) -> WorkerId:
-        """The identity of the worker."""
         return WorkerId(self.rank, self.incarnation)

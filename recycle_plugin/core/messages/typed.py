@@ -67,7 +67,6 @@ def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
 
 
 def _part(form: TypeForm, plain: Any, name: object) -> Any:
-    """Return the value of the part called ``name``."""
     if type(plain) in form.kinds:
         return plain
     try:

@@ -32,7 +32,6 @@ class Blocks:
     size: int
 
     def of(self, micro_batch: MicroBatch) -> Block:
-        """Return the block of ``micro_batch``."""
         return Block(micro_batch.replica, micro_batch.index // self.size)
 
     def members(self) -> dict[Block, tuple[MicroBatch, ...]]:

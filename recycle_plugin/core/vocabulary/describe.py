@@ -12,7 +12,6 @@ UNCONFIRMED = (BROKEN, DYING)  # until its supervisor reports how its process en
 
 
 def named(rank: int, seat: Seat | str | None = None) -> str:
-    """Return the name of the worker of ``rank``, with its seat if it has one."""
     return f"rank {rank}" if seat is None else f"seat {seat} (rank {rank})"
 
 

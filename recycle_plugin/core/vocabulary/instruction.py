@@ -72,7 +72,6 @@ class Instruction:
         return self.micro_batch
 
     def at(self, step: int) -> Instruction:
-        """Return the same instruction in another step."""
         return Instruction(self.op, self.stage, self.micro_batch, step, self.peer)
 
     def __str__(self) -> str:

@@ -24,5 +24,4 @@ def logs_more(losses: Mapping[str, Loss]) -> bool:
 
 
 def mean(losses: Mapping[str, Loss]) -> float:
-    """Return the mean of the losses themselves."""
     return sum(numbers(losses).values()) / len(losses)

@@ -139,7 +139,6 @@ class PackedData(AbstractSet[Datum]):
 
 
 def packed_data(data: AbstractSet[Datum]) -> PackedData:
-    """Return ``data`` packed."""
     return data if isinstance(data, PackedData) else PackedData(pack(data))
 
 

@@ -74,7 +74,6 @@ class Policy:
         return view.whole if self.shrinks else tuple(range(view.topology.replicas))
 
     def blocks(self, topology: Topology) -> Blocks:
-        """Return the blocks in which a job of shape ``topology`` adds its gradients."""
         return Blocks(
             topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches)
         )
@@ -139,7 +138,6 @@ class Plan:
         return {}
 
     def program(self, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        """Return the instructions of ``seat``, bound to ``step``."""
         return tuple(instruction.at(step) for instruction in self.programs[seat])
 
     @cached_property

@@ -192,7 +192,6 @@ class Profile:
         )
 
     def parameters(self, stages: int) -> tuple[int, ...]:
-        """Return the number of parameters of a worker of each stage."""
         return tuple(sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
 
     def worker_bytes(

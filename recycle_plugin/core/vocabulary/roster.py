@@ -100,7 +100,6 @@ class Roster:
 
     @property
     def workers(self) -> KeysView[WorkerId]:
-        """The identities of all members' processes."""
         return self._by_worker.keys()
 
     def member(self, worker: WorkerId) -> Member | None:
@@ -195,7 +194,6 @@ class Roster:
 
     @cached_property
     def addresses(self) -> frozenset[str]:
-        """The addresses at which members are reached."""
         return frozenset(self._by_address)
 
     def stage(self, stage: int) -> Group:

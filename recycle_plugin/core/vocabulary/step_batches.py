@@ -59,7 +59,6 @@ class LiveShare(NamedTuple):
 
     @property
     def rate_factor(self) -> float:
-        """The factor of the step's learning rate."""
         return sqrt(self.live / self.total)
 
     def __str__(self) -> str:
@@ -79,15 +78,12 @@ class StepBatches:
 
     @classmethod
     def full(cls, total: int) -> StepBatches:
-        """Return the batches of steps that have all replicas' micro-batches."""
         return cls(total, tuple(range(total)))
 
     def of(self, step: int) -> tuple[int, ...]:
-        """Return the replicas whose micro-batches ``step`` has."""
         return self.of_steps.get(str(step), self.replicas)
 
     def has(self, micro_batch: MicroBatch, step: int) -> bool:
-        """Return whether ``micro_batch`` is one of ``step``."""
         return micro_batch.replica in self.of(step)
 
     def share(self, step: int) -> LiveShare:
@@ -112,7 +108,6 @@ class StepBatches:
         return StepBatches(self.total, replicas, of_steps, void)
 
     def committed(self, step: int) -> StepBatches:
-        """Return the batches once ``step`` is committed."""
         if not self.of_steps and not self.void:
             return self
         later = {number: those for number, those in self.of_steps.items() if int(number) > step}
@@ -130,7 +125,6 @@ class StepBatches:
         return strange | {datum for datum in late if datum.kind in SUMS or (torn and datum.kind in SUMMED)}
 
     def counting(self, held: Held) -> Held:
-        """Return the part of ``held`` that counts."""
         return {seat: frozenset(have - self.gone(have)) for seat, have in held.items()} if self.void else held
 
 

@@ -74,11 +74,9 @@ class Topology:
 
     @cached_property
     def batch_names(self) -> frozenset[str]:
-        """The text forms of all micro-batches of a step."""
         return frozenset(map(str, self.batch))
 
     def full(self) -> ClusterView:
-        """Return the view in which every seat is live."""
         return ClusterView(self, frozenset(self.seats))
 
 

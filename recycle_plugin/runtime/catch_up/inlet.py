@@ -71,7 +71,6 @@ class TcpInlet:
     # --- for who catches up ------------------------------------------------------------------------
 
     def ask(self, asked: Asked) -> None:
-        """Ask the source for something."""
         units = asked.units
         parts = [units[begin : begin + ASKED_AT_ONCE] for begin in range(0, len(units), ASKED_AT_ONCE)] or [()]
         for number, part in enumerate(parts):
@@ -95,7 +94,6 @@ class TcpInlet:
             return self._over and not self._items
 
     def close(self) -> None:
-        """End the line."""
         with self._space:
             self._closed = True
             self._space.notify_all()

@@ -103,7 +103,6 @@ KINDS = ("head", "unit", "sums", "script")
 
 
 def digest(begin: Begin, part: str, offset: int, data: Any) -> str:
-    """Return the hash of a chunk of an item."""
     found = hashlib.sha256(f"{begin.kind} {begin.name} {part} {offset} {begin.step} ".encode(errors="surrogatepass"))
     found.update(data)
     return found.hexdigest()

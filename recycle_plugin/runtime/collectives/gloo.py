@@ -174,7 +174,6 @@ class GlooLink:
 
     @property
     def connected(self) -> bool:
-        """Whether all members are connected."""
         return self._group is not None
 
     def connect(self) -> Handle:

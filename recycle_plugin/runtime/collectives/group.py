@@ -100,15 +100,12 @@ class MemberGroup(Several, dist.ProcessGroup):
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Set the group's name."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """Return the description that the script has given."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """Set the description."""
         self._description = description
 
     # --- operations -----------------------------------------------------------------------------------

@@ -139,7 +139,6 @@ class Said:
             self.nbytes -= _bytes(self.values.pop(next(iter(self.values))))  # the first that was over
 
     def drop_values(self) -> None:
-        """Let all values go."""
         self.values, self.nbytes = {}, 0
 
 

@@ -170,11 +170,9 @@ class LinkedPairs:
         return self._tcp.hear_out(peers)
 
     def listen_to(self, peers: Iterable[str]) -> None:
-        """From now on also take what ``peers`` send."""
         self._tcp.listen_to(peers)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """From now on send only to ``members``."""
         peers = set(members)
         for way in self._ways():
             if way.address not in peers:

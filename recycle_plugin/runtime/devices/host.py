@@ -28,11 +28,9 @@ class There(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def poll(self) -> bool:
-        """Return True."""
         return True
 
     def wait(self, timeout_s: float) -> Tensors:
-        """Return the tensors at once."""
         return self.tensors
 
 
@@ -42,7 +40,6 @@ class Done(NamedTuple):
     at: float
 
     def poll(self) -> bool:
-        """Return True."""
         return True
 
     def wait(self, timeout_s: float) -> None:
@@ -93,11 +90,9 @@ class Cpu:
         return torch.frombuffer(memory, dtype=dtype, count=numbers).view(*shape)
 
     def event(self, what: object) -> DeviceEvent:
-        """Return an event that has happened now."""
         return Done(time.perf_counter())
 
     def order(self) -> Order:
-        """Return the order of calls."""
         return CallsInOrder()
 
     def memory(self) -> DeviceMemory:

@@ -30,7 +30,6 @@ class GrowingFile:
         self._descriptor = descriptor
 
     def append(self, pieces: Sequence[Buffer]) -> None:
-        """Write all the pieces at the file's end."""
         left = [memoryview(piece) for piece in pieces if len(piece)]
         while left:
             done = os.writev(self._descriptor, left[:MOST])
@@ -44,5 +43,4 @@ class GrowingFile:
         os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)

@@ -148,7 +148,6 @@ class Gap:
         return self.first if self.last is None else self.last
 
     def covers(self, step: int) -> bool:
-        """Whether the gap includes ``step``."""
         return self.first <= step and (self.last is None or step <= self.last)
 
     def __str__(self) -> str:

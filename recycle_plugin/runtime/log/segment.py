@@ -118,7 +118,6 @@ def begun(of: Head) -> tuple[bytes, int]:
 
 
 def entry(record: Record, offset: int, size: int) -> IndexEntry:
-    """Return the index's entry for a record."""
     return IndexEntry(
         type(record).__name__,
         record.step,

@@ -61,7 +61,6 @@ class Word(NamedTuple):
     message: object
 
     def parts(self, seal: Seal) -> list[memoryview]:
-        """Return the memory to write."""
         return [memoryview(FRAMES.frame(self.message, seal))]
 
     def poll(self) -> bool:

@@ -48,7 +48,6 @@ def carried(word: Word) -> tuple[Datum, Tensors]:
 
 
 def word_of(tensors: Tensors) -> Word:
-    """Return the word that was carried."""
     name, *label = json.loads(bytes(tensors[0].numpy()))
     return _UNPACK[name](label, iter(tensors[1:]))
 

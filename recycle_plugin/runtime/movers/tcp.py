@@ -68,7 +68,6 @@ class Transport:
         self.outbox(address).send(Message(datum, valid_from, tensors, self._session.waiting.timeout_s))
 
     def outbox(self, address: str) -> Outbox:
-        """Return the outbox of a peer."""
         with self._peers:
             if address not in self._outboxes:
                 own = Identity(self._session.secret, self.address)
@@ -248,7 +247,6 @@ class Transport:
         return tensor
 
     def has(self, datum: Datum) -> bool:
-        """Return whether ``datum`` has come and waits to be taken."""
         with self._session.waiting.changed:
             return any(arrived[0] == datum for arrived in self._arrived)
 

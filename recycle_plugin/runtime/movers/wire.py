@@ -65,12 +65,10 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ..
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that a header names; raises Nonsense."""
     if name not in DTYPES:
         raise Nonsense(f"a tensor of {name[:80]!r}, which is no type")
     return DTYPES[name]
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor."""
     return bytes_of(tensor.detach()).numpy().data

@@ -85,7 +85,6 @@ class StageState:
 
     @property
     def step(self) -> int:
-        """The last applied step."""
         return self._applied()
 
     # --- by value ----------------------------------------------------------------------------------

@@ -84,11 +84,9 @@ class Surroundings:
         return found
 
     def now(self, places: Iterable[Place]) -> dict[Place, Any]:
-        """Return the values at these places."""
         return {(number, name): self._owners[number].get(name) for number, name in places}
 
     def set(self, values: Mapping[Place, Any]) -> None:
-        """Set the values at these places."""
         for (number, name), value in values.items():
             self._owners[number][name] = value
 
@@ -176,7 +174,6 @@ class SetByScript:
         return self._surroundings.now(places), self._buffers.now()
 
     def put_back(self, values: ScriptsValues) -> None:
-        """Set the result of :meth:`now`."""
         plain, buffers = values
         self._surroundings.set(plain)
         self._buffers.put_back(buffers)

@@ -79,7 +79,6 @@ class ReplicaFiles(CheckpointFormat):
             _add_scripts(engine, path.parent)
 
     def dump(self, contents: Any, file: Any) -> None:
-        """Write one file as stock does."""
         self.stock.save(contents, file)
 
     def read(self, state: StageState, folder: Path) -> None:

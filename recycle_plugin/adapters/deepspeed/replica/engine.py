@@ -69,19 +69,15 @@ class ReplicaGroups:
         self._group = group
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of this replica's ranks."""
         return self._group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks of this replica."""
         return dist.get_process_group_ranks(self._group)
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of this replica's ranks."""
         return self._group.size()
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place in its replica."""
         return self._group.rank()
 
     def get_model_parallel_group(self) -> None:
@@ -435,7 +431,6 @@ def count_micro_steps(engine: Any) -> None:
 
 
 def engine_class(job: ReplicaArguments) -> type:
-    """Return the plugin's engine class for ``job``."""
     return type(ReplicaEngine.__name__, (ReplicaEngine,), {"_job": job})
 
 

@@ -130,7 +130,6 @@ class Small:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the copies."""
         self._parts = None
 
 
