@@ -105,10 +105,10 @@ class Settings(BaseModel):
     exact: Count | bool = setting(
         False,
         "true, false, or a whole number of at least 1",
-        "Train to the same bits whichever worker fails: those of the exact run without a failure. Gradients "
-        "are added in blocks of so many consecutive micro-batches of a replica (true: all of them), and a "
-        "block stays on one worker. Small blocks reroute more freely; each block of a worker beyond its "
-        "first takes one more buffer of the gradients' size.",
+        "Train to the same bits whichever worker fails: those of the exact run without a failure. The number "
+        "is the size of a block: consecutive micro-batches of a replica (true: all of them) that stay on one "
+        "worker, which adds their gradients. Small blocks reroute more freely; each block of a worker beyond "
+        "its first takes one more buffer of the gradients' size.",
     )
     unit: Literal["worker", "replica"] = setting(
         "worker",
@@ -221,8 +221,8 @@ class Settings(BaseModel):
     check_replicas: Number = setting(
         0,
         "a whole number, not negative",
-        "Every so many steps, compare hashes of the replicas' parameters, optimizer state, learning rates and"
-        " counts. 0: only after a checkpoint is loaded.",
+        "The number of steps between two comparisons of hashes of the replicas' parameters, optimizer state, "
+        "learning rates and counts. 0: compared only after a checkpoint is loaded.",
     )
     placement: Literal["deepspeed", "strict", "spread"] = setting(
         "deepspeed",
@@ -273,37 +273,38 @@ class Settings(BaseModel):
     progress_timeout_s: Seconds = setting(
         20.0,
         "a number of seconds, at least 1",
-        "A worker is given up if its process is stopped, or uses no CPU, and it has been at one instruction "
-        "for longer than this and than three steps take. A shorter time finds a hang sooner, but costs a "
-        "healthy worker if an instruction is slow now and then. If all wait for each other for twice as "
-        "long, all regroup.",
+        "A worker is given up if its process is stopped or uses no CPU, and the worker has been at one "
+        "instruction for longer than this time and longer than three steps. A shorter time finds a hang sooner, "
+        "but costs a healthy worker if an instruction is slow now and then. If all workers wait for each other "
+        "for twice as long, they regroup.",
         ge=1,
     )
     busy_timeout_s: Seconds = setting(
         120.0,
         "a number of seconds, at least 1",
-        "The same for a worker whose process uses the CPU, as in a long micro-batch or an endless loop.",
+        "The limit at one instruction for a worker whose process uses the CPU, as in a long micro-batch or an "
+        "endless loop.",
         ge=1,
     )
     last_worker_timeout_s: Seconds = setting(
         300.0,
         "a number of seconds, at least 1",
-        "The same for a stage's last worker, whatever it does. With a `log` its stage is then replayed, "
-        "else the job ends.",
+        "The limit for whatever others await from a stage's last worker. With a `log` the stage is then "
+        "replayed, else the job ends.",
         ge=1,
     )
     idle_timeout_s: Seconds = setting(
         600.0,
         "a number of seconds, more than 0",
-        "The same for work that may take long while others wait: the script's own code, data, a checkpoint, "
+        "The limit for work that may take long while others wait: the script's own code, data, a checkpoint, "
         "the first step, and an instruction for which a worker was given up before.",
         gt=0,
     )
     wait_timeout_s: Seconds = setting(
         900.0,
         "a number of seconds, more than 0",
-        "The longest that a worker waits for anything; then the job ends. The survivors of a failure wait for"
-        " each other until halfway between `idle_timeout_s` and this.",
+        "The longest that a worker waits for anything; then the job ends. After a failure the survivors wait for"
+        " each other until halfway between `idle_timeout_s` and this time.",
         gt=0,
     )
     costs: Folder | None = setting(

@@ -25,8 +25,7 @@ class CheckpointSettings(BaseModel):
     every: Count | None = setting(
         None,
         "a whole number of at least 1, or null",
-        "Make a checkpoint after each step that this number divides, whatever it costs. Null: as often as "
-        "`overhead` allows.",
+        "The number of steps between two checkpoints, whatever they cost. Null: as often as `overhead` allows.",
     )
     keep: Count = setting(2, "a whole number of at least 1", "How many of a run's checkpoints stay.")
 
