@@ -18,7 +18,7 @@ def refused(job: ConfiguredJob) -> Section:
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
     lines = [] if wrong else ["nothing that the config asks for"]
     half_there = ", whether the device has fp16" if half(job.config) == FP16 else ""
-    lines.append(f"seen at the start only: tensor parallelism, running statistics, plain iterators{half_there}")
+    lines.append(f"not known before the start: tensor parallelism, running statistics, plain iterators{half_there}")
     return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
 
 
@@ -32,14 +32,14 @@ def device_link(job: ConfiguredJob) -> Section:
         sums,
         f"NCCL: boundary tensors, over at most {whole} links of two at each worker ({_memory(whole)} of its device's "
         f"memory), and {without} while one worker is out ({_memory(without)})",
-        f"through the host's memory: boundary tensors until a link stands, where one has failed, and beyond "
+        f"through the host's memory: boundary tensors before their link is made, after it has failed, and beyond "
         f"{MOST_ENDS} links; messages between two, collectives of objects, barriers",
     )
     staged = ("through the host's memory, for their order with recycle.exact: all collectives and boundary tensors",)
     lines = (
         *(staged if job.settings.exact else by_link),
         "unset, and set by the plugin: " + ", ".join(given),
-        "seen at the start only: the release of NCCL that is loaded",
+        "not known before the start: the release of NCCL that is loaded",
     )
     links = {} if job.settings.exact else {"whole": whole, "one_out": without, "most": MOST_ENDS, "bytes": END_BYTES}
     data = {"sums": "host" if job.settings.exact else "nccl", "links": links, "sets": given}

@@ -416,7 +416,7 @@ Predicted slowdown
 
 What is refused
   nothing that the config asks for
-  seen at the start only: tensor parallelism, running statistics, plain iterators
+  not known before the start: tensor parallelism, running statistics, plain iterators
 
 Versions here
   torch          2.6.0   needs >=2.6
@@ -472,7 +472,7 @@ Predicted slowdown
 What is refused
 ! amp.enabled: only fp32, bf16 and fp16 are supported yet; remove the amp section, and set
     bf16.enabled or fp16.enabled to true if you can
-  seen at the start only: tensor parallelism, running statistics, plain iterators
+  not known before the start: tensor parallelism, running statistics, plain iterators
 
 Versions here
 ! deepspeed 0.18.2: pip install 'deepspeed>=0.19.3,<0.20'

@@ -163,4 +163,4 @@ def test_a_script_that_ends_before_the_others_ends_the_job_with_a_code(launch):
     assert result.code != 0, result.output[-6000:]
     (end,) = result.of("end")
     assert "the training script of seat 0.0 (rank 0) ended after step 4, and that of seat" in end["text"]
-    assert "is in step 5: all have to train equally many steps" in end["text"]
+    assert "is in step 5: all scripts have to train the same number of steps" in end["text"]

@@ -52,7 +52,7 @@ def test_a_replica_goes_whole_and_comes_back_whole(launch: Launch, reference, tm
     assert_went_and_came_whole(result, kill.split()[1])
     assert difference(result, reference(f"steps={STEPS}", shape=WIDE)).tolerated
     (said,) = result.of("recovery")
-    assert said["text"].startswith("replica 1 is out whole: others take its work")
+    assert said["text"].startswith("replica 1 is lost as a whole: other replicas take its work")
 
 
 @pytest.mark.plain_too(deepspeed=False)
@@ -86,7 +86,7 @@ def test_a_batch_shrinks_as_long_as_a_replica_is_out(launch: Launch, tmp_path, k
     full, _ = shrinking.alone(WIDE.replicas, WIDE.micro_batches, {})
     assert max(abs(one - two) for one, two in zip(losses, full)) > 100 * LOSS_TOLERANCE
     (said,) = result.of("recovery")
-    assert said["text"].startswith("replica 1 is out whole: no replica does its work")
+    assert said["text"].startswith("replica 1 is lost as a whole: nobody does its work")
 
 
 @pytest.mark.parametrize("kill", ("kill 1.0 before 0F1.1@4", "kill 1.1 before 1STEP@4"))

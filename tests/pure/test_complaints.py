@@ -45,8 +45,8 @@ def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_end
         []
         if lost
         else [
-            "seat 1.0 (rank 1) could not finish what it waits for, 3 times, and no worker in it is lost: check "
-            "the network"
+            "seat 1.0 (rank 1) could not finish what it waits for, 3 times, and all workers that take part in "
+            "it are alive: check the network"
         ]
     )
 

@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_loaded_while_they_train_is_said():
     for rank in range(4):
         membership.receive(SurvivorReport(rank, 1, 0, "plan", holds(rank), loaded=True), 0.0)
     (told,) = membership.state.steps.recorded.told(1)
-    assert "the others have loaded a checkpoint while they trained" in told.refused and "(of step 0)" in told.refused
+    assert "the others loaded a checkpoint during training" in told.refused and "(of step 0)" in told.refused
 
 
 def test_what_is_run_anew_is_replaced_and_a_gap_is_named():

@@ -24,7 +24,7 @@ def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
     assert end.failed
     assert end.reason.startswith(
         "the training script of seat 0.0 (rank 0) ended after step 1, and that of seat 1.0 (rank 1) is in step 2: all "
-        "have to train equally many steps"
+        "scripts have to train the same number of steps"
     )
     assert [one.code for out in played.outs for whom, one in out.messages if isinstance(one, Over)] == [1]
 

@@ -43,9 +43,9 @@ def say_batches(state: JobState) -> None:
             f"with {share.rate_factor:.3g} of its learning rate"
         )
     if kept:
-        text += f"; step {' and '.join(map(str, kept))} still counts the lost replicas, in all its sums"
+        text += f"; all sums of step {' and '.join(map(str, kept))} still include the lost replicas"
     elif batches.void:
-        text += f"; no sum of step {batches.void} counts the lost replicas"
+        text += f"; no sum of step {batches.void} includes the lost replicas"
     state.say(
         "contributing",
         text,

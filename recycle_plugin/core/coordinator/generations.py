@@ -114,7 +114,7 @@ def admit(state: JobState, newcomer: NewcomerRecord) -> None:
     state.vacancies.admitted(member.worker, state.committed)
     state.say(
         "rejoined",
-        f"{member} has its stage's state after step {state.committed}, the last one, and its script goes on to its end"
+        f"{member} has its stage's state after the last step, {state.committed}, and its script runs to its end"
         if state.ending.finishing
         else f"{member} takes part again from step {state.committed + 1} on",
         seat=str(member.seat),

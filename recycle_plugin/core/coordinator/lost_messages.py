@@ -25,6 +25,6 @@ def missing(state: JobState, message: Missing) -> None:
     else:
         ends.end(
             state,
-            f"{why}, {tries} times, and no worker in it is lost: check the network between their hosts, "
-            f"or let GLOO_SOCKET_IFNAME name the interface that connects them. {state.ending.safe_point}",
+            f"{why}, {tries} times, and all workers that take part in it are alive: check the network between their "
+            f"hosts, or let GLOO_SOCKET_IFNAME name the interface that connects them. {state.ending.safe_point}",
         )

@@ -117,7 +117,7 @@ def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
     """Return who is ``lost``, by worker or by whole replica, and what becomes of their work, in words."""
     if unit == "replica":
         who = several("replica", sorted({member.seat.replica for member in lost}))
-        return f"{who} out whole: {'no replica does its work' if shrinks else 'others take its work'}"
+        return f"{who} lost as a whole: {'nobody does its work' if shrinks else 'other replicas take its work'}"
     if len(lost) > NAMED:
         return f"{len(lost)} workers are lost: other workers of their stages take the work"
     who = " and ".join(map(str, lost))

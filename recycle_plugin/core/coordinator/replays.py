@@ -217,7 +217,7 @@ def accompanied(state: JobState, message: Accompanied | CaughtUp) -> None:
     state.say(
         "accompanied",
         f"{member} has replayed steps {state.logs.checkpoint.step + 1} to {message.step} of its stage too, and has "
-        "the state again that it had",
+        "its state from before the replay again",
         seat=str(member.seat),
         rank=member.rank,
         step=message.step,

@@ -128,7 +128,8 @@ def _say_resume(state: JobState, reports: Reports, committed: int, throughput: f
     slowest, ahead = reports.slowest, max(reports.counts) - committed
     state.say(
         "resume",
-        f"{len(state.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
+        f"{len(state.roster)} workers go on with step {committed + 1}"
+        + ", which some have applied already" * bool(ahead),
         generation=reports.generation.number,
         committed=committed,
         ahead=ahead,

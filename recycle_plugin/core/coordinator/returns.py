@@ -34,7 +34,7 @@ def begin(state: JobState, ready: Ready) -> None:
         return
     assert state.job is not None, "a newcomer comes to a job that has started"
     if ready.member.seat != state.attendance.seat_of(ready.member.rank):
-        text = f"{ready.member} wants to come back with a seat that is not its rank's"
+        text = f"{ready.member} wants to come back in a seat that belongs to another rank"
         state.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))
         state.tell(ready.worker, End(0, text, failed=True))
         return

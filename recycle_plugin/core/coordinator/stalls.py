@@ -71,7 +71,7 @@ def see_standstill(state: JobState) -> None:
         )
     else:
         state.stood_still = state.committed
-        state.say("warning", f"{why}, and none does anything: all regroup. {waits}")
+        state.say("warning", f"{why}, and none works: all regroup. {waits}")
         generations.regroup(state, "everybody waits")
 
 

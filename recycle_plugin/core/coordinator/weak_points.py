@@ -42,8 +42,7 @@ def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakP
     if job.clipping and job.clip == "sync" and job.stagger_optimizer:
         yield WeakPoint(
             "warning",
-            f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer "
-            "is "
-            'not staggered; set recycle.clip to "validate" where the norm is seldom over that',
+            f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages, and the "
+            'optimizer is not staggered; if the norm is seldom over that, set recycle.clip to "validate"',
             {},
         )

@@ -216,7 +216,7 @@ class Attendance:
         )
         out.say(
             "late",
-            f"a process on {host} wants to take part as rank {worker.rank}: {why}; it is told to end. "
+            f"a process on {host} wants to be rank {worker.rank}, but {why}; it is told to end. "
             "To take a lost worker's seat, start it with --join",
             rank=worker.rank,
             host=host,

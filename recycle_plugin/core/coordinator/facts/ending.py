@@ -116,7 +116,7 @@ class Ending:
         who, last = self._first_through
         return (
             f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: "
-            "all have to train equally many steps, so see to what ends the loop on some ranks only"
+            "all scripts have to train the same number of steps, so find out why the loop ends earlier on some ranks"
         )
 
     def finish(self, committed: int, crash: str, out: CoordinatorOutput) -> None:

@@ -12,7 +12,7 @@ from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.core.vocabulary.losses import Loss, mean
 
 PIECE = 5_000  # numbers in one message
-ANOTHER_STATE = "the others have loaded a checkpoint while they trained, and a script that comes back can't do so alone"
+ANOTHER_STATE = "the others loaded a checkpoint during training, which a script that comes back can't repeat alone"
 
 
 class Recorder:

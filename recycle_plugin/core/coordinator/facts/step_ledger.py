@@ -115,7 +115,7 @@ class StepLedger:
         for late, values in self._contributions.committed(step):  # a lost worker took the rest with it
             out.say(
                 "warning",
-                f"the loss of step {late} is that of {len(values)} micro-batches: the others' were lost with a worker",
+                f"the loss of step {late} is the mean of {len(values)} micro-batches: the others' losses were lost",
                 step=late,
             )
             self._tell_collected(late, LOSS, values, out)

@@ -324,7 +324,9 @@ class Vacancies:
             self._seat(number, host, self._seats[free[0]], now, out)
         elif waits:
             self._spares[number] = host
-            out.say("spare", f"host {host} waits as a spare: it takes the next seat that is lost", host=host)
+            out.say(
+                "spare", f"a process on host {host} waits as a spare, and takes the next seat that is lost", host=host
+            )
         else:
             out.tell(Joiner(number), Refused("no seat is free, and --no-wait was given"))
 
@@ -354,7 +356,7 @@ class Vacancies:
         self._restarts.admitted(seat.unit[0])
         seat.host, seat.absent_since = host, None
         seat.unguarded = seat.silent = False
-        out.say("joined", f"host {host} takes {seat.name}", rank=seat.rank, host=host)
+        out.say("joined", f"a process on host {host} takes {seat.name}", rank=seat.rank, host=host)
         out.tell(Joiner(number), Seated(seat.rank))
         self._start(seat, 0.0, now, out)
         self._start_others(seat, now, out)
