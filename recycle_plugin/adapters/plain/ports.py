@@ -1,4 +1,4 @@
-"""Plain torch's optimizer step, lent to the trainer (runtime/stage/ports.py)."""
+"""Plain torch's optimizer step, behind the trainer's optimizer port (runtime/stage/ports.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class PlainOptimizer:
         self.steps += 1
 
     def pass_over(self) -> None:
-        """Count a step that is over, and step the scheduler as if no step had been skipped. No weight changes."""
+        """Count a step from before a newcomer's time, and step the scheduler as if no step had been skipped. Changes no
+        weight.
+        """
         if self.scheduler is not None:
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # no optimizer step came before
                 self.scheduler.step()

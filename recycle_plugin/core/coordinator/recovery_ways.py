@@ -1,8 +1,8 @@
-"""Which way a loss is recovered, and the times that a replay's deadlines follow from.
+"""The ways to recover from a loss, and the times from which a replay's deadlines follow.
 
-There are three ways, each of which gives up more than the one before; the first possible one is taken:
-* *reroute*: other workers of its stage take the lost worker's work.
-* *replay*: empty stages are replayed from the logs, with their groups; all others wait with all that they have
+There are three ways, each more expensive than the one before; the job takes the first possible one:
+* *reroute*: other workers of the stage take the lost worker's work.
+* *replay*: stages without a worker are replayed from the logs, while all other workers wait and keep their data
   (core/coordinator/replays.py).
 * *end*: the job ends, and names the last checkpoint.
 
@@ -44,8 +44,8 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """What a replay takes. ``start``: from a loss until the next process has its model. ``load``: a stage's state from
-    a checkpoint. ``work``: by stage, a step's compute by one worker.
+    """The times of a replay. ``start``: from a loss until the next process has its model. ``load``: to load a stage's
+    state from a checkpoint. ``work``: by stage, one worker's compute of a step.
     """
 
     start: Time
@@ -65,7 +65,7 @@ class Group(NamedTuple):
 
 
 def groups(stages: Sequence[int]) -> tuple[Group, ...]:
-    """Return ``stages`` as groups of neighbours, in order: neighbours wait for each other."""
+    """Split ``stages`` into runs of neighbouring stages, in order. Neighbours wait for each other."""
     ordered = sorted(stages)
     firsts = [ordered[0], *(after for before, after in pairwise(ordered) if after != before + 1)]
     lasts = [*(before for before, after in pairwise(ordered) if after != before + 1), ordered[-1]]
@@ -95,7 +95,7 @@ def times_of(state: JobState) -> Times:
 
 
 def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> float:
-    """Return a stage's time for a step on one worker, in seconds, by the cost model. ``splits``: split backwards."""
+    """Return the seconds that one worker needs for a stage's step, by the cost model. ``splits``: split backwards."""
     backward = (Op.I, Op.W) if splits else (Op.B,)
     each = sum(costs.of(op, stage) for op in (Op.F, *backward))
     return (micro_batches * each + costs.of(Op.STEP, stage)) / 1e6
@@ -105,7 +105,7 @@ def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> f
 
 
 def say_rerouted(state: JobState) -> None:
-    """Report that others of their stages do the lost workers' work now, once these have planned for it."""
+    """Report that the other workers of their stages now do the lost workers' work. Called once these have a plan."""
     lost = sorted((each for those in state.unsaid.values() for each in those), key=lambda each: each.worker)
     state.unsaid = {}
     assert state.job is not None, "a lost worker has taken part in a job"
@@ -114,7 +114,7 @@ def say_rerouted(state: JobState) -> None:
 
 
 def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
-    """Return who is ``lost``, by worker or by whole replica, and what becomes of their work, in words."""
+    """Return a sentence that names the ``lost`` workers, or their replicas, and says what becomes of their work."""
     if unit == "replica":
         who = several("replica", sorted({member.seat.replica for member in lost}))
         return f"{who} lost as a whole: {'nobody does its work' if shrinks else 'other replicas take its work'}"
@@ -146,7 +146,9 @@ def say_replayed(
     along: Mapping[int, str] = MappingProxyType({}),
     again: str = "",
 ) -> None:
-    """Report that empty ``stages`` are replayed, with which others ``along`` and why, and why ``again``."""
+    """Report that empty ``stages`` are replayed. ``along``: further stages to replay, and why each. ``again``: why a
+    replay begins anew.
+    """
     for stage in stages:
         state.unsaid.pop(stage, None)
     behind = state.logs.behind(state.committed)

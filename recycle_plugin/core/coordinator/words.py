@@ -1,17 +1,17 @@
-"""What may be said to the coordinator, by whom and when: as the class of each message declares (core/messages/said.py),
-and no more than the job has.
+"""Which messages the coordinator accepts, from which sender and when. Each message's class declares its sender
+(core/messages/said.py).
 
 A worker's message may be wrong in three ways:
-* It is *another's to say*. It changes nothing, though its sender knows the job's secret.
-* It is *old*: of a past generation, step or barrier, or repeated. News overtake each other, so that is nobody's fault,
-  and its handler drops it.
-* It is *impossible*: it names a generation that was never published, a step that nobody can have begun, or something
-  that the job does not have, or it contradicts an earlier message of the same worker. The worker is given up as if it
-  had died, since its next message may be as wrong and look right.
+* *Of the wrong sender*: only another process may send it. It is ignored, although its sender knows the job's secret.
+* *Old*: of a past generation, step or barrier, or repeated. Messages overtake each other, so no sender is at fault, and
+  the message's handler drops it.
+* *Impossible*: it names a generation that was never published, a step that no worker can have begun, or something that
+  the job does not have, or it contradicts an earlier message of the same worker. The worker is given up as if it had
+  died, since its next message may be as wrong and look right.
 
-A worker is believed in what it alone knows: its losses and hashes, that it has applied the next step, and whom it does
-not hear in the generation in force. Messages that mean the end of the job, or of its host's part in it, are believed
-too: Fatal, Terminate, Leaving of all, HostGoes, Left and, in a job that logs, Through.
+A worker is believed in what it alone knows: its losses and hashes, that it has applied the next step, and which workers
+it does not hear in the generation in force. Messages that mean the end of the job, or of its host's part in it, are
+believed too: Fatal, Terminate, Leaving of all, HostGoes, Left and, in a job that logs, Through.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Speakers:
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks of which a supervisor has come."""
+        """The ranks whose supervisor has connected."""
         return set(self._supervised)
 
     def supervises(self, rank: int, place: tuple[str, int]) -> tuple[str, int]:
@@ -76,7 +76,9 @@ class Speakers:
         self._supervised[rank] = place
 
     def starts(self, worker: WorkerId) -> None:
-        """Record that its rank's present supervisor starts ``worker``; a rank's first process keeps its first one."""
+        """Record that the present supervisor of its rank starts ``worker``. A rank's first process keeps the first
+        supervisor that was recorded for it.
+        """
         if worker.rank in self._supervised and (worker.incarnation or worker not in self._starters):
             self._starters[worker] = self._supervised[worker.rank]
 
@@ -96,7 +98,7 @@ class Speakers:
 
 
 def objection(message: OfWorker, state: JobState) -> str | None:
-    """Return why ``message`` is impossible, "" if it does not count (any more, or yet), None if it is all right."""
+    """Return why ``message`` is impossible, "" if it is to be ignored (too old or too early), None if it is valid."""
     if not state.attendance.is_heard(message):
         return ""
     speaker, job = state.speaker(message.worker), state.job
@@ -120,7 +122,7 @@ def _has_room(message: Post | ReadBoard, speaker: Member, job: JobSpec, state: J
 
 
 def _is_of_step(message: Contribution, speaker: Member, job: JobSpec, state: JobState) -> bool:
-    """Return whether ``speaker`` can have these numbers, and they are complete; anything goes for a committed step."""
+    """Return whether ``speaker`` can have these numbers, and all of them. For a committed step any numbers pass."""
     if message.step <= state.committed:
         return True
     shape = state.attendance.shape
@@ -141,8 +143,8 @@ def _serves(message: Serving, speaker: Member, job: JobSpec, state: JobState) ->
 
 
 def _brings_its_own(message: BarrierReached, *_: object) -> bool:
-    """Return whether what is brought to an evaluation's end are losses by micro-batch. Other barriers take what a rank
-    says for itself.
+    """Return whether the barrier at an evaluation's end gets losses by micro-batch, and any other barrier only the
+    sending rank's value.
     """
     try:
         if ended_at(message.place) is None:
@@ -171,7 +173,7 @@ FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
     Durable: lambda message, speaker, job, state: all(0 <= each < job.stages - 1 for each in message.boundaries or ()),
     Unreplayable: lambda message, speaker, job, state: message.lacks is None or 0 <= message.lacks < job.stages,
 }
-"""By class, whether the job can have what a message names, or why not, in words."""
+"""By class of message: returns whether the job can have what the message names, or why not."""
 
 
 def _of_report(message: SurvivorReport, state: JobState) -> str | None:
@@ -185,7 +187,7 @@ def _of_report(message: SurvivorReport, state: JobState) -> str | None:
         return f"its report of what it holds can't be read: {error}"
     if message.loaded:
         return None
-    if not committed <= message.stepped <= committed + 1:  # also for a newcomer, which has followed so far
+    if not committed <= message.stepped <= committed + 1:  # a newcomer has followed to there, too
         return f"it has applied {message.stepped} steps, and {committed} are committed"
     stages = range(state.attendance.shape.stages)
     if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held.ranges):

@@ -1,4 +1,4 @@
-"""Identities: a seat keeps its name when its worker is gone, and a micro-batch its own whoever runs it."""
+"""Names of seats and micro-batches. Neither depends on the worker that holds the seat or computes the micro-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Seat(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number by which instructions and data name the layers that the seat's worker holds: its stage's."""
+        """The number of the seat's layers in instructions and data: its stage."""
         return self.stage
 
     def __str__(self) -> str:
@@ -23,7 +23,7 @@ class Seat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Seat:
-        """Return the seat that ``text``, for instance ``1.2``, names. Raises ValueError that shows the form."""
+        """Return the seat named by ``text``, such as ``1.2``. Raises ValueError that shows the form."""
         return cls(*_pair(text, "seat", "replica.stage"))
 
 
@@ -38,7 +38,7 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MicroBatch:
-        """Return the micro-batch that ``text``, for instance ``1.2``, names. Raises ValueError that shows the form."""
+        """Return the micro-batch named by ``text``, such as ``1.2``. Raises ValueError that shows the form."""
         return cls(*_pair(text, "micro-batch", "replica.index"))
 
 

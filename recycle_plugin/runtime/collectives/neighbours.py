@@ -1,4 +1,4 @@
-"""Which workers have links of two for boundary tensors (runtime/collectives/pairs.py). Imports no torch."""
+"""Pairs of workers with a link for boundary tensors over NCCL (runtime/collectives/pairs.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ END_BYTES = 41 << 20  # of device memory that an end takes; measured on one H200
 
 
 def wanted(roster: Roster) -> list[tuple[Member, Member]]:
-    """Return the (sender, receiver) pairs of boundary tensors, in the order in which all members make their links.
+    """Return the (sender, receiver) pairs, in the order in which all members make their links.
 
-    A replica's own neighbours come first. If it has lost a worker, any worker of that stage may take its work. Pairs
-    that would exceed MOST_ENDS at one worker are left out, the last ones first. Costs a pass over the members per lost
-    seat, and sorting the pairs.
+    Neighbours in one replica come first. In place of a lost worker, any worker of its stage may take its work. Pairs
+    beyond MOST_ENDS at either worker are left out. Costs a pass over the members per lost seat, and sorting the pairs.
     """
     stages = {member.seat.stage for member in roster}
     replicas = sorted({member.seat.replica for member in roster})
@@ -41,6 +40,6 @@ def wanted(roster: Roster) -> list[tuple[Member, Member]]:
 
 
 def ends(roster: Roster) -> int:
-    """Return the largest number of link ends that one member has."""
+    """Return the largest number of link ends at one member."""
     counted = Counter(member for pair in wanted(roster) for member in pair)
     return max(counted.values(), default=0)
