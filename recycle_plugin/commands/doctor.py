@@ -25,12 +25,12 @@ imported.
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
 recycle doctor --megatron --num-layers 24 --pipeline-model-parallel-size 4 ...
 
-With --megatron it says which of a Megatron-LM command line's flags are refused, and nothing else.
+With --megatron it only lists which of a Megatron-LM command line's flags are refused.
 
-Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
-stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the
-planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
-schedule with this routing and memory could reach.
+Ranks are placed as by DeepSpeed: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
+stage have neighbouring ranks. With recycle.placement "spread" they are dealt out over the hosts.  Slowdowns are the
+planner's, for consecutive steps, under the config's settings and costs; "bound" is the least slowdown that any schedule
+with this routing and memory could reach.
 
 With recycle.log it says which boundaries are logged, whether the disk has room, and how long a recovery takes.
 
@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--megatron",
         nargs=argparse.REMAINDER,
         metavar="FLAGS",
-        help="in place of all that: Megatron-LM's own flags",
+        help="in place of the other arguments: Megatron-LM's own flags",
     )
     made.add_argument(
         "--micro-batches", type=int, metavar="M", help=f"micro-batches of each replica in a step (default: {COUNT})"
@@ -64,9 +64,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="costs and bytes from a traced run's costs.json, or of recycle profile --out (default: the config's)",
     )
-    made.add_argument(
-        "--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"'
-    )
+    made.add_argument("--json", action="store_true", help='print JSON; its "change" has the lines that begin with "!"')
 
 
 def run(found: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Converters that split the backward of megatron-core's parallel layers; importing this module registers them.
 
-ColumnParallelLinear and RowParallelLinear are converted at ``_forward_impl``: inside their communication, and before
-the bias that ``skip_bias_add`` leaves to a later kernel. That bias stays fused, as a sum of rows.
+In ColumnParallelLinear and RowParallelLinear ``_forward_impl`` is replaced. The communication around it stays
+megatron-core's, and so does the bias that ``skip_bias_add`` leaves to a later, fused kernel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from recycle_plugin.runtime.stage.converters import Call, Converter, Halves, reg
 
 
 class ParallelLinear(Halves):
-    """``LinearWithGradAccumulationAndAsyncCommunication`` in halves, in megatron-core's own arithmetic. ``group``: the
-    tensor-parallel group that sums the input's gradient, or None.
+    """``LinearWithGradAccumulationAndAsyncCommunication`` with a backward in two halves, input and weight, in
+    megatron-core's own arithmetic. ``group``: the tensor-parallel group that sums the input's gradient, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
-        """``x [..., in] @ weight [out, in].T + bias [out]``."""
+        """Return ``x [..., in] @ weight [out, in].T + bias [out]``."""
         ctx.save_for_backward(x, weight)
         ctx.group = group
         output = torch.matmul(x, weight.t())
@@ -33,7 +33,7 @@ class ParallelLinear(Halves):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Return the gradients of the half that autograd asks for."""
+        """Return the gradients that autograd asks for: those of the input, or of weight and bias, or all."""
         x, weight = ctx.saved_tensors
         of_x, of_parameters = Halves.asked(ctx)
         mine = gradient.matmul(weight) if of_x else None
@@ -46,7 +46,7 @@ class ParallelLinear(Halves):
 
 
 def _stock() -> tuple[Any, ...]:
-    """The functions of megatron-core that ParallelLinear replaces; a script may have patched them."""
+    """Return the functions of megatron-core that ParallelLinear replaces, to see whether a script has patched them."""
     function = layers.LinearWithGradAccumulationAndAsyncCommunication
     return (
         ColumnParallelLinear._forward_impl,
@@ -74,8 +74,7 @@ def _call(
     **_: Any,
 ) -> Call | None:
     known = type(weight) is nn.Parameter and not (gradient_accumulation_fusion or sequence_parallel)
-    # refused: megatron's own deferral of the head's weight gradient, the function for a frozen weight, a patched
-    # function
+    # not converted: megatron's own deferral of the head's weight gradient, a frozen weight, a patched function
     if not known or grad_output_buffer is not None or not weight.requires_grad or _stock() != _STOCK:
         return None
     return (lambda x: ParallelLinear.apply(x, weight, bias, tp_group if allreduce_dgrad else None)), input

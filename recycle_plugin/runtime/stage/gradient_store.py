@@ -1,7 +1,8 @@
-"""Where a backward adds up weight gradients, and where the optimizer's step finds their sum: a port, and torch's way.
+"""The storage of weight gradients: a port, and its implementation by ``parameter.grad``.
 
-The plugin handles gradients only through this port: it adds a micro-batch's contribution or sets it aside, swaps the
-sums of blocks, puts the workers' sum in the contributions' place for STEP, and scales it there.
+A backward adds gradients there, and the optimizer's step reads their sum. The plugin touches gradients only through
+this port. It adds a micro-batch's contribution or sets it aside, swaps the sums of blocks (recycle.exact), and replaces
+the worker's own sum by the sum over the workers, which it may scale, before STEP.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ Slots = list[torch.Tensor | None]  # a gradient for each parameter, None where t
 class GradientStore(Protocol):
     """A framework's gradients: one slot for each of ``parameters``, those that its optimizer steps.
 
-    A backward adds to the slots, and the optimizer's step reads them. A tensor in a slot belongs to the store until
-    :meth:`swap` returns it; nobody else may change what :meth:`view` returns.
+    A tensor in a slot belongs to the store until :meth:`swap` returns it; callers may not change the tensors that
+    :meth:`view` returns.
     """
 
     @property
@@ -30,13 +31,13 @@ class GradientStore(Protocol):
         """Empty all slots. Their tensors' memory stays unchanged: others may still read it."""
 
     def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add to each slot, in its dtype; an empty slot may take the tensor itself."""
+        """Add a gradient to each slot, in the slot's dtype. An empty slot may keep the given tensor itself."""
 
     def view(self) -> Slots:
-        """Return the tensor in each slot, no copies."""
+        """Return the tensor in each slot, not a copy."""
 
     def swap(self, gradients: Sequence[torch.Tensor | None]) -> Slots:
-        """Put ``gradients`` themselves into the slots, and return the old ones. None empties a slot."""
+        """Put ``gradients``, not copies, into the slots, and return the old tensors. None empties a slot."""
 
     def change(self, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put ``by(gradient)`` into each non-empty slot, one after the other; the old tensors stay unchanged."""
@@ -49,7 +50,7 @@ class TorchGradients:
         self.parameters = list(parameters)
 
     def train(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have slots for these parameters from now on, all empty."""
+        """Replace the slots by empty ones for ``parameters``."""
         self.zero()
         self.parameters = list(parameters)
 
@@ -60,7 +61,7 @@ class TorchGradients:
 
     @torch.no_grad()
     def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add to each slot; an empty slot takes the tensor itself if its dtype is the parameter's."""
+        """Add a gradient to each slot. An empty slot keeps the given tensor itself if it has the parameter's dtype."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 there = parameter.grad
@@ -71,7 +72,7 @@ class TorchGradients:
         return [parameter.grad for parameter in self.parameters]
 
     def swap(self, gradients: Sequence[torch.Tensor | None]) -> Slots:
-        """Put ``gradients`` into the slots, and return what was there."""
+        """Put ``gradients`` into the slots, and return the old tensors."""
         before = self.view()
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -92,7 +93,9 @@ class TorchGradients:
 
 @contextmanager
 def swapped(store: GradientStore, gradients: Slots) -> Iterator[None]:
-    """Return a context in which the slots of ``store`` have ``gradients``, which has the final values afterwards."""
+    """Return a context in which the slots of ``store`` hold ``gradients``. On exit the list gets the slots' final
+    tensors, and the slots their former ones.
+    """
     aside = store.swap(gradients)
     try:
         yield
