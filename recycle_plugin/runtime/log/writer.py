@@ -1,13 +1,13 @@
-"""Writes a worker's log to its disk, and never makes the worker wait.
+"""A worker's log of the data that it sends, written to disk in the background: training never waits for the disk.
 
-Records go into a ring without a copy: it holds only host memory that sending needed anyway, at most ``budget`` bytes. A
-thread appends them to the segments (runtime/log/segment.py). If the ring is full, or the disk refuses (full, quota,
-broken), training goes on and the log has a *gap*: from a step on it keeps nothing, and reports that. It starts again at
-the next durable checkpoint, whose :meth:`LogWriter.checkpointed` also makes room. A step that lost a single record is
-in the gap as a whole, and has no Commit in this log.
+Records enter a ring without a copy; the ring holds host memory that sending needs anyway, at most ``budget`` bytes. A
+thread appends the records to segments (runtime/log/segment.py). If the ring is full or the disk fails (full, quota,
+broken), training goes on and the log gets a *gap*: from a step on it keeps nothing, and reports that. The gap ends at
+the next durable checkpoint, when :meth:`LogWriter.checkpointed` also frees disk space. A step of which one record is
+lost belongs to the gap as a whole, and has no Commit record.
 
-Segments are removed when a checkpoint of all of their steps is durable, the oldest of a stream first, so a Void is
-never removed before what it voids. A new segment repeats the Voids that still matter.
+Segments are removed once a checkpoint covers all of their steps, the oldest of a stream first. So a Void is never
+removed before the records that it voids. A new segment repeats the Voids that still matter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from recycle_plugin.runtime.log.segment import (
 )
 
 OVERHEAD = 512  # bytes that a record counts in the ring besides its payload
-NICE = 10  # of the writing thread, if training needs the processor too: 50 MB/s take a twentieth of one
+NICE = 10  # of the writing thread, so that training gets the processor first; 50 MB/s take a twentieth of a core
 SEGMENT_BYTES = 256 << 20
 SEGMENT_RECORDS = 1 << 16  # so that an index stays small
 CLOSE_S = 60.0
@@ -51,7 +51,7 @@ BATCH_BYTES, BATCH_RECORDS = 1 << 20, 256  # written at once: small records then
 
 @dataclass(frozen=True)
 class Stopped:
-    """Nothing is kept from ``step`` on, and ``why``: from there on no replay is possible."""
+    """The log keeps nothing from ``step`` on, and ``why``: no replay over that step is possible."""
 
     step: int
     why: str
@@ -59,7 +59,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Everything is kept again from ``step`` on: replays are possible from checkpoints of ``step - 1`` and later."""
+    """The log is complete again from ``step`` on: replays from checkpoints of ``step - 1`` and later are possible."""
 
     step: int
 
@@ -93,8 +93,8 @@ class LogWriter:
     ``budget``: bytes that may wait for the disk. ``report`` is called when the log stops and starts again, on the
     caller's or the writer's thread. ``segment_bytes``: the size at which the next segment is begun.
 
-    For any thread. A step's records may come in any order before its :meth:`commit`. A worker that joins later begins
-    with the :meth:`void` in force by then: the workers that wrote it may be gone.
+    For any thread. A step's records may come in any order before its :meth:`commit`. A worker that joins later first
+    calls :meth:`void` with the Void in force, since the logs of the workers that wrote it may be gone.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class LogWriter:
     # --- the worker's side: nothing here waits, but for flush() and close() ------------------------
 
     def keep(self, record: Kept, tensors: Sequence[Buffer] = ()) -> bool:
-        """Keep a record, and the bytes of its tensors, which nobody may change afterwards. Returns False if it is
-        dropped. Raises ValueError if the tensors are not those that the record describes.
+        """Keep a record and the bytes of its tensors, which callers may not change afterwards. Returns False if the
+        record is dropped. Raises ValueError if the tensors do not fit the record.
         """
         weight = OVERHEAD + sum(part.nbytes for part in record.parts)
         waiting = _Waiting(record, payload(record.parts, tensors), weight)
@@ -142,7 +142,7 @@ class LogWriter:
         return taken
 
     def void(self, after: int, valid_from: int) -> None:
-        """Void what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        """Void the records of steps after ``after`` that are valid from a generation before ``valid_from``."""
         news = None
         with self._lock:
             made = Void(after, valid_from)
@@ -155,7 +155,7 @@ class LogWriter:
         self._tell(news)
 
     def commit(self, step: int, valid_from: int) -> bool:
-        """Append the commit record of ``step``, of which everything is kept by now. Only data valid from generation
+        """Append the commit record of ``step``, after all of the step's records. Only data valid from generation
         ``valid_from`` or later counts. Returns False if the step was dropped.
         """
         with self._lock:
@@ -170,7 +170,7 @@ class LogWriter:
         return taken
 
     def interrupted(self, step: int, why: str) -> None:
-        """Keep nothing from ``step`` on until the next checkpoint, as if the disk could not follow."""
+        """Keep nothing from ``step`` on until the next checkpoint, as if the disk were too slow."""
         with self._lock:
             news = self._lose(step, step, why)
             if news is not None and not self._refusal:
@@ -178,7 +178,7 @@ class LogWriter:
         self._tell(news)
 
     def checkpointed(self, step: int) -> None:
-        """Remove what led to ``step``, of which a checkpoint is durable. A log that has stopped starts again."""
+        """Remove records up to ``step``, of which a checkpoint is durable. A log that has stopped starts again."""
         with self._lock:
             of_no_use = [each for each in self._voids if each.after <= step][:-1]
             self._voids = tuple(each for each in self._voids if each not in of_no_use)
@@ -186,8 +186,8 @@ class LogWriter:
             self._put(_Checkpointed(step))
 
     def resume(self) -> None:
-        """Keep records of any step again; the caller brings what matters of the refused ones. They go to the next
-        segment: the present one may be damaged or gone.
+        """Keep records of any step again, in a new segment: the present one may be damaged or gone. The caller repeats
+        the refused records that matter.
         """
         with self._lock:
             self._gap, self._refusal = None, ""
@@ -195,18 +195,18 @@ class LogWriter:
 
     @property
     def refusal(self) -> str:
-        """Why nothing is kept now, in words; "" if everything is."""
+        """Why the log keeps nothing now, in words; "" if it is complete."""
         gap = self._gap
         return "" if gap is None or gap.last is not None else gap.why
 
     def reached(self, happen: Callable[[], None]) -> None:
-        """Call ``happen``, on the writer's thread, once others can read all kept so far; never if some was lost."""
+        """Call ``happen``, on the writer's thread, once all records so far are in files; never if any was lost."""
         with self._lock:
             if not self._closed:
                 self._put(_UpToHere(happen))
 
     def flush(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait until others can read all kept so far, except for what the disk has refused. Raises WaitTimeout."""
+        """Wait until all records so far are in files, except those that the disk refused. Raises WaitTimeout."""
         asked = _UpToHere(lambda: None)
         with self._lock:
             self._put(asked)
@@ -214,7 +214,7 @@ class LogWriter:
             raise WaitTimeout(f"waited {timeout_s:g} s for the log to be written to {self._folder}")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is in the ring, and end the stream. Raises WaitTimeout."""
+        """Write the records in the ring, and end the stream. Raises WaitTimeout."""
         with self._lock:
             if not self._closed:
                 self._put(_Close())
@@ -224,7 +224,7 @@ class LogWriter:
             raise WaitTimeout(f"waited {timeout_s:g} s for the end of the log in {self._folder}")
 
     def _admit(self, step: int, weight: int) -> tuple[bool, Stopped | None]:
-        """Return whether a record of this step is kept, and the news if the log stops here."""
+        """Return whether a record of ``step`` is kept, and the report if the log stops here."""
         if self._gap is not None and self._gap.covers(step):
             self._refused = max(self._refused, step)
             return False, None
@@ -249,7 +249,7 @@ class LogWriter:
         self._put(_Waiting(self._gap, (), 0))
 
     def _lose(self, first: int, last: int, why: str) -> Stopped | None:
-        """Open a gap from step ``first`` on, or move its beginning back. Returns the news, if any."""
+        """Open a gap from step ``first`` on, or extend the open gap to it. Returns the report to make, if any."""
         before = self._gap.first if self._gap is not None and self._gap.last is None else None
         self._refused = max(self._refused, last)
         if before is not None and before <= first:
@@ -295,7 +295,7 @@ class LogWriter:
             return None
 
     def _handle(self, item: _Checkpointed | _UpToHere | _Close | None) -> bool:
-        """Handle an item of the ring. Returns whether anything can follow it."""
+        """Handle an item of the ring. Returns False for the last one."""
         match item:
             case None:
                 while self._writing:
@@ -315,7 +315,7 @@ class LogWriter:
         return not isinstance(item, _Close)
 
     def _resume(self) -> None:
-        """Close the gap, if there is one: what was refused by now stays in it."""
+        """Close the gap, if there is one, behind the last refused record."""
         with self._lock:
             gap, self._refusal = self._gap, ""
             if gap is None or gap.last is not None:
@@ -330,7 +330,7 @@ class LogWriter:
         self._tell(Resumed(self._gap.step + 1))
 
     def _fail(self, error: OSError) -> None:
-        """Stop the log, since the disk has refused something. What waits is lost too."""
+        """Stop the log after an error of the disk. The records in the ring are lost too."""
         with self._lock:
             self._refusal = folders.refusal(self._folder, error)
             lost = self._writing + [each for each in self._ring if isinstance(each, _Waiting)]
@@ -392,7 +392,7 @@ class _Ended(NamedTuple):
 
 
 class _Segments:
-    """The files of a stream, and of the rank's former processes. Writer's thread only; each method raises OSError."""
+    """The files of a stream, and of the rank's earlier processes. Writer's thread only; each method raises OSError."""
 
     def __init__(self, folder: Path, stream: Stream, limit: int, disk: Disk) -> None:
         self._folder, self._stream, self._limit, self._disk = folder, stream, limit, disk
@@ -437,12 +437,12 @@ class _Segments:
         self._open = None
         try:
             ending.close()
-        except OSError:  # a network's file system may say only now that it has not taken what was written
+        except OSError:  # a network file system may report only now that earlier writes have failed
             self.doubted += [each.step + (each.what == "Void") for each in ending.entries]
             raise
 
     def let_go(self, step: int) -> None:
-        """Remove the oldest segments, as long as they have no record of a step after ``step``."""
+        """Remove each stream's oldest segments, up to the first with a record of a step after ``step``."""
         if self._before is None:
             self._before = list(self._found())
         for stream in (self._ended, *self._before):
@@ -451,7 +451,7 @@ class _Segments:
                 stream.popleft()
 
     def _found(self) -> Iterator[deque[_Ended]]:
-        """Yield the segments that each earlier process of this rank has left of this run."""
+        """Yield, for each earlier process of this rank, its segments of this run."""
         rank, incarnation = self._stream.worker
         there = files(self._folder)
         for earlier in range(incarnation):

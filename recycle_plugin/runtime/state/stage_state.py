@@ -1,18 +1,19 @@
-"""All that a step changes on a worker, as one object, whatever framework its pieces belong to.
+"""The state that a step changes on a worker, as one object for all frameworks: a list of parts.
 
-One list of parts says what belongs to it. Undo (runtime/state/undo) puts the parts back as they were before the step.
-The hash that compares replicas covers all of them, a checkpoint has each, and a worker that lacks a stage's state is
-filled from others, unit by unit (runtime/state/units.py).
+Undo (runtime/state/undo) restores the parts as they were before the step. The hash that compares replicas covers all
+parts, and a checkpoint has them all. A newcomer is filled from other workers, unit by unit (runtime/state/units.py).
 
-The state *after* a step is what the next STEP finds: changes that scripts make in between (learning rates, clamped
-weights, a reset moment) belong to it, alike on all workers. While a newcomer is sent the state, changes are watched:
-the state is recorded before the script's first touch (runtime/state/touch.py), and compared at the next step.
+The state *after* a step is the state that the next STEP finds. It includes changes that scripts make in between
+(learning rates, clamped weights, a reset moment), which are the same on all workers. While a newcomer is sent the
+state, changes are watched: the state is recorded before the script's first touch (runtime/state/touch.py), and compared
+at the next step.
 
-Small parts go by value, tensors by name. Call all of this from the training thread, between two instructions: an
-optimizer at work leaves tensors of two steps.
+Values that are no tensors are *told*: turned into numbers, strings and containers that can be sent and hashed
+(runtime/state/contents.py). Tensors are handled by name. Call everything here on the training thread, between two
+instructions: during an optimizer's step some tensors are of the old step, others of the new one.
 
-Not part of it: frozen weights and buffers, which no step changes, and random numbers, which are keyed by the step
-(runtime/stage/randomness.py).
+Not part of the state: frozen weights and buffers, which no step changes, and random numbers, which are keyed by the
+step (runtime/stage/randomness.py).
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ WRITTEN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 
 @dataclass(frozen=True)
 class StatePart:
-    """One part of what a step changes.
+    """One part of a worker's state.
 
     ``tensors()``: its present tensors, to be written in place, named "part/…". ``get()``: a copy of its values, which
-    ``torch.load(weights_only=True)`` can read. ``set``: takes such values over, and makes room for tensors that they
+    ``torch.load(weights_only=True)`` can read. ``set``: takes over such values, and allocates the tensors that they
     name.
 
-    ``follow``: rewrites the tensors as copies of other parts'. ``own``: the part is the worker's, not its stage's, so
-    replicas differ in it; undo leaves its changes.
+    ``follow``: rewrites the tensors as copies of other parts' tensors. ``own``: the part differs between replicas; undo
+    leaves its changes.
     """
 
     name: str
@@ -73,7 +74,7 @@ class StatePart:
 
 
 class StageState:
-    """All that a step changes on a worker: the optimizer's state and all other ``parts``, in setting order.
+    """A worker's state: the optimizer's and all other ``parts``, in the order in which :meth:`put` sets them.
     ``applied()``: the last applied step.
     """
 
@@ -94,7 +95,9 @@ class StageState:
         return {part.name: part.get() for part in self.parts.values() if part.get is not None and not part.own}
 
     def put(self, small: Mapping[str, Any]) -> None:
-        """Set these parts, dropping tensors of the optimizer that they lack. Raises RecycleError for a foreign part."""
+        """Set the given parts' values. Optimizer tensors that they lack are dropped. Raises RecycleError for an unknown
+        part.
+        """
         foreign = small.keys() - {part.name for part in self.parts.values() if part.set is not None}
         if foreign:
             raise RecycleError(
@@ -109,7 +112,7 @@ class StageState:
     # --- tensors -----------------------------------------------------------------------------------
 
     def tensors(self, following: bool = True) -> dict[str, torch.Tensor]:
-        """Return all tensors by name; not ``following``: without those that are copies of others."""
+        """Return all tensors by name. Without ``following``, copies of other parts' tensors are left out."""
         found: dict[str, torch.Tensor] = {}
         for part in self.parts.values():
             if following or part.follow is None:
@@ -118,7 +121,7 @@ class StageState:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write each tensor in place, after :meth:`put` has made room. Raises RecycleError for a foreign tensor."""
+        """Write each tensor in place, after :meth:`put`. Raises RecycleError for an unknown name or another shape."""
         present = self.tensors()
         for name, value in tensors.items():
             if name not in present or present[name].shape != value.shape:
@@ -129,25 +132,25 @@ class StageState:
             present[name].copy_(value)
 
     def rewritten(self) -> None:
-        """Rewrite the copies, since tensors were written other than by a step."""
+        """Rewrite the tensors that are copies, after others were written outside of a step."""
         for part in self.parts.values():
             if part.follow is not None:
                 part.follow()
 
     def check(self) -> None:
-        """Raise RecycleError if some of it cannot be told, and so could not be sent to a newcomer."""
+        """Raise RecycleError if a value cannot be told, and so not be sent to a newcomer."""
         for name, told in (self.small() | {"attributes": self.optimizer.told()}).items():
             if (refused := next(refusals(told), None)) is not None:
                 of = type(self.optimizer.optimizer).__name__ if name in ("optimizer", "attributes") else name
                 raise RecycleError(
-                    f"{of}: {refused}; a worker that comes back could not get it: keep numbers, words and tensors "
+                    f"{of}: {refused}; a worker that comes back could not get it: keep numbers, strings and tensors "
                     "there, in lists, dicts, or objects of classes that are written in Python"
                 )
 
     # --- what a script changes between two steps ---------------------------------------------------
 
     def watch(self) -> None:
-        """Watch what the script changes from now on, until the next step."""
+        """Watch the script's changes from now on, until the next step."""
         self._watched, self._noted = self.step, None
 
     @property
@@ -161,8 +164,8 @@ class StageState:
             self._noted = self._marks()
 
     def changed(self) -> set[str] | None:
-        """Return the names of tensors, and of parameters' values in the optimizer, that the script has changed since
-        :meth:`watch`; None if nobody has watched since the last step.
+        """Return the names of the tensors, and of the parameters' values in the optimizer, that the script has changed
+        since :meth:`watch`. None if :meth:`watch` was not called since the last step.
         """
         if self._watched != self.step:
             return None
@@ -174,7 +177,7 @@ class StageState:
         )
 
     def _marks(self) -> dict[str, Any]:
-        """Return a mark for each tensor and each parameter's values that changes with them."""
+        """Return, for each tensor and each parameter's values, a mark that differs if they do."""
         tensors = self.tensors()
         values = {f"optimizer/{name}": as_text(value) for name, value in self.optimizer.values({}).items()}
         return values | {name: (form_of(tensors[name]), mark) for name, mark in marks(tensors).items()}
@@ -190,7 +193,7 @@ class StageState:
         return self.digesting()()
 
     def digesting(self) -> Callable[[], str]:
-        """Return what computes :meth:`digest` of the present state, in any thread, while no tensor changes."""
+        """Return a function that computes :meth:`digest` of the present state, on any thread. Change no tensor before."""
         tensors = self.tensors()
         layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
         small = self.small() | self.optimizer.compared()
@@ -207,11 +210,11 @@ class StageState:
 
 
 class OptimizerState:
-    """An optimizer's state in two parts. The first is what it keeps for each parameter, and its groups. The second is
-    its other attributes, including wrapped optimizers' (runtime/state/contents.py).
+    """An optimizer's state in two parts: its ``state`` and groups, and its other attributes, including those of wrapped
+    optimizers (runtime/state/contents.py).
 
     ``called``: names of the model's parameters, or of their masters. Other parameters are named by their place in the
-    groups, and belong to the state. ``others()``: more tensors that are no part of it.
+    groups, and belong to the state. ``others()``: further tensors, which do not belong to the state.
     """
 
     def __init__(
@@ -239,7 +242,7 @@ class OptimizerState:
         }
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's parameters that are not the model's, by name, without frozen ones."""
+        """Return the optimizer's trained parameters that are not the model's, by name."""
         others = ((name, one) for name, one in self.parameters().items() if one not in self._called)
         return {name: one for name, one in others if one.requires_grad or not isinstance(one, torch.nn.Parameter)}
 
@@ -274,7 +277,7 @@ class OptimizerState:
     def values(
         self, tensors: dict[str, torch.Tensor], of: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Tell each parameter's state, by name, of all parameters or those in ``of``; its tensors go to ``tensors``."""
+        """Tell the state of each parameter, or of each in ``of``, by name. Adds the state's tensors to ``tensors``."""
         telling, state = Telling(Surrounding(self._called), tensors), self.state
         return {
             name: {kind: telling.kept(value, f"optimizer/{name}/{kind}") for kind, value in state[parameter].items()}
@@ -283,7 +286,7 @@ class OptimizerState:
         }
 
     def shared(self) -> dict[str, Any]:
-        """Tell the state of no single parameter: the groups' hyper-parameters, and what is kept under other keys."""
+        """Tell the state that belongs to no single parameter: the groups' hyper-parameters, and other keys of state."""
         telling = Telling(Surrounding(self._called))
         groups = [
             {name: telling.of(value, f"group {number}/{name}") for name, value in group.items() if name != "params"}
@@ -292,7 +295,7 @@ class OptimizerState:
         return {"groups": groups, "of_no_parameter": telling.of(self._of_no_parameter(), "state")}
 
     def settings(self) -> list[dict[str, Any]]:
-        """Tell the numbers and words among the hyper-parameters, group by group, in JSON's types. One-number tensors in
+        """Tell the hyper-parameters that are numbers or strings, group by group, in JSON's types. One-number tensors in
         host memory count too; reading one from an accelerator would stall it.
         """
         telling = Telling()
@@ -306,15 +309,17 @@ class OptimizerState:
         ]
 
     def compared(self) -> dict[str, Any]:
-        """Tell, by part, what may differ between workers with the same state, without the differing values."""
+        """Tell by part the attributes to be compared, without values that may differ between equal workers."""
         return {"attributes": compared(self._get_attributes())}
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Set the result of another worker's :meth:`settings`. Raises RecycleError if the number of groups differs."""
+        """Set the hyper-parameters told by another worker's :meth:`settings`. Raises RecycleError if the number of
+        groups differs.
+        """
         if len(settings) != len(self.optimizer.param_groups):
             raise RecycleError(
                 f"the optimizer has {len(self.optimizer.param_groups)} groups here, and {len(settings)} at the worker "
-                "that gives its state, whose script has added some meanwhile: the next process of this seat gets them"
+                "that sends its state, whose script has added groups: the next process of this seat gets them"
             )
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
             for name, told in given.items():
@@ -326,7 +331,7 @@ class OptimizerState:
                 )
 
     def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
-        """Set the told state of ``parameter``; anything else is dropped, with None all."""
+        """Set the state of ``parameter`` to the told ``values``, and drop everything else; None drops all of it."""
         state = self.state
         if values is None:
             state.pop(parameter, None)
@@ -337,7 +342,7 @@ class OptimizerState:
         Putting(parameter, named).into(state[parameter], values.items())
 
     def set_shared(self, shared: Mapping[str, Any]) -> None:
-        """Set the result of another :meth:`shared`. Raises RecycleError if the number of groups differs."""
+        """Set the values told by :meth:`shared`. Raises RecycleError if the number of groups differs."""
         if len(shared["groups"]) != (here := len(self.optimizer.param_groups)):
             raise RecycleError(
                 f"the optimizer has {here} parameter group{'s' * (here > 1)} here, and {len(shared['groups'])} in the "
@@ -354,11 +359,11 @@ class OptimizerState:
         return {"state": self.values({}), **self.shared()}
 
     def _of_no_parameter(self) -> dict[Any, Any]:
-        """Return what the optimizer keeps under other keys, as torch's may."""
+        """Return the state under keys that are no parameters, which some of torch's optimizers have."""
         return {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
 
     def _set(self, value: Mapping[str, Any]) -> None:
-        """Set the told values; what they lack is dropped."""
+        """Set the told values, and drop state that they lack."""
         for name, parameter in self.parameters().items():
             self.set_values(parameter, value["state"].get(name))
         self.set_shared(value)
@@ -370,7 +375,7 @@ class OptimizerState:
     # --- what else it holds ------------------------------------------------------------------------
 
     def told(self) -> dict[str, Any]:
-        """Tell everything else that it holds."""
+        """Tell the optimizer's other attributes."""
         return self._tell({})
 
     def _tell(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -383,7 +388,7 @@ class OptimizerState:
         return self.parameters() | kept | others
 
     def _told(self) -> Iterator[object]:
-        """Yield the objects that are told as state and groups."""
+        """Yield the objects of state and groups, which :meth:`_get` tells."""
         state = self.state
         yield from (state, *state.values())
         yield self.optimizer.param_groups
@@ -396,7 +401,7 @@ class OptimizerState:
         return found
 
     def _get_attributes(self) -> Any:
-        """Tell what has changed since it was made; None if nothing has, as in most optimizers."""
+        """Tell the attributes that have changed since this object was made; None if none has, as in most optimizers."""
         told = since(self._made, self.told())
         return None if told == MADE else told
 
@@ -407,7 +412,7 @@ class OptimizerState:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether it is a one-number tensor in host memory, such as a learning rate."""
+    """Return whether ``value`` is a one-number tensor in host memory, such as a learning rate."""
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and value.dtype != torch.bfloat16
 
 
@@ -436,7 +441,7 @@ def pieces(tensor: torch.Tensor, nbytes: int = PIECE) -> tuple[torch.Tensor, ...
 
 
 def marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return a number per tensor that changes with its bytes, computed on its device; reads everything once."""
+    """Return for each tensor a number that differs if its bytes do, computed on its device. Reads everything once."""
     found = {
         name: _mark(bytes_of(tensor.detach()).view(INTEGERS[tensor.element_size()])) for name, tensor in tensors.items()
     }
@@ -453,7 +458,7 @@ def marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _mark(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a weighted sum of all numbers, with a factor for each row and column."""
+    """Return a weighted sum of ``numbers`` [n], with a factor for each row and column of a table ROW wide."""
     whole = len(numbers) // ROW * ROW
     table, rest = numbers[:whole].view(-1, ROW), numbers[whole:]
     sums = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest.long()
@@ -481,7 +486,7 @@ def written(form: TensorForm) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return equal texts for equal values, in any order of dict items. Of unstable values only the class counts."""
+    """Return equal texts for equal values, in any order of dict items. Values of other classes count by class only."""
     if isinstance(value, WRITTEN):
         return repr(value)
     if isinstance(value, dict):
