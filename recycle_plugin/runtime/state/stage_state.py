@@ -193,7 +193,7 @@ class StageState:
         return self.digesting()()
 
     def digesting(self) -> Callable[[], str]:
-        """Return a function that computes :meth:`digest` of the present state, on any thread. Change no tensor before."""
+        """Return what computes :meth:`digest` of the present state, on any thread, before any tensor changes."""
         tensors = self.tensors()
         layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
         small = self.small() | self.optimizer.compared()
