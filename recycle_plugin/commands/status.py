@@ -130,12 +130,12 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         + _if(speed["predicted"], ", {:.3f} s a step"),
     )
     if known["ettr"] is not None:
-        yield "goodput", f"{known['ettr']:.1%} of the time since the start, in steps that stand"
+        yield "goodput", f"{known['ettr']:.1%} of the time since the start, spent on steps that count"
     yield from known["facts"].items()
     if known["metrics"] and known["state"] == "running":
         yield "metrics", known["metrics"]
     if known["coordinator"] and known["state"] == "running":
-        yield "to stop it", "kill {stop} on host {host} ends the job at a commit".format(**known["coordinator"])
+        yield "to stop it", "kill {stop} on host {host} (ends the job at a commit)".format(**known["coordinator"])
 
 
 def _joining(history: RunHistory, now: float) -> list[dict]:

@@ -88,7 +88,7 @@ def cost(history: RunHistory) -> str:
     if len(stalls) > 1:
         told = f"{seconds(sum(stalls.values()))} in all passed from losses to the next commits"
     if isfinite(before):
-        told += f", where an undisturbed step took {seconds(before)}"
+        told += f" (an undisturbed step took {seconds(before)})"
     if isfinite(before) and isfinite(now):
         told += f", and throughput went from {_rates(history, before, now)}"
     return told
@@ -177,7 +177,7 @@ def notice(history: RunHistory) -> str:
     return ", ".join(
         f"{failure.seat}: {seconds(failure.seen_at - failure.struck_at)} after the fault"
         if failure.fault
-        else f"{failure.seat}: at {wall_clock(failure.seen_at)} (when it had died is not known)"
+        else f"{failure.seat}: at {wall_clock(failure.seen_at)} (the time of its death is not known)"
         for failure in history.failures
     )
 

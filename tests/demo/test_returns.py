@@ -56,7 +56,7 @@ def lost_again(events: list[dict]) -> list[dict]:
 
 SENTENCE = (
     "The job trained 13 steps in 5.25 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6, back "
-    "after 1.59 s): 0.4 s passed from the loss to the next commit, where an undisturbed step took 0.23 s, and "
+    "after 1.59 s): 0.4 s passed from the loss to the next commit (an undisturbed step took 0.23 s), and "
     "throughput went from 34.78 to 20 samples/s (58%) and back to 40 (115%)."
 )
 

@@ -186,7 +186,7 @@ def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
     )
     running = without_end(folder, coordinator=here | {"pid": os.getpid()}, time=time.time())
     assert running["state"].startswith("running")
-    assert running["to stop it"] == "kill 7 on host h ends the job at a commit"
+    assert running["to stop it"] == "kill 7 on host h (ends the job at a commit)"
     assert without_end(folder, coordinator={"host": "h", "stop": 7, "place": "elsewhere", "pid": ended.pid})[
         "state"
     ].startswith("running")

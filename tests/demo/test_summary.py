@@ -57,7 +57,7 @@ def test_a_run_without_a_failure_shows_its_last_traced_steps(folder):
 
 SENTENCE = (
     "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6): 0.4 s "
-    "passed from the loss to the next commit, where an undisturbed step took 0.23 s, and throughput went from 34.78 "
+    "passed from the loss to the next commit (an undisturbed step took 0.23 s), and throughput went from 34.78 "
     "to 20 samples/s (58%)."
 )
 
