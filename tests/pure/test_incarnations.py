@@ -41,7 +41,7 @@ def test_who_comes_late_hears_at_once_that_it_cannot_take_part_and_why(lost):
         membership.receive(Exited(2, -9, 0.0), 0.0)
     (event,), ((whom, end),) = ready_again(membership)
     assert event.kind == "late" and event.details == {"rank": 2, "host": "h", "incarnation": 1}
-    assert "as rank 2: the job has started, and is at step 2; it is told to end" in event.text
+    assert "wants to be rank 2, but the job has started, and is at step 2; it is told to end" in event.text
     assert whom == LATE
     assert end == End(
         0,

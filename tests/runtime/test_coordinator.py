@@ -197,7 +197,7 @@ async def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
         stranger.close()
     (event,) = said
     assert event.text.startswith(
-        f"a connection from this process says that it is {hello.role} {hello.rank}, and this job has 4 ranks"
+        f"a connection from this process says that it is {hello.role} {hello.rank}, but this job has 4 ranks"
     )
 
 
