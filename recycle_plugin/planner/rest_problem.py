@@ -24,7 +24,6 @@ def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
     worker = (rest.home + shape.replicas * np.arange(stages)[:, None]).reshape(-1)
     in_turn = _in_turn(rest, column % shape.micro_batches % plan.policy.blocks(shape).size > 0)
     held = rest.holds["stash"] + rest.holds["inner"]
-    nothing = np.zeros(rest.home.shape, bool)
     return RestProblem(
         width,
         shape.replicas,
@@ -32,9 +31,10 @@ def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
         _missing(rest, in_turn),
         _since(rest, costs),
         *lags(costs, rest.home),
-        np.roll(in_turn, -1, axis=1).reshape(-1).astype(np.int64),
-        _by_kind(rest.forward_only, rest.boundary, nothing, nothing),
-        np.tile(column % shape.micro_batches * shape.replicas + column // shape.micro_batches, stages),
+        np.roll(in_turn, -1, axis=1).reshape(-1),
+        rest.forward_only.reshape(-1),
+        rest.boundary.reshape(-1),
+        column % shape.micro_batches * shape.replicas + column // shape.micro_batches,
         spend(costs, per_stage(costs), {each: each for each in range(shape.replicas)}, stages, shape.replicas),
         (caps(plan.policy, stages)[:, None] - held).reshape(-1),
         np.bincount(worker, minlength=stages * shape.replicas),
@@ -50,26 +50,27 @@ def _in_turn(rest: Rest, follows: Mask) -> Mask:
     return runs & before & follows
 
 
-def _missing(rest: Rest, in_turn: Mask) -> Array:
+def _missing(rest: Rest, in_turn: Mask) -> NDArray[np.int8]:
     """Return per kind and record how many of its inputs are made again; -1 if it does not run."""
-    first, last = np.zeros((1, rest.home.shape[1]), bool), np.zeros((1, rest.home.shape[1]), bool)
-    activation = np.concatenate([first, rest.forward[:-1]])
-    gradient = np.concatenate([rest.backward[1:], last])
-    backward = rest.forward.astype(np.int64) + gradient
-    needs = (activation.astype(np.int64), backward, rest.runs(Op.I) + in_turn.astype(np.int64), backward + in_turn)
-    return _by_kind(*(np.where(rest.runs(op), count, -1) for op, count in zip(KINDS, needs)))
+    missing = np.full((len(KINDS), *rest.home.shape), -1, np.int8)
+    activation, gradient = (np.zeros(rest.home.shape, np.int8) for _ in range(2))
+    activation[1:], gradient[:-1] = rest.forward[:-1], rest.backward[1:]
+    backward = gradient + rest.forward
+    needs = (activation, backward, rest.runs(Op.I).astype(np.int8) + in_turn, backward + in_turn)
+    for kind, (op, count) in enumerate(zip(KINDS, needs)):
+        np.copyto(missing[kind], count, where=rest.runs(op))
+    return missing.reshape(len(KINDS), -1)
 
 
 def _since(rest: Rest, costs: CostModel) -> Array:
-    """Return per kind and record when a boundary tensor arrives that its holder has from before, and sends at once."""
-    since = {kind: np.zeros(rest.home.shape, np.int64) for kind in rest.sent}
+    """Return per record when an activation, and when a gradient arrives that its holder has from before, and sends at
+    once.
+    """
+    since = np.zeros((2, *rest.home.shape), np.int64)
     across = costs.communication if costs.communication_across is None else costs.communication_across
-    for kind, user, maker in (("act", slice(1, None), slice(None, -1)), ("grad", slice(None, -1), slice(1, None))):
+    ways = (("act", slice(1, None), slice(None, -1)), ("grad", slice(None, -1), slice(1, None)))
+    for row, (kind, user, maker) in enumerate(ways):
         kept = rest.kept[kind][maker]
         takes = np.where(kept == rest.home[user], costs.communication, across)
-        since[kind][user] = np.where(rest.sent[kind][maker] & (kept >= 0), takes, 0)
-    return _by_kind(since["act"], since["grad"], np.zeros(rest.home.shape, np.int64), since["grad"])
-
-
-def _by_kind(*arrays: NDArray) -> Array:
-    return np.stack([array.reshape(-1) for array in arrays]).astype(np.int64)
+        np.copyto(since[row][user], takes, where=rest.sent[kind][maker] & (kept >= 0))
+    return since.reshape(2, -1)
