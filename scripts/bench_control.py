@@ -44,7 +44,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides, r
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE
-from recycle_plugin.core.vocabulary.packed_data import PackedData, of_each, pack
+from recycle_plugin.core.vocabulary.packed_data import of_each, pack
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import unfinished
 from recycle_plugin.core.vocabulary.roster import Member
@@ -246,8 +246,7 @@ def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:
 @no_collections()
 def worked_out(plan: Plan, costs: CostModel, resume: Resume, seat: Seat) -> None:
     """Work out the rest of the step for ``seat``, as a worker does."""
-    held = {Seat.parse(name): PackedData(packed) for name, packed in of_each(resume.held).items()}
-    for recovery in unfinished(partial(recover, plan, costs), resume.committed, held):
+    for recovery in unfinished(partial(recover, plan, costs), resume.committed, of_each(resume.held)):
         assert recovery.program(seat)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
-from recycle_plugin.core.vocabulary.packed_data import packed_data
+from recycle_plugin.core.vocabulary.packed_data import Group, packed_data
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, Torn
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -132,46 +132,64 @@ class Holdings:
 
 
 BLANK = str.maketrans(".:", "  ")
+OWN = 1 << 40  # in place of a replica: the holder's own
 
 
 class Rows:
-    """Data of one kind, as it is read: where each piece is from, and its micro-batches as text."""
+    """Data of one kind, as it is read: of each piece who holds it, and its micro-batches as text."""
 
     def __init__(self) -> None:
-        self._of: list[tuple[int, int, int]] = []  # of each piece: its holder's stage and replica, its own stage
-        self._counts: list[int] = []  # of its ranges
+        self._of: list[tuple[int, int, int, int]] = []  # of each piece: its first holder, holders, own stage, ranges
         self._ranges: list[str] = []
 
-    def add(self, seat: Seat, stage: int, ranges: str) -> None:
-        """Record that the worker at ``seat`` has data of ``stage`` for ``ranges`` of micro-batches."""
-        self._of.append((seat.stage, seat.replica, stage))
-        self._counts.append(ranges.count(" ") + 1)
+    def add(self, first: int, holders: int, stage: int, ranges: str) -> None:
+        """Record that ``holders`` workers, of which ``first`` is the first's place among all, have data of ``stage``
+        for ``ranges`` of micro-batches.
+        """
+        self._of.append((first, holders, stage, ranges.count(" ") + 1))
         self._ranges.append(ranges)
 
-    def arrays(self, shape: Topology) -> tuple[Array, Array, Array, Array]:
+    def arrays(self, seats: Array, shape: Topology) -> tuple[Array, Array, Array, Array]:
         """Return for each datum: stage and replica of its holder, its own stage, its column. What can't be in such a
-        job, as a confused worker may report, is left out.
+        job, as a confused worker may report, is left out. ``seats``: stage and replica of all holders.
         """
-        text = " ".join(self._ranges).translate(BLANK)
-        replica, first, last = np.fromstring(text, np.int64, sep=" ").reshape(-1, 3).T
-        counts = last - first + 1
-        pieces = np.repeat(np.array(self._of, np.int64).reshape(-1, 3), self._counts, axis=0)
-        at, who, stage, replica = np.repeat(np.column_stack((pieces, replica)), counts, axis=0).T
-        index = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts - first, counts)
+        text = "".join(f" {each}" for each in self._ranges).replace(" .", f" {OWN}.").translate(BLANK)
+        ranges = np.fromstring(text, np.int64, sep=" ").reshape(-1, 3)
+        first, holders, stage, count = np.array(self._of, np.int64).reshape(-1, 4).T
+        piece, of_piece = _each(holders * count)  # each holder's ranges, one after the other
+        at, who = seats[first[piece] + of_piece // count[piece]].T
+        replica, low, high = ranges[(count.cumsum() - count)[piece] + of_piece % count[piece]].T
+        row, of_row = _each(high - low + 1)
+        replica = np.where(replica == OWN, who, replica)
+        at, who, stage, replica = np.column_stack((at, who, stage[piece], replica))[row].T
+        index = low[row] + of_row
         limits = ((replica, shape.replicas), (index, shape.micro_batches), (stage, shape.stages))
         fits = np.all([(number >= 0) & (number < limit) for number, limit in limits], axis=0)
         column = replica * shape.micro_batches + index
         return at[fits], who[fits], stage[fits], column[fits]
 
 
+def _each(counts: Array) -> tuple[Array, Array]:
+    """Return 0, 0, ..., 1, ... with each number as often as ``counts`` says, and how often each stood before."""
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    return numbers, np.arange(len(numbers)) - (counts.cumsum() - counts)[numbers]
+
+
 def _rows(held: Held, step: int, shape: Topology) -> dict[str, tuple[Array, Array, Array, Array]]:
     """Return by kind the data of ``step``, as :meth:`Rows.arrays` does."""
     rows = {kind: Rows() for kind in (*MADE_OF_BLOCK, *TRAVELS)}
+    alike: dict[int, tuple[dict[Group, str], list[Seat]]] = {}
     for seat, have in held.items():
-        for (kind, stage, of), ranges in packed_data(have).ranges.items():
+        packed = packed_data(have)
+        alike.setdefault(id(packed.alike), (packed.alike, []))[1].append(seat)
+    seats: list[Seat] = []
+    for shared, of_these in alike.values():
+        for (kind, stage, of), ranges in shared.items():
             if of == step and ranges and kind in rows:
-                rows[kind].add(seat, stage, ranges)
-    return {kind: each.arrays(shape) for kind, each in rows.items()}
+                rows[kind].add(len(seats), len(of_these), stage, ranges)
+        seats += of_these
+    places = np.array(seats, np.int64).reshape(-1, 2)[:, ::-1]
+    return {kind: each.arrays(places, shape) for kind, each in rows.items()}
 
 
 def closure(plan: Plan, step: int, held: Held, whose: Collection[int], stages: Collection[int]) -> Rest:

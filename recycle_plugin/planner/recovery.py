@@ -13,6 +13,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.packed_data import groups
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
@@ -38,10 +39,10 @@ def recover(
     :class:`core.vocabulary.recovery_plan.Torn` if the survivors' data contradicts itself.
     """
     members = plan.view.live | held.keys()  # a joining worker holds something, and is given no work
-    holders, lacking = _sums(plan, step, held, members)
+    holders, lacking = _sums(members, _having("reduced", step, held))
     whose = range(plan.view.topology.replicas) if batches is None else batches.of(step)
     rest = closure(plan, step, held, whose, [stage for stage in lacking if stage not in holders])
-    stepped = frozenset(seat for seat, have in held.items() if of_layers("params", seat, step + 1) in have)
+    stepped = _having("params", step + 1, held)
     reads = rest.forward | rest.backward  # the parameters as they were
     readers = {
         Seat(replica, stage) for stage in range(plan.stages) for replica in set(rest.home[stage][reads[stage]].tolist())
@@ -51,16 +52,19 @@ def recover(
     return Recovery(plan, costs, step, rest, closing, holders, undo | also_back)
 
 
-def _sums(plan: Plan, step: int, held: Held, members: Collection[Seat]) -> tuple[dict[int, Seat], list[int]]:
+def _having(kind: str, step: int, held: Held) -> frozenset[Seat]:
+    """Return the seats that hold the datum of ``kind`` and ``step`` of all their layers."""
+    chunks = {group.stage for group in groups(*held.values()) if (group.kind, group.step) == (kind, step)}
+    return frozenset(
+        seat for seat, have in held.items() if seat.chunk in chunks and of_layers(kind, seat, step) in have
+    )
+
+
+def _sums(members: Collection[Seat], having: Collection[Seat]) -> tuple[dict[int, Seat], list[int]]:
     """Return by stage who has the reduced gradient, if others lack it; and the stages in which a member lacks it."""
-    holders: dict[int, Seat] = {}
-    lacking: set[int] = set()
-    for seat in sorted(members):
-        if of_layers("reduced", seat, step) in held[seat]:
-            holders.setdefault(seat.stage, seat)
-        else:
-            lacking.add(seat.stage)
-    return {stage: seat for stage, seat in holders.items() if stage in lacking}, sorted(lacking)
+    lacking = {seat.stage for seat in members if seat not in having}
+    holders = {seat.stage: seat for seat in sorted(having, reverse=True) if seat.stage in lacking}
+    return holders, sorted(lacking)
 
 
 class Closing(Mapping[Seat, tuple[Instruction, ...]]):

@@ -76,7 +76,17 @@ def test_what_is_told_to_all_is_short_and_undone() -> None:
     held = {f"{one}.0": pack({wgrad(one, 0), wgrad(one, 1), wgrad(11, 7)}) for one in (1, 11, 2)}
     told = among_all(held)
     assert told == {"1:2.0": {"wgrad 0@1": ".0:1 11.7:7"}, "11:11.0": {"wgrad 0@1": ".0:1 .7:7"}}
-    assert of_each(told) == held
+    undone = of_each(told)
+    assert {str(seat): pack(have) for seat, have in undone.items()} == held
+    assert {seat.replica: have.ranges[Group("wgrad", 0, 1)] for seat, have in undone.items()} == {
+        1: "1.0:1 11.7:7",
+        2: "2.0:1 11.7:7",
+        11: "11.0:1 11.7:7",
+    }
+    assert set(groups(*undone.values(), frozenset({wgrad(1, 1)._replace(step=3)}))) == {
+        Group("wgrad", 0, 1),
+        Group("wgrad", 0, 3),
+    }
 
 
 @given(st.dictionaries(st.tuples(st.integers(0, 12), st.integers(0, 2)), st.frozensets(st.integers(0, 3), max_size=3)))
@@ -85,7 +95,7 @@ def test_what_any_seats_hold_comes_through(replicas_held) -> None:
         f"{replica}.{stage}": pack({wgrad(other, other) for other in others} | {wgrad(replica, 1)})
         for (replica, stage), others in replicas_held.items()
     }
-    assert of_each(among_all(held)) == held
+    assert {str(seat): pack(have) for seat, have in of_each(among_all(held)).items()} == held
 
 
 def wgrad(replica: int, index: int) -> Datum:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,9 +55,17 @@ def test_what_a_worker_holds_travels_as_text(held) -> None:
 def test_what_can_t_be_of_the_job_is_in_no_array(stage, ranges) -> None:
     """Of 3 replicas with 4 stages and 6 micro-batches each."""
     rows = Rows()
-    rows.add(Seat(2, 1), stage, ranges)
-    rows.add(Seat(1, 3), 3, f"2.3:5 0.1:1 {ranges}" if stage == 0 else "2.3:5 0.1:1")
-    assert [each.tolist() for each in rows.arrays(SHAPE)] == [[3] * 4, [1] * 4, [3] * 4, [15, 16, 17, 1]]
+    rows.add(0, 1, stage, ranges)
+    rows.add(1, 1, 3, f"2.3:5 0.1:1 {ranges}" if stage == 0 else "2.3:5 0.1:1")
+    found = rows.arrays(np.array([(1, 2), (3, 1)]), SHAPE)
+    assert [each.tolist() for each in found] == [[3] * 4, [1] * 4, [3] * 4, [15, 16, 17, 1]]
+
+
+def test_what_workers_hold_alike_is_of_each_of_them() -> None:
+    rows = Rows()
+    rows.add(1, 2, 3, ".1:2 0.5:5")
+    found = rows.arrays(np.array([(0, 0), (3, 1), (3, 2)]), SHAPE)
+    assert [each.tolist() for each in found] == [[3] * 6, [1] * 3 + [2] * 3, [3] * 6, [7, 8, 5, 13, 14, 5]]
 
 
 def start(planned) -> dict[Seat, set[Datum]]:

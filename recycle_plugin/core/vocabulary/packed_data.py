@@ -12,14 +12,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
 from itertools import pairwise, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 
 _RANGE = r"\d{1,9}\.\d{1,9}:\d{1,9}"  # replica, first and last micro-batch
 RANGES = re.compile(rf"({_RANGE}( {_RANGE})*)?", re.ASCII)
 MOST = 1 << 20  # micro-batches in all texts of a set
+Key = TypeVar("Key")
 SHOWN = 40  # characters of a malformed text in an error
 
 
@@ -53,15 +54,16 @@ def among_all(held: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]
     return {f"{' '.join(_runs(sorted(replicas)))}.{stage}": dict(own) for (stage, own), replicas in alike.items()}
 
 
-def of_each(told: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Undo :func:`among_all`; seats are in their order."""
-    held: dict[tuple[int, int], dict[str, str]] = {}
+def of_each(told: Mapping[str, Mapping[str, str]]) -> dict[Seat, PackedData]:
+    """Undo :func:`among_all`; seats are in their order. Seats that hold the same share one ``PackedData.alike``."""
+    held: dict[Seat, PackedData] = {}
     for seats, packed in told.items():
         replicas, _, stage = seats.rpartition(".")
+        alike = PackedData(packed).alike
         for first, _, last in (run.partition(":") for run in replicas.split()):
             for replica in range(int(first), int(last) + 1):
-                held[replica, int(stage)] = _replaced(packed, " .", f" {replica}.")
-    return {f"{replica}.{stage}": held[replica, stage] for replica, stage in sorted(held)}
+                held[Seat(replica, int(stage))] = PackedData.of(alike, replica)
+    return dict(sorted(held.items()))
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:
@@ -71,7 +73,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
         yield f"{numbers[begin]}:{numbers[end - 1]}"
 
 
-def _replaced(packed: Mapping[str, str], old: str, new: str) -> dict[str, str]:
+def _replaced(packed: Mapping[Key, str], old: str, new: str) -> dict[Key, str]:
     return {key: f" {ranges}".replace(old, new)[1:] for key, ranges in packed.items()}
 
 
@@ -86,12 +88,25 @@ def _ranges(micro_batches: Sequence[MicroBatch]) -> Iterator[str]:
 
 class PackedData(AbstractSet[Datum]):
     """The set of data that :func:`pack` has put into ``packed``. Raises ValueError if a stage or a step in it is
-    malformed; iterating raises it if a range is. ``ranges``: by group, the micro-batches as "replica.first:last",
-    separated by blanks; empty for data of a whole stage.
+    malformed; iterating raises it if a range is. ``alike``: by group, the micro-batches as "replica.first:last",
+    separated by blanks; empty for data of a whole stage. Those of replica ``own`` may stand as ".first:last", so that
+    others' sets can share ``alike``.
     """
 
     def __init__(self, packed: Mapping[str, str]) -> None:
-        self.ranges = {_group(key): ranges for key, ranges in packed.items()}
+        self.alike, self.own = {_group(key): ranges for key, ranges in packed.items()}, -1
+
+    @classmethod
+    def of(cls, alike: dict[Group, str], own: int) -> PackedData:
+        """Return the set of what is ``alike`` for several replicas, of which ``own`` is one."""
+        made = cls({})
+        made.alike, made.own = alike, own
+        return made
+
+    @cached_property
+    def ranges(self) -> dict[Group, str]:
+        """By group, the micro-batches as "replica.first:last", separated by blanks."""
+        return self.alike if self.own < 0 else _replaced(self.alike, " .", f" {self.own}.")
 
     @classmethod
     def _from_iterable(cls, data: Iterable[Any]) -> frozenset[Any]:  # type: ignore[override]
@@ -114,7 +129,7 @@ class PackedData(AbstractSet[Datum]):
         if not isinstance(datum, Datum):
             return False
         if datum.micro_batch is None:
-            return self.ranges.get(Group(datum.kind, datum.stage, datum.step)) == ""
+            return self.alike.get(Group(datum.kind, datum.stage, datum.step)) == ""
         return datum in self._data
 
     def __iter__(self) -> Iterator[Datum]:
@@ -142,9 +157,14 @@ def packed_data(data: AbstractSet[Datum]) -> PackedData:
     return data if isinstance(data, PackedData) else PackedData(pack(data))
 
 
-def groups(data: AbstractSet[Datum]) -> Collection[Group]:
-    """Return the groups of ``data``. Costs time in proportion to the groups if it is packed, else to the data."""
-    return data.ranges.keys() if isinstance(data, PackedData) else {Group(*datum[:2], datum.step) for datum in data}
+def groups(*data: AbstractSet[Datum]) -> Collection[Group]:
+    """Return the groups of all ``data``. Costs time in proportion to the groups that are not shared for packed sets,
+    else to the data.
+    """
+    alike = {id(each.alike): each.alike for each in data if isinstance(each, PackedData)}
+    others = [[Group(*datum[:2], datum.step) for datum in each] for each in data if not isinstance(each, PackedData)]
+    found: set[Group] = set()
+    return found.union(*alike.values(), *others)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -79,7 +79,7 @@ def unfinished(recover: Recover, committed: int, held: Held, rejected: bool = Fa
         return (recover(committed + 1, held, also_back=back),)
     recovery_plans: list[RecoveryPlan] = []
     for step in (committed + 1, committed + 2):
-        if any(group.step == step and group.kind != "params" for have in held.values() for group in groups(have)):
+        if any(group.step == step and group.kind != "params" for group in groups(*held.values())):
             recovery_plans.append(recover(step, held))
             held = surviving(held, recovery_plans[-1])
     return tuple(recovery_plans)

@@ -129,7 +129,7 @@ class StepBatches:
 
 
 def _begun(step: int, held: Held) -> bool:
-    return any(group.step == step and group.kind != "params" for have in held.values() for group in groups(have))
+    return any(group.step == step and group.kind != "params" for group in groups(*held.values()))
 
 
 def _stays(step: int, held: Held, stages: int) -> bool:
@@ -140,4 +140,4 @@ def _stays(step: int, held: Held, stages: int) -> bool:
 
 
 def _applied(step: int, held: Held) -> bool:
-    return any(group.kind == "params" and group.step > step for have in held.values() for group in groups(have))
+    return any(group.kind == "params" and group.step > step for group in groups(*held.values()))

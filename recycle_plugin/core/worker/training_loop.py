@@ -31,7 +31,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, end_before
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
-from recycle_plugin.core.vocabulary.packed_data import PackedData, groups, of_each, pack
+from recycle_plugin.core.vocabulary.packed_data import groups, of_each, pack
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import (
     Held,
@@ -374,7 +374,7 @@ class TrainingLoop:
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Work out what is left of the unfinished steps, and take the last one back if it is in the way."""
         started = self._port.clock()
-        reported: Held = {Seat.parse(seat): PackedData(packed) for seat, packed in of_each(resume.held).items()}
+        reported: Held = of_each(resume.held)
         if resume.unfilled:
             reported = before(reported, resume.unfilled)
         if resume.batches is not None:
@@ -396,11 +396,7 @@ class TrainingLoop:
                 recovery.holders.get(self.seat.stage),
                 resumed=True,
                 share=self._batches.share(recovery.step),
-                applied=any(
-                    group.kind == "params" and group.step > recovery.step
-                    for have in held.values()
-                    for group in groups(have)
-                ),
+                applied=any(group.kind == "params" and group.step > recovery.step for group in groups(*held.values())),
             )
             undo |= self.seat in recovery.undo
             held = surviving(held, recovery)
