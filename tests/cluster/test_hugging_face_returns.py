@@ -136,11 +136,13 @@ def test_a_job_that_has_resumed_is_come_back_to(start):
     goes_on(result, calm, first=6)
 
 
-def test_a_script_that_looks_for_a_checkpoint_finds_one_of_the_others_and_goes_on_from_their_step(start):
-    arguments = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": STEPS}
+@pytest.mark.parametrize("resume", ["last", "deleted"])
+def test_a_script_that_looks_for_a_checkpoint_finds_one_of_the_others_and_goes_on_from_their_step(start, resume):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": STEPS}
     result = start(
-        stage=3, kills=[[0, "step", 8]], resume="last", arguments=arguments, metrics=False, **RETURNS | {"held": [10]}
+        stage=3, kills=[[0, "step", 8]], resume=resume, arguments=arguments, metrics=False, **RETURNS | {"held": [10]}
     )
+    assert not (result.folder / "out" / "checkpoint-2").exists()
     calm = start(stage=3, arguments={"max_steps": STEPS}, metrics=False, samples=RETURNS["samples"])
     goes_on(result, calm)
 

@@ -8,7 +8,8 @@ the number of the process behind them if the rank's first one is not meant: in t
 forward, 0 being the process's first one; as it is "beginning" to train, 0; "giving" its state to others, 0; in the
 "log" behind a step, before others have its loss; "evaluating", behind so many batches of all evaluations; or "writing",
 in the middle of the model's file of the checkpoint of that step; ``held``: the steps before which ranks wait for a file
-``goSTEP`` in the folder; ``resume``: a checkpoint that is gone on from, "last" for the last one there is, or null;
+``goSTEP`` in the folder; ``resume``: a checkpoint that is gone on from, "last" for the last one there is, "deleted"
+in a process that has come back for one that is deleted as soon as the script has found it, or null;
 ``patience``: of EarlyStoppingCallback, or 0, and its ``threshold``; ``own``: whether the script has its own
 way to get batches; ``recycle``: more settings.
 """
@@ -170,6 +171,8 @@ def main() -> None:
     resume, saved = job["resume"], arguments["output_dir"]
     if resume == "last":
         resume = get_last_checkpoint(saved) if Path(saved).exists() else None
+    elif resume == "deleted":
+        resume = str(Path(saved) / "checkpoint-2") if INCARNATION else None
     trainer.train(resume_from_checkpoint=resume)
     record: dict[str, Any] = {"history": trainer.state.log_history, "steps": trainer.state.global_step}
     record["after"] = trainer.evaluate()

@@ -10,7 +10,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from transformers import trainer, trainer_utils
+from transformers import trainer
 
 from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.adapters.hugging_face import entry
@@ -23,37 +23,16 @@ REPLICA = {"enabled": True, "unit": "replica", "replicas": 2}
 RANKS = 4
 
 
-WHOLE, HALF = "{}", '{"epoch": 1.'
-
-
 @pytest.mark.parametrize(
-    "states, found",
-    [
-        ({"9": WHOLE, "10": WHOLE}, "10"),
-        ({"9": WHOLE, "10": None}, "9"),
-        ({"9": WHOLE, "10": HALF, "100": None}, "9"),
-        ({"9": None}, None),
-        ({}, None),
-    ],
+    "outside, deepspeed, loads", [(True, True, None), (True, False, "there"), (False, True, "there")]
 )
-def test_a_newcomer_passes_over_a_checkpoint_that_others_are_writing(tmp_path, monkeypatch, states, found):
-    """Everybody else gets what stock finds."""
-    (tmp_path / "checkpoint-best").mkdir()
-    for number, text in states.items():
-        (tmp_path / f"checkpoint-{number}").mkdir()
-        if text is not None:
-            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text(text)
-    stock = trainer_utils.get_last_checkpoint
-    for newcomer in (True, False):
-        plugin = Plugin(SimpleNamespace(view=SimpleNamespace(newcomer=newcomer)))
-        with monkeypatch.context() as here:
-            here.setattr(trainer_utils, "get_last_checkpoint", stock)
-            here.setattr(trainer, "get_last_checkpoint", stock)
-            plugin._wrap_search(trainer_utils)
-            assert trainer.get_last_checkpoint is trainer_utils.get_last_checkpoint
-            last = trainer.get_last_checkpoint(str(tmp_path))
-        wanted = found if newcomer else max(states, key=int, default=None)
-        assert last == (None if wanted is None else str(tmp_path / f"checkpoint-{wanted}"))
+def test_a_newcomers_trainer_loads_no_checkpoint(monkeypatch, outside, deepspeed, loads):
+    """Others may delete what its script has found, or be writing it."""
+    monkeypatch.setattr(trainer.Trainer, "train", lambda of, *arguments: (of, *arguments))
+    Plugin(SimpleNamespace(view=SimpleNamespace(outside=outside)))._prepare_trainer(trainer)
+    of = SimpleNamespace(is_deepspeed_enabled=deepspeed)
+    assert trainer.Trainer.train(of, "there", "trial") == (of, loads, "trial")
+    assert trainer.Trainer.train(of, resume_from_checkpoint="there") == (of, loads)
 
 
 class Group:

@@ -57,17 +57,15 @@ class Plugin:
         wrappers = {
             "deepspeed": self._wrap_deepspeed,
             "accelerate.accelerator": self._prepare_accelerate,
-            hugging_face.CHECKPOINTS: self._wrap_search,
+            hugging_face.TRAINERS: self._prepare_trainer,
         }
         AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), **wrappers}).install()
 
     def _prepare_accelerate(self, module: ModuleType) -> None:
         hugging_face.imported(module, self.session)
 
-    def _wrap_search(self, module: ModuleType) -> None:
-        stock = module.get_last_checkpoint
-        wrapped = functools.wraps(stock)(partial(hugging_face.last_checkpoint, stock, self.session))
-        _put_in_place("transformers", stock.__name__, stock, wrapped)
+    def _prepare_trainer(self, module: ModuleType) -> None:
+        hugging_face.trainer_imported(module, self.session)
 
     # --- torch -------------------------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +17,7 @@ from recycle_plugin.versions import HUGGING_FACE, releases
 TRAINER, LOOP = "Hugging Face's Trainer", "Hugging Face's Accelerate"
 DRIVERS = {"transformers": TRAINER, "accelerate": LOOP}
 MODELS = "transformers.modeling_utils"
-CHECKPOINTS = "transformers.trainer_utils"
-STATE = "trainer_state.json"  # which a Trainer writes last into its checkpoint
+TRAINERS = "transformers.trainer"
 IMPLIED = {"batch": "shrink", "rejoin": "never"}
 
 
@@ -77,27 +75,18 @@ def imported(module: ModuleType, session: Session) -> None:
     one_process.install(session)
 
 
-def last_checkpoint(stock: Callable[[str], str | None], session: Session, folder: str) -> str | None:
-    """Return the last checkpoint in ``folder``, as ``stock`` does; in a newcomer whose script has imported the Trainer,
-    the last one that is whole: the others may be writing one.
+def trainer_imported(module: ModuleType, session: Session) -> None:
+    """Prepare ``module`` (transformers.trainer, being imported): a newcomer's Trainer loads no checkpoint. It gets its
+    peers' state, and a checkpoint that its script has found may be half written, or deleted since.
     """
-    last = stock(folder)
-    if last is None or not session.view.newcomer or "transformers.trainer" not in sys.modules:
-        return last
-    kind = Path(last).name.rpartition("-")[0]
-    numbers = [
-        number for path in Path(folder).glob(f"{kind}-*") if (number := path.name.rpartition("-")[2]).isdecimal()
-    ]
-    by_number = (str(Path(folder, f"{kind}-{number}")) for number in sorted(numbers, key=int, reverse=True))
-    return next(filter(_is_whole, by_number), None)
+    stock = module.Trainer.train
 
+    @functools.wraps(stock)
+    def train(of: Any, resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+        from_peers = session.view.outside and of.is_deepspeed_enabled
+        return stock(of, None if from_peers else resume_from_checkpoint, *arguments, **named)
 
-def _is_whole(checkpoint: str) -> bool:
-    try:
-        json.loads(Path(checkpoint, STATE).read_text())
-    except (OSError, ValueError):
-        return False
-    return True
+    module.Trainer.train = train
 
 
 def _returns(settings: Settings) -> bool:

@@ -100,11 +100,6 @@ class Returns:
         if loop is not None:
             if epoch < loop.epoch:
                 return
-            if epoch > loop.epoch:
-                raise RecycleError(
-                    f"the Trainer of a replica that comes back begins with epoch {epoch}, and the others are in epoch "
-                    f"{loop.epoch}: let it resume from the same checkpoint as theirs"
-                )
             self._passing, skips = False, loop.drawn
             of.control = of.callback_handler.on_epoch_begin(of.args, of.state, of.control)
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skips}

@@ -134,7 +134,7 @@ class ReplicaEngine(DeepSpeedEngine):
         self._ends_early = False  # the step ends without further micro-batches of this rank
         self._recalled: list[Any] = []  # results of load_checkpoint in this rank's predecessor
         if session.view.newcomer:
-            self._recalled = [*_recalled(session)]
+            self._recalled = [] if self._job.loads_last else [*_recalled(session)]
             self._steps.join()
             with session.hooks.startup.apart():
                 self.shards.refresh_model()  # catching up has stepped the shards only
@@ -249,8 +249,6 @@ class ReplicaEngine(DeepSpeedEngine):
             return self._recalled.pop(0)
         startup = self._job.session.hooks.startup
         assert startup is not None, "there are groups"
-        if self._job.loads_last and startup.alone:  # it looks for checkpoints, and finds one saved by the others
-            return load_dir, {}
         if startup.alone and startup.left_out(_loading(self._loaded + 1)):
             note_later_checkpoint(self._job.session, f"load_checkpoint({load_dir!r})")
             return None, None
