@@ -73,7 +73,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(found: argparse.Namespace) -> int:
     """Simulate, print the result, and return the exit code. Raises ValueError for bad input."""
     from recycle_plugin import planner
-    from recycle_plugin.lab.simulator import machine_constants as machine
+    from recycle_plugin.core.vocabulary import machine_constants as machine
 
     given = given_job(found)
     found.machine = found.machine or ("local" if given.unit == "ms" else "cluster")
