@@ -16,5 +16,7 @@ def test_it_writes_what_each_shape_takes(tmp_path):
     assert done.returncode == 0, done.stderr
     small, large = json.loads((tmp_path / "control.json").read_text())
     assert (small["workers"], large["workers"]) == (4, 12) and small["told"] < large["told"]
-    assert all(row[name] > 0 for row in (small, large) for name in ("start", "step", "loss", "many", "left", "idle", "served"))
+    assert all(
+        row[name] > 0 for row in (small, large) for name in ("start", "step", "loss", "many", "left", "idle", "served")
+    )
     assert len(done.stdout.splitlines()) == 2

@@ -14,7 +14,7 @@ from recycle_plugin.core.messages.from_coordinator import Generation, Resume
 from recycle_plugin.core.messages.from_workers import Exited, Hello, Leaving, Left, SurvivorReport
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.lab.simulator import campaign
-from tests.pure.test_control_cost import STAGES, instructions, job
+from tests.support.control_cost import STAGES, instructions, job
 
 REPLICAS = generations.MANY // STAGES + 4
 LOST = range(8, 16)

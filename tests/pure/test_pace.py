@@ -46,7 +46,7 @@ def test_a_standstill_is_seen_however_rarely_each_worker_speaks(ranks):
         for worker in workers[tick % every :: every]:
             detector.heartbeat(Heartbeat(worker.rank, tick, 1, Activity(WAITS, "a tensor")))
         detector.tick(tick * TICK_S)
-    assert detector.standstill_s > 20.0 and all(detector.doing(worker)[0] == WAITS for worker in workers)
+    assert detector.standstill_s > 20.0 and all(detector.doing(worker)[0].at == WAITS for worker in workers)
 
 
 @pytest.mark.parametrize(("replicas", "every_s"), [(128, 0.5), (512, 2.0)])
