@@ -450,6 +450,7 @@ What it survives
 ! recycle.enabled is false: the stock engine runs, and any loss ends the job; set it to true
   workers: any 2; at best 4 of 6, if one is left in every stage
   ends it: a stage's last worker
+  the host of rank 0: another host takes over; but SLURM ends a job that loses its batch host
   slots: 2 more than workers; launch with --num_nodes or --num_gpus to leave them out
   host  ranks  seats    its loss
   a     0-1    0.0 1.0  is survived

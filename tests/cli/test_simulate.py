@@ -75,14 +75,6 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
     )
 
 
-def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
-    degraded = {}
-    for cap in ("2GiB", "auto"):
-        assert main(f"{SIZED} --dp 3 --micro-batches 12 --cap {cap} --mtbf 10m --hours 0.3 --json".split()) == 0
-        degraded[cap] = json.loads(capsys.readouterr().out)["segments"][1]["step_s"]
-    assert degraded["auto"] < degraded["2GiB"]
-
-
 @pytest.mark.parametrize(
     "more, says",
     [

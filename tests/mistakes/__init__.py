@@ -374,9 +374,9 @@ mistake("kept tensors go although peers plan with them", seen=2)(
 )
 
 
-@around("what takes a step back goes with the step", StepStore, "conclude", seen=6)
-def no_record(self, before, instruction, made, *boundary_only):
-    before(self, instruction, made, *boundary_only)
+@around("what takes a step back goes with the step", StepStore, "_conclude", seen=6)
+def no_record(self, before, instruction, needed, made, boundary_only):
+    before(self, instruction, needed, made, boundary_only)
     if instruction.op is Op.STEP:
         self._before = self._before[0], self[Datum("params", self.seat.stage, None, instruction.step + 1)]
 

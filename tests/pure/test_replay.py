@@ -91,7 +91,7 @@ def test_a_spare_may_replay_where_nobody_is_started_again():
     assert membership.state.vacancies.has_spares
     membership.receive(Exited(2, -9, 1.0), 1.0)  # it takes this seat
     assert not membership.state.vacancies.has_spares
-    membership.state.vacancies.join(8, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
+    membership.state.vacancies.join(8, "elsewhere", True, (), False, 1.0, CoordinatorOutput())
     assert [each.details["way"] for each in decisions(lose(membership, 3))] == ["replay"]
 
 

@@ -11,7 +11,7 @@ from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.replay_deadlines import FACTOR, FLOOR_S, LATER_S
 from recycle_plugin.core.messages.from_coordinator import Expected, Fence, Generation, Replay
-from recycle_plugin.core.messages.from_workers import Durable, Exited, Replaying
+from recycle_plugin.core.messages.from_workers import Durable, Exited, Replaying, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
 from tests.support.loop_worker import MEMBERS, Worker
@@ -26,6 +26,11 @@ def away(**more: object) -> Membership:
     membership = trained(**more)
     lose(membership, 2, 3, now=7.0)
     return membership
+
+
+def starts(membership: Membership, now: float) -> None:
+    """The supervisor of rank 3 says that the next process there still starts."""
+    membership.receive(SupervisorHeartbeat(3, False, 1.0, incarnation=1), now)
 
 
 def limits(membership: Membership) -> tuple[float | None, float]:
@@ -103,12 +108,14 @@ def test_a_word_of_a_replayed_step_begins_the_time_anew():
     membership = away()
     come(membership)
     membership.receive(Replaying(2, 1, incarnation=1), FLOOR_S)
+    starts(membership, 2 * FLOOR_S)
     assert not said(membership.tick(2 * FLOOR_S), Fence)
 
 
 def test_nobody_is_given_up_whom_nobody_follows_and_the_job_ends_no_sooner_than_the_user_says():
     membership = away(rejoin=1)
     come(membership, rejoin=1)
+    starts(membership, 1.5 + FLOOR_S)
     assert not said(membership.tick(1.5 + FLOOR_S), Fence) and membership.ended is None
     membership.tick(1.5 + WAIT_S)
     assert (

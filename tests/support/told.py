@@ -78,7 +78,8 @@ class ToldJob:
             self.live.remove(self.rank(seat))
         for seat in seats:
             self.say(how(self.rank(seat)))
-        self.generation += len(seats)
+        self._take(self.membership.tick(self.now))
+        self.generation = self.membership.generation
 
     def come(self, *seats: str) -> None:
         """New processes at ``seats`` have come to the present, and ask for the state of their stages."""

@@ -126,8 +126,8 @@ class Switchboard:
             effects.events.append(
                 Event(
                     "warning",
-                    f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job "
-                    f"has {self._ranks} ranks: it is another job's, or was started for another one",
+                    f"{who} says that it is {hello.role[:20]} {hello.rank}, but this job "
+                    f"has {self._ranks} ranks: it belongs to another job, or was started with another number of ranks",
                 )
             )
             self._hang_up(number, effects)
