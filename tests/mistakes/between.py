@@ -39,9 +39,9 @@ def no_keeper(monkeypatch) -> None:
     monkeypatch.setattr("recycle_plugin.core.worker.iterator_data.share", without)
 
 
-@around("a batch goes once it is loaded", StepStore, "conclude", seen=3)
-def gone_once_loaded(self, before, instruction, made, boundary_only=False):
-    before(self, instruction, made, boundary_only)
+@around("a batch goes once it is loaded", StepStore, "_conclude", seen=3)
+def gone_once_loaded(self, before, instruction, needed, made, boundary_only):
+    before(self, instruction, needed, made, boundary_only)
     if instruction.op is Op.LOAD:
         for datum in self.requires(instruction):
             self._remove(datum)
