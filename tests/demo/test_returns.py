@@ -93,7 +93,7 @@ def test_who_is_lost_again_is_gone_and_its_next_process_was_the_lost_one(folder)
     history = rewrite(folder, lost_again)
     first, second = history.failures
     assert first.absence.is_over and not second.absence.is_over and isnan(second.absence.lasted_s)
-    assert (first.pid, second.pid) == (1002, 2002) and history.gone == {"0.1": "its connection broke"}
+    assert (first.pid, second.pid) == (1002, 2002) and history.gone["0.1"].how == "its connection broke"
     assert history.predicted == 0.6 and second.step == 14 and len(history.view.live) == 3
     assert "1 of 4 workers was lost, 2 times in all (0.1 in step 6, back after 1.59 s, 0.1 in step 14):" in (
         sentence(history)
