@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -381,45 +380,6 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_stages_and_replicas(
     for recycle in (None, {}):
         later = job(gpt(1, 3, "--load", str(tmp_path / "saved"), micro_batches=2), recycle)
         assert later.losses == pytest.approx(whole.losses, abs=5e-6)
-
-
-@pytest.mark.parametrize("counts", [True, False], ids=("", "uncounted"))
-def test_data_go_on_at_the_consumed_samples_with_other_replicas_and_who_comes_back(
-    job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
-) -> None:
-    """Also from a checkpoint that does not count them, as of older releases: there are as many as its steps had.
-    Workers are killed in their first step, since they leave no word of earlier ones.
-    """
-    if not counts:
-        monkeypatch.setenv("RECYCLE_TEST_UNCOUNTED", "1")
-    saved, torch_format = tmp_path / "saved", ("--ckpt-format", "torch")
-    saving = *torch_format, "--save", str(saved), "--save-interval", "3", "--exit-interval", "3"
-    kill = {"rejoin": "never", "faults": ["kill 0.0 before 0F0.1@1"]}
-    before = job(gpt(1, 2, "--train-iters", "40", *saving, micro_batches=3), kill)
-    loading = gpt(1, 3, "--train-iters", "40", *torch_format, "--load", str(saved), micro_batches=2)
-    kill = {"rejoin": "always", "faults": ["kill 1.0 before 0F1.1@4"]}
-    run = job.start(loading, kill, held(tmp_path, HELD, "go"))
-    run.hear("newcomer")
-    (tmp_path / "go").touch()
-    after = trained(run)
-    assert len(before.result.of("lost")) == len(after.result.of("rejoined")) == 1
-    assert before.ranks.keys() == {1} and after.ranks.keys() == {0, 1, 2}
-    assert [*_samples(before), *_samples(after)] == [{*range(6 * step, 6 * step + 6)} for step in range(40)]
-
-
-def _samples(of: Trained) -> list[set[int]]:
-    """Which samples were trained in each step, by whomever."""
-    ranks = [each["samples"] for each in of.ranks.values()]
-    return [{*chain.from_iterable(step)} for step in zip(*ranks, strict=True)]
-
-
-def test_data_that_end_before_the_last_step_are_refused_before_the_first(
-    job: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RECYCLE_TEST_SAMPLES", "47")
-    refused = job.start(gpt(2, 2), {}).finish()
-    assert refused.code == 1 and not refused.of("step")
-    assert "steps 1 to 6 need 48 samples, and the training data have 47 of 47 left" in refused.output
 
 
 def test_who_takes_the_last_ranks_place_writes_for_tensorboard_and_wandb(job: Jobs, tmp_path: Path) -> None:

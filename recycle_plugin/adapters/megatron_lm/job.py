@@ -82,7 +82,9 @@ class Job:
         files = ShardedFiles if args.ckpt_format == "torch_dist" else MegatronFiles
         self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler, in_parts)
         self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
-        self._data = IndexedData(self._batches, self._cursor, args)
+        self._data = IndexedData(
+            self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration
+        )
         self._trainer.feed.source = self._data
         self._exit, self._saved = EarlyExit(session, args), -1
         self._unsaid: list[tuple[int, str]] = []  # the last step's lines, which another worker prints
