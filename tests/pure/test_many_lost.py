@@ -78,8 +78,9 @@ def test_a_loss_costs_the_same_among_more():
 def test_the_end_of_a_script_costs_the_same_among_more():
     def costs(replicas: int) -> int:
         membership = job(replicas)
-        membership.receive(Left(0, 0, False, 1), 2.0)
-        return instructions(lambda: membership.receive(Left(5, 0, False, 1), 2.0))
+        membership.receive(Left(0, 0, False, 2), 2.0)
+        assert membership.state.ending.ended is None
+        return instructions(lambda: membership.receive(Left(6, 0, False, 2), 2.0))
 
     assert costs(REPLICAS) == costs(3 * REPLICAS)
 

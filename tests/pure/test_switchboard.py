@@ -252,6 +252,22 @@ def test_an_order_to_start_another_process_is_kept_for_a_supervisor_that_is_away
     assert [each for each in played.heard[line] if isinstance(each, Restart)]
 
 
+@pytest.mark.parametrize("gone", (False, True), ids=("waits", "is gone"))
+def test_a_spare_gets_the_seat_unless_it_is_gone(gone):
+    played = Played(0)
+    played.begin()
+    spare, own = played.comes("joining", -1), played.lines["supervisor", 3]
+    if gone:
+        played.goes("joining", -1)
+    played.exits("worker", 3)
+    played.goes("worker", 3)
+    for _ in range(40):
+        played.take("tick")
+        played.report()
+    ordered = {line for line, said in played.heard.items() if any(isinstance(each, Restart) for each in said)}
+    assert ordered == {own if gone else spare}
+
+
 def test_a_worker_that_was_not_answered_may_come_once_more():
     """Who was to welcome it has died; once it was heard, or as another process, it is another worker."""
     board, effects = Switchboard(RANKS, 1, "a job", 0.0), Effects()
