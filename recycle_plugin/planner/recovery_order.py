@@ -34,7 +34,7 @@ class RestProblem(NamedTuple):
     replicas: int  # workers per stage
     worker: Array  # [record]
     missing: NDArray[np.int8]  # [kind, record] how many of its inputs are still to be made; -1: it does not run
-    since: Array  # [0: activation, 1: gradient; record] when it arrives if it travels at the beginning
+    since: Array  # [0: activation, 1: gradient; record] when it arrives, at the beginning of those sent then
     forward_lag: Array  # [record] between the end of F one stage up and the earliest start here
     backward_lag: Array  # [record] between the end of I or B one stage down and the earliest start here
     in_turn: NDArray[np.bool_]  # [record] the weight gradient of the next record is added behind this one's
@@ -75,10 +75,13 @@ def less(rest, tally, queue, base, touched, kind, record, now, lag, events, agen
     """
     if rest.missing[kind, record] <= 0:
         return agenda
+    at = now
+    if kind != W:  # which needs nothing that travels
+        row = 0 if kind == F else 1
+        at = rest.since[row, record] = max(now + lag, rest.since[row, record])
     rest.missing[kind, record] -= 1
     if rest.missing[kind, record]:
         return agenda
-    at = now + lag if kind == W else max(now + lag, rest.since[0 if kind == F else 1, record])
     if at == now:
         arrive(rest, tally, queue, base, touched, kind, record)
         return agenda
@@ -153,7 +156,7 @@ def force(rest, tally):
 @compiled
 def order_rest(rest, order):
     """Fill ``order`` with all operations by their starts, each as kind * records + record; return their number. Changes
-    ``rest.missing`` and ``rest.room``. Costs n log w for n operations of w workers.
+    ``rest.missing``, ``rest.since`` and ``rest.room``. Costs n log w for n operations of w workers.
     """
     records, workers = rest.worker.size, rest.loads.size
     codes = 2 * INPUT_THERE * records  # an event is time * codes + its number * records + record

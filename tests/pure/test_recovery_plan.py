@@ -27,6 +27,8 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import lowered, plan, recover
 from recycle_plugin.planner.closure import Rows
+from recycle_plugin.planner.greedy import F, I
+from recycle_plugin.planner.recovery_order import RestProblem, order_rest
 from tests.support.planned import costs, jobs, policies, wide_jobs
 
 SHAPE = Topology(3, 4, 6)
@@ -66,6 +68,23 @@ def test_what_workers_hold_alike_is_of_each_of_them() -> None:
     rows.add(1, 2, 3, ".1:2 0.5:5")
     found = rows.arrays(np.array([(0, 0), (3, 1), (3, 2)]), SHAPE)
     assert [each.tolist() for each in found] == [[3] * 6, [1] * 3 + [2] * 3, [3] * 6, [7, 8, 5, 13, 14, 5]]
+
+
+def test_an_operation_waits_for_the_last_of_its_inputs_to_arrive() -> None:
+    """Two stages of a worker each: the gradient of micro-batch 0 is made before its activation, and travels for longer
+    than a forward takes.
+    """
+    missing = np.full((4, 4), -1, np.int8)
+    missing[I, 2] = missing[F, 0] = missing[F, 1] = 0
+    missing[I, 0] = 2
+    none, lag = np.zeros(4, bool), np.full(4, 100)
+    rest = RestProblem(
+        2, 1, np.array([0, 0, 1, 1]), missing, np.zeros((2, 4), np.int64), lag, lag, none, none, none,
+        np.arange(2), np.full((4, 2), (10, 5)), np.full(2, 9), np.full(2, 2),
+    )  # fmt: skip
+    order = np.empty(4, np.int64)
+    assert order_rest(rest, order) == 4
+    assert [divmod(each, 4) for each in order.tolist() if each % 4 < 2] == [(F, 0), (F, 1), (I, 0)]
 
 
 def start(planned) -> dict[Seat, set[Datum]]:
