@@ -204,7 +204,7 @@ def test_an_evaluation_of_accelerates_says_what_a_lost_replica_leaves_out(start,
 
 
 @pytest.mark.parametrize(
-    "stage, odd, line", [(3, "dcp", "which ZeRO 3 has sharded"), (1, "dcp optimizer", "the state of ZeRO's optimizer")]
+    "stage, odd, line", [(3, "dcp", "ZeRO 3 has sharded it"), (1, "dcp optimizer", "have different values")]
 )
 def test_shards_of_zeros_are_not_written_by_dcp_as_if_they_were_whole(start, stage, odd, line):
     """Stock writes one rank's part for all, and says nothing."""

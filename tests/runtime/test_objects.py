@@ -103,3 +103,27 @@ def saved_by_the_live(script: Script) -> list[Any]:
 
 def test_a_checkpoint_of_torchs_by_a_group_of_the_live():
     assert run(saved_by_the_live, 3, loses=True) == [[0.0, 1.0, 2.0, 3.0]] * 2 + [DIED]
+
+
+def saved_under_one_name(script: Script) -> list[str]:
+    """What is said of a pipeline's optimizer, of flat groups in a list, and of what all have or one has."""
+    own, all_have = script.value(4), torch.arange(4.0)
+    said, folder = [], tempfile.mkdtemp()
+    for state in (
+        {"weight": all_have, "optimizer": {"state": {0: {"exp_avg": own}}}},
+        {"groups": [all_have, own[: 1 + script.rank]]},
+        {"weight": all_have, f"of {script.rank}": own, "step": 3},
+    ):
+        try:
+            checkpoint.save(state, checkpoint_id=folder)
+            said.append("")
+        except RecycleError as error:
+            said.append(str(error))
+    return said
+
+
+def test_two_ranks_values_under_one_name_are_refused_before_either_is_written():
+    for pipeline, flat, fine in run(saved_under_one_name, 2):
+        assert pipeline.startswith("torch.distributed.checkpoint.save, called at ")
+        assert 'under the name "optimizer.state.0.exp_avg" for all, but ranks 0 and 1 have different' in pipeline
+        assert 'under the name "groups.1" for all' in flat and not fine

@@ -7,10 +7,11 @@ gathers of objects return None for lost members.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +24,9 @@ from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import calling_line, named
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.state.stage_state import fingerprint
 
 Stock = Callable[..., Any]
-SHARDED = {"zero_stage", "single_partition_of_fp32_groups"}
-"""Keys of the state of DeepSpeed's optimizers of which each rank has a part: ZeRO's, and BF16_Optimizer."""
-
 # --- groups --------------------------------------------------------------------------------------------
 
 
@@ -197,9 +196,9 @@ def monitored_barrier(session: Session, stock: Stock, *arguments: Any, **given: 
 
 
 def save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """Call torch.distributed.checkpoint's. Raises RecycleError for ZeRO's shards, and as :func:`load`."""
-    _check_whole_values(stock, _bound(stock, arguments, given).arguments["state_dict"])
-    return _of_all(stock, arguments, given)
+    """Call torch.distributed.checkpoint's. Raises RecycleError as :func:`load`, and for what would be written wrong."""
+    values = dict(_values("", _bound(stock, arguments, given).arguments["state_dict"]))
+    return _of_all(stock, arguments, given, lambda group: _check_one_value_each(stock, group, values))
 
 
 def load(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
@@ -213,14 +212,17 @@ def async_save(session: Session, stock: Stock, *arguments: Any, **given: Any) ->
     return _refused(stock, "process_group", advice, arguments, given)
 
 
-def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """Call a function of torch.distributed.checkpoint that needs all members' parts."""
+def _of_all(
+    stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any], check: Callable[[MemberGroup], object] = bool
+) -> Any:
+    """Call a function of torch.distributed.checkpoint that needs all members' parts, after ``check``."""
     from torch.distributed.checkpoint import CheckpointException
 
     group = None if given.get("no_dist") else _followed(given.get("process_group"))  # both by name only
     if group is None:
         return stock(*arguments, **given)
     _check_whole(stock, group)
+    check(group)
     try:
         found = stock(*arguments, **given)
     except CheckpointException:
@@ -230,21 +232,39 @@ def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> 
     return found
 
 
-def _check_whole_values(stock: Stock, state: Any) -> None:
-    """Raise RecycleError if ``state`` has ZeRO's shards: ranks share their names, so only one would be written."""
-    if not isinstance(state, Mapping):
-        return
-    empty = next((name for name, value in state.items() if torch.is_tensor(value) and not value.numel()), None)
-    if "deepspeed" in sys.modules and (SHARDED & state.keys() or empty is not None):
-        of = "ZeRO's" if "zero_stage" in state else "DeepSpeed's bf16"
-        what = f"the state of {of} optimizer" if empty is None else f"{empty}, which ZeRO 3 has sharded"
-        raise RecycleError(
-            f"torch.distributed.checkpoint.{stock.__name__}, called at {calling_line()}, would write one rank's part "
-            f"of {what}: call engine.save_checkpoint(folder), or give it whole values, as of deepspeed.zero."
-            "GatheredParameters"
-        )
-    for value in state.values():
-        _check_whole_values(stock, value)
+def _values(name: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors in ``state`` by their names in DCP. Tensors of other types say which part they are."""
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    if isinstance(state, Stateful) and not torch.is_tensor(state):
+        state = state.state_dict()
+    if type(state) in (torch.Tensor, torch.nn.Parameter):
+        yield name, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _values(f"{name}.{key}" if name else str(key), value)
+
+
+def _check_one_value_each(stock: Stock, group: MemberGroup, values: dict[str, torch.Tensor]) -> None:
+    """Raise RecycleError on all members if two have different values under one name, of which DCP would write one, or
+    if ZeRO 3 has sharded a value. Members that have all alike are represented by one: costs what DCP's own plan does.
+    """
+    empty = "deepspeed" in sys.modules
+    own = {name: "" if empty and not value.numel() else fingerprint(value) for name, value in values.items()}
+    alike = _gathered(stock, group, hashlib.sha256(repr(own).encode()).hexdigest())
+    first = alike.index(alike[group.rank()]) == group.rank()
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, theirs in zip(dist.get_process_group_ranks(group), _gathered(stock, group, own if first else {})):
+        for name, value in (theirs or {}).items():
+            other, its = seen.setdefault(name, (rank, value))
+            if value == its and value:
+                continue
+            why = f"ranks {other} and {rank} have different values" if value != its else "ZeRO 3 has sharded it"
+            raise RecycleError(
+                f"torch.distributed.checkpoint.{stock.__name__}, called at {calling_line()}, would write one rank's "
+                f'value under the name "{name}" for all, but {why}: call engine.save_checkpoint(folder), or give it '
+                "whole values, as of deepspeed.zero.GatheredParameters, or a name for each rank's"
+            )
 
 
 def _check_whole(stock: Stock, group: MemberGroup) -> None:
