@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from recycle_plugin.observability.run_history import EVENTS, RunHistory
 from recycle_plugin.observability.run_summary import end
 from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
+from recycle_plugin.runtime.system.host import host_name
 
 CONNECT_S = 5.0  # to reach the coordinator
 ANSWER_S = 30.0  # for its answer
@@ -62,7 +62,7 @@ def _connected(way: ControlWay) -> tuple[SocketControl, str]:
     control = connect(way, CONNECT_S)
     with ExitStack() as unless_known:
         unless_known.callback(control.close)
-        control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
+        control.send(Hello(-1, "operator", os.getpid(), host_name()), ANSWER_S)
         said = control.receive(ANSWER_S)
         if not isinstance(said, RunFolder):
             why = control.broken or f"no answer within {ANSWER_S:.0f} s"

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 
 import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.lab.runs import await_reports, processes_with
+from recycle_plugin.runtime.system.host import host_name
 from tests.support.jobs import LOG, PLAIN, after_step
 from tests.support.waiting import until
 
@@ -131,9 +131,7 @@ def test_a_job_whose_launcher_was_killed_goes_on_and_can_be_stopped(launch, caps
     os.kill(int(stop[stop.index("kill") + 1]), signal.SIGTERM)
     until(lambda: not processes_with(run.mark), "end of all processes", 100)
     (finished,), left = (run.of(kind) for kind in ("finished", "left"))
-    sender = (
-        f"the supervisor of seat 0.0 (rank 0) on host {socket.gethostname()} got SIGTERM from process {os.getpid()} ("
-    )
+    sender = f"the supervisor of seat 0.0 (rank 0) on host {host_name()} got SIGTERM from process {os.getpid()} ("
     assert finished["text"].startswith(f"the job has ended after step {finished['step']}: {sender}") and len(left) == 4
     assert main(["status", str(run.folder)]) == 1 and sender in capsys.readouterr().out
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ from recycle_plugin.runtime.control.in_process import InProcess
 from recycle_plugin.runtime.control.mirror import serve
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 from recycle_plugin.runtime.system import clock
+from recycle_plugin.runtime.system.host import host_name
 
 LOOK_S, GONE = 1.0, 2  # s between looks at a checkpoint; looks in a row without it until it counts as removed
 CLOSING_S = 5.0  # how long tasks may take to notice closed connections
@@ -63,7 +63,7 @@ class Coordinator(Exchange):
         self._serving: dict[asyncio.Task[Any], InLoop] = {}
         if known is None:  # several jobs may start in one second
             job_id = f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
-            board = Switchboard(ranks, store_port, job_id, clock.now(), socket.gethostname())
+            board = Switchboard(ranks, store_port, job_id, clock.now(), host_name())
         else:
             board = known.board
             if board.over is not None:

@@ -6,7 +6,6 @@ waits (runtime/control/waiting.py). Another thread sends heartbeats (runtime/con
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from recycle_plugin.runtime.control.framed import Control
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 from recycle_plugin.runtime.control.waiting import Waiting
+from recycle_plugin.runtime.system.host import host_name
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 LOOK_S = 0.1  # s between checks and between tries
@@ -84,7 +84,7 @@ class Session:
         answer_s: float = CONNECT_S,
     ) -> None:
         self._control = control
-        self.rank, self.secret, self.host = rank, secret, socket.gethostname()
+        self.rank, self.secret, self.host = rank, secret, host_name()
         self._hello = Hello(rank, "worker", os.getpid(), self.host, incarnation)
         control.send(self._hello, SEND_S)
         welcome = control.receive(answer_s)

@@ -36,6 +36,7 @@ from recycle_plugin.runtime.processes.telling import Telling
 from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
+from recycle_plugin.runtime.system.host import host_name
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 STORE_S = 5.0  # how long the store's process may take to end once killed
@@ -181,7 +182,7 @@ class Hosted:
         """
         address, gone = entrance.address, known.board.succession.host
         listener = socket.create_server((address[0], 0), backlog=4096)
-        known.board.moves(socket.gethostname(), listener.getsockname()[1])
+        known.board.moves(host_name(), listener.getsockname()[1])
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await coordinator.lead(entrance, gone)
         hand_over(coordinator.answer)
@@ -192,7 +193,7 @@ class Hosted:
 
     def _taken_over(self, why: str) -> Hosted:
         """Tell the user ``why``, and claim the job's folders anew; returns this."""
-        told_of = f"{why}: process {os.getpid()} on host {socket.gethostname()}, which stood by, goes on in its place"
+        told_of = f"{why}: process {os.getpid()} on host {host_name()}, which stood by, goes on in its place"
         self._telling.say(Event("coordinator", told_of), clock.now())
         self.coordinator.claim_anew()
         return self
@@ -378,7 +379,7 @@ async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asy
     while said := await reader.readline():
         message = json.loads(said)
         if "signal" in message:
-            hosted.coordinator.terminate(f"the guard of rank 0 on host {socket.gethostname()} got {message['signal']}")
+            hosted.coordinator.terminate(f"the guard of rank 0 on host {host_name()} got {message['signal']}")
         if "through" in message:
             through.set()
     through.set()

@@ -35,6 +35,7 @@ from recycle_plugin.runtime.processes.hosted import (
     until_through,
 )
 from recycle_plugin.runtime.system.console import say
+from recycle_plugin.runtime.system.host import host_name
 
 CONNECT_S = 60.0  # how long a standby tries to reach the coordinator
 LOOK_S = 0.5  # s between tries
@@ -87,7 +88,7 @@ async def _follow(way: ControlWay, learnt: list[Known]) -> None:
     except (ConnectionError, NoSecret):  # no coordinator answers, or it can't be authenticated
         return
     try:
-        await follow(control, Hello(-1, STANDBY, os.getpid(), socket.gethostname()), learnt.append)
+        await follow(control, Hello(-1, STANDBY, os.getpid(), host_name()), learnt.append)
     finally:
         control.close()
 
@@ -144,7 +145,7 @@ class Candidate:
 
     async def elected(self) -> Known | None:
         """Return what is known once enough workers have turned here; None once unwanted, or without a coordinator."""
-        hello = Hello(-1, STANDBY, os.getpid(), socket.gethostname(), port=self.entrance.address[1])
+        hello = Hello(-1, STANDBY, os.getpid(), host_name(), port=self.entrance.address[1])
         while True:
             wanted = await first_of(follow(self._control, hello, self._learn), self._enough)
             self._control.close()

@@ -55,6 +55,7 @@ from recycle_plugin.runtime.processes.served_logs import ServedLogs
 from recycle_plugin.runtime.processes.spawn import Process
 from recycle_plugin.runtime.processes.worker_keeper import Guarded, Here
 from recycle_plugin.runtime.system.console import say
+from recycle_plugin.runtime.system.host import host_name
 from recycle_plugin.runtime.system.process_life import is_dying, life_of
 
 WORKER = "recycle_plugin.worker_process"  # the module that a worker runs
@@ -149,7 +150,7 @@ class Supervisor:
             if not self._over.done():
                 self._over.set_result(0)
         else:
-            self._tell(Terminate(self._rank, what, socket.gethostname()))
+            self._tell(Terminate(self._rank, what, host_name()))
 
     def pass_on(self, number: int) -> None:
         """Send the worker a signal that is the script's, if there is a worker."""
@@ -170,7 +171,7 @@ class Supervisor:
         deadline, placed = time.monotonic() + CONNECT_S, None
         while placed is None and (left_s := deadline - time.monotonic()) > 0:  # the coordinator may die meanwhile
             control = await self._connect()
-            control.send(Hello(self._rank, "placing", os.getpid(), socket.gethostname()))
+            control.send(Hello(self._rank, "placing", os.getpid(), host_name()))
             placed = await control.receive(left_s)
             control.close()
             await pause(0.0 if placed else LOOK_S)
@@ -184,7 +185,7 @@ class Supervisor:
 
     @property
     def _hello(self) -> Hello:
-        return Hello(self._rank, "supervisor", self._place.pid, socket.gethostname())
+        return Hello(self._rank, "supervisor", self._place.pid, host_name())
 
     async def _welcomed(self, hello: Hello, advice: str) -> Welcome:
         self._tell(hello)
@@ -264,7 +265,7 @@ class Supervisor:
                         *self._address, error.__cause__ or error, advice
                     )
                 ) from error
-            hello = Hello(NOBODY, "joining", self._place.pid, socket.gethostname(), waits=bool(self._joins))
+            hello = Hello(NOBODY, "joining", self._place.pid, host_name(), waits=bool(self._joins))
             self._welcome = await self._welcomed(hello, advice)
             while self._control.broken is None or await self._stands_again(hello, RESUME_S):
                 match await self._control.receive(LISTEN_S):
