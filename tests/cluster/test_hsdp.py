@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from tests.support.cluster import Result, Run
+from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, Shape, assert_one_line
+from tests.support.launching import launching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process without groups
 SCRIPT = "tests/jobs/hsdp.py"
@@ -264,3 +267,46 @@ def test_what_can_not_be_loaded_is_said_in_a_line(launch, tmp_path, change, said
         seven = struct.pack("f", 7.0)
         file.write_bytes(file.read_bytes().replace(seven, struct.pack("f", 6.0), 1))
     assert_one_line(started(launch, tmp_path / "run0", load=str(tmp_path / "saved")).finish(), said)
+
+
+# --- on several hosts: network namespaces ---------------------------------------------------------------
+
+
+@pytest.fixture
+def launch_on_hosts(plain_server, tmp_path, four):
+    """A process on each of four hosts, so that each replica is on two."""
+    with launching(plain_server, tmp_path, partial(HostsRun, four), PLAIN) as launch:
+        yield launch
+
+
+@pytest.mark.parametrize("dies", ("delta", "alpha"))
+def test_on_several_hosts_whichever_host_dies_the_other_replica_trains_on(launch_on_hosts, tmp_path, dies):
+    """Also that of the coordinator, as soon as another one stands by."""
+    folder = tmp_path / "run0"
+    run = started(launch_on_hosts, folder, {"rejoin": "never", "heartbeat_timeout_s": 3}, held=HELD)
+    run.wait_for(lambda: [each for each in run.of("standby") if each.get("address")], "standby on another host")
+    run.wait_for(lambda: [each for each in run.of("committed") if each["step"] == HELD - 1], "steps")
+    run.crash(dies)
+    (folder / "go").touch()
+    result = run.finish()
+    lost = "1.0" if dies == "delta" else "0.0"
+    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == {lost}, result.output[-6000:]
+    assert set(result.records) == ({0, 1} if dies == "delta" else {2, 3})
+    for each in result.records.values():
+        assert each["losses"] == pytest.approx(each["alone"], abs=5e-6) and each["weights_differ"] < 5e-6
+
+
+def test_on_several_hosts_a_replica_comes_back_and_any_host_loads_what_is_saved(launch_on_hosts, tmp_path):
+    folder, saved = tmp_path / "run0", tmp_path / "saved"
+    faults = {"faults": ["kill 1.0 before 0B1.1@4"]}
+    run = started(launch_on_hosts, folder, faults, steps=30, held=HELD, save=[20, str(saved)])
+    run.hear("newcomer", 2)
+    (folder / "go").touch()
+    result = ended_well(run.finish(), "1.0")
+    alike(result)
+    assert {rank: each["incarnation"] for rank, each in result.records.items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+    for each in result.records.values():
+        assert each["losses"] == pytest.approx(each["alone"], abs=5e-6) and each["weights_differ"] < 5e-6
+    again = started(launch_on_hosts, tmp_path / "run1", {"run_dir": str(tmp_path / "run1")}, load=str(saved), steps=22)
+    loaded = ended_well(again.finish())
+    assert all(len(each["losses"]) == 2 for each in loaded.records.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from recycle_plugin import cli
 from tests.support.cluster import ForkServer, Result
+from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, Shape
 from tests.support.launching import launching
 
@@ -100,6 +101,14 @@ def test_a_seat_goes_whole_and_comes_back_whole(launch, calm, tmp_path, kill):
     }
     assert not result.of("error") and not result.of("warning"), result.output[-6000:]
     assert cli.main(["status", str(tmp_path / "run0")]) == cli.main(["report", str(tmp_path / "run0")]) == 0
+    same_training(result, calm())
+
+
+def test_a_seat_whose_processes_are_on_two_hosts(plain_server, calm, four, tmp_path):
+    with launching(plain_server, tmp_path, partial(HostsRun, four), PLAIN) as launch:
+        result = started(launch, tmp_path / "run0", kills=[[2, 6, "forward"]])
+    assert result.code == 0 and not result.of("error"), result.output[-6000:]
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]
     same_training(result, calm())
 
 

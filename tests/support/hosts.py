@@ -22,7 +22,7 @@ import psutil
 import recycle_plugin.launch
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.lab.runs import environment
-from tests.support.cluster import DEEPSPEED, POLL_S, ForkServer, Run, WarmLauncher, started
+from tests.support.cluster import DEEPSPEED, POLL_S, ForkServer, Result, Run, WarmLauncher, started
 from tests.support.launchers import install
 
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
@@ -276,6 +276,13 @@ class HostsRun(Run):
         following = next(iter(self.others))
         self.launcher.wait(10)
         self.launcher, self._output = self.others.pop(following), self._file(following)
+
+    def finish(self, timeout_s: float = 200.0) -> Result:
+        """Its result, once it has ended on all hosts."""
+        result = super().finish(timeout_s)
+        for launcher in self.others.values():
+            launcher.wait(90)
+        return result
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
