@@ -14,6 +14,9 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.commands import docs
+from recycle_plugin.core.coordinator.exchange import Exchange
+from recycle_plugin.core.coordinator.state import JobState
+from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_workers import NOTED
 from recycle_plugin.observability.console import QUIET, STEPS, STYLES
 from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN
@@ -170,6 +173,23 @@ def test_figures_that_guarantees_name_are_measured_ones():
     ]
     numbers = {number for figure in figures for number in re.findall(NUMBER, figure)}
     assert len(numbers) >= 12 and numbers <= set(re.findall(NUMBER, TEXTS["figures"]))
+
+
+TABLES = {
+    "JobState": JobState(1),
+    "Switchboard": Switchboard(1, 0, "", 0.0),
+    "Exchange": (exchange := Exchange(Switchboard(1, 0, "", 0.0))),
+    "Mirror": exchange.mirror,
+}
+
+
+@pytest.mark.parametrize("owner", TABLES)
+def test_guarantees_say_of_each_table_of_the_coordinator_what_a_takeover_keeps(owner):
+    section = TEXTS["guarantees"].partition("\n## What a takeover keeps\n")[2].partition("\n## ")[0]
+    rows = re.split(r"\n(?=\*)", section.partition(f"(`{owner}` in")[2].partition("\n\nW")[0])[1:]
+    heads = [re.match(r"\* [^`]*((?:`\w+`(?:, )?)+)", row) for row in rows]
+    named = [name for head in heads for name in re.findall(r"\w+", head[1])]
+    assert sorted(named) == sorted(name.lstrip("_") for name in vars(TABLES[owner]))
 
 
 # --- the pages -----------------------------------------------------------------------------------------
