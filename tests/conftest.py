@@ -127,9 +127,17 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServe
     yield from _served(tmp_path_factory, "plain")
 
 
-def _served(folders: pytest.TempPathFactory, kind: str) -> Iterator[ForkServer]:
+@pytest.fixture(scope="session")
+def megatron_lm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """For jobs of Megatron-LM, which is imported once for all of them."""
+    from tests.support import megatron_lm
+
+    yield from _served(tmp_path_factory, "megatron_lm", PYTHONPATH=str(megatron_lm.home()))
+
+
+def _served(folders: pytest.TempPathFactory, kind: str, **more: str) -> Iterator[ForkServer]:
     from tests.support.cluster import ForkServer  # which most tests do without
 
-    server = ForkServer(folders.mktemp("server"), kind)
+    server = ForkServer(folders.mktemp("server"), kind, **more)
     yield server
     server.stop()

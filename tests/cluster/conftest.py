@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,9 @@ from tests.support.jobs import CHECKPOINT, DEEPSPEED, PLAIN, SQUARE, Shape, Vehi
 from tests.support.launching import DEADLINE_S, Launch, here, launching
 from tests.support.returns import HELD, LONG
 from tests.tiers import leave_out
+
+if TYPE_CHECKING:
+    from tests.support.megatron_lm_jobs import Jobs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -175,3 +179,20 @@ def come_back(launch, tmp_path):
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def stock_megatron_lm() -> dict:
+    """What jobs of Megatron-LM have left without the plugin, by their flags."""
+    return {}
+
+
+@pytest.fixture
+def job(megatron_lm_server: ForkServer, stock_megatron_lm: dict, tmp_path: Path) -> Iterator[Jobs]:
+    """Jobs of Megatron-LM."""
+    from tests.support.megatron_lm_jobs import Jobs
+
+    jobs = Jobs(megatron_lm_server, tmp_path, stock_megatron_lm)
+    yield jobs
+    left = [thing for run in jobs.runs for thing in run.clean()]
+    assert not left, left

@@ -7,107 +7,27 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import megatron_lm
-from tests.support.cluster import ForkServer, Result, Run
 from tests.support.jobs import held
+from tests.support.megatron_lm_jobs import (
+    EVALUATES,
+    Flags,
+    Jobs,
+    Trained,
+    assert_same_weights,
+    evaluations,
+    gpt,
+    ramped_up,
+    trained,
+)
 from tests.support.returns import HELD
 
 pytestmark = pytest.mark.skipif(megatron_lm.home() is None, reason=megatron_lm.MISSING)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished job: its ``result``, and what each rank has left."""
-
-    result: Result
-    ranks: dict[int, dict]
-
-    @property
-    def losses(self) -> list[float]:
-        return next(each["losses"] for each in self.ranks.values() if each["losses"])
-
-
-OURS = {"launcher": "plain", "script": megatron_lm.SCRIPT}
-STOCK = {"launcher": "tasks", "plugin": "runpy", "script": "tests.jobs.megatron_lm"}  # a process for each rank
-
-
-class Jobs:
-    """Jobs from the server ``warm`` in folders below ``folder``."""
-
-    def __init__(self, warm: ForkServer, folder: Path, references: dict[tuple[str, ...], Trained]) -> None:
-        self._warm, self._folder, self._references = warm, folder, references
-        self.runs: list[Run] = []
-
-    def stock(self, flags: Flags) -> Trained:
-        """What Megatron-LM trains without the plugin; run once for all tests."""
-        if (key := tuple(flags.words)) not in self._references:
-            self._references[key] = self(flags)
-        return self._references[key]
-
-    def start(self, flags: Flags, recycle: dict | None = None, *wraps: dict) -> Run:
-        """Start Megatron-LM; without a section it is stock, and the plugin no part of it."""
-        folder = self._folder / f"job{len(self.runs)}"
-        folder.mkdir()
-        arguments = [str(folder / "out"), *flags.words]
-        if recycle is not None:
-            section = {"enabled": True, "report": False, "run_dir": str(folder), **recycle}
-            (folder / "recycle.json").write_text(json.dumps({"recycle": section}))
-            arguments += ["--recycle-config", str(folder / "recycle.json")]
-        more = {"PYTHONPATH": str(megatron_lm.home()), "RECYCLE_TEST_WRAP": json.dumps(wraps)}
-        how = STOCK if recycle is None else OURS
-        run = Run(self._warm, folder, flags.ranks, arguments=arguments, **how, **more)
-        self.runs.append(run)
-        return run
-
-    def __call__(self, flags: Flags, recycle: dict | None = None, *wraps: dict) -> Trained:
-        return trained(self.start(flags, recycle, *wraps))
-
-
-def trained(run: Run) -> Trained:
-    """What a run has left that ends well."""
-    result = run.ended_well()
-    return Trained(result, {int(file.stem[4:]): torch.load(file) for file in (run.folder / "out").glob("rank*.pt")})
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Megatron-LM is imported once for all jobs here."""
-    made = ForkServer(tmp_path_factory.mktemp("server"), "megatron_lm", PYTHONPATH=str(megatron_lm.home()))
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[str, ...], Trained]:
-    return {}
-
-
-@pytest.fixture
-def job(warm: ForkServer, references: dict, tmp_path: Path) -> Iterator[Jobs]:
-    jobs = Jobs(warm, tmp_path, references)
-    yield jobs
-    left = [thing for run in jobs.runs for thing in run.clean()]
-    assert not left, left
-
-
-@dataclass(frozen=True)
-class Flags:
-    """A command line, and how many workers it is for."""
-
-    ranks: int
-    words: list[str]
-
-
-def gpt(stages: int, replicas: int, *more: str, micro_batches: int = 4) -> Flags:
-    """The flags of a small GPT on so many stages and replicas."""
-    return Flags(stages * replicas, megatron_lm.flags(stages, replicas, micro_batches, *more))
 
 
 def later_half(of: Trained) -> Trained:
@@ -120,18 +40,6 @@ def later_half(of: Trained) -> Trained:
         rank: {**each, "losses": half(each["losses"]), "norms": half(each["norms"])} for rank, each in of.ranks.items()
     }
     return Trained(of.result, ranks)
-
-
-def assert_same_weights(one: Trained, other: Trained) -> set[int]:
-    """All survivors of both have the same weights; returns their ranks."""
-    both = one.ranks.keys() & other.ranks.keys()
-    assert both
-    for rank in both:
-        mine, theirs = one.ranks[rank]["weights"], other.ranks[rank]["weights"]
-        assert mine.keys() == theirs.keys() and len(mine) > 5
-        differ = [name for name in mine if not torch.equal(mine[name], theirs[name])]
-        assert not differ, f"rank {rank}: {differ}"
-    return both
 
 
 def assert_same_bits(one: Trained, other: Trained) -> None:
@@ -215,17 +123,9 @@ def test_three_replicas_train_the_same_bits_whoever_dies(job: Jobs, more: tuple[
         assert job(gpt(2, 3, micro_batches=2)).losses == pytest.approx(whole.losses, abs=5e-6)
 
 
-def ramped_up(samples: int) -> Flags:
-    """The first two steps have 4 samples, of 16 tokens each, and later ones 8."""
-    words = gpt(2, 2, "--step-batch-size-schedule", "0:4 128:8", "--train-samples", str(samples)).words
-    for gone in ("--train-iters", "--global-batch-size"):
-        del words[(where := words.index(gone)) : where + 2]
-    return Flags(4, words)
-
-
 @pytest.mark.parametrize("kills", [(), ("kill 1.1 before 1F1.0@2",), ("kill 0.0 before 0F0.3@3",)], ids=str)
 def test_the_batch_is_ramped_up_as_by_stock_whoever_dies(job: Jobs, kills: tuple[str, ...]) -> None:
-    flags = ramped_up(40)
+    flags = ramped_up(2, 2, 40)
     stock, ours = job.stock(flags), job(flags, {"exact": True, "rejoin": "never", "faults": list(kills)})
     assert len(ours.result.of("lost")) == len(kills)
     assert set(re.findall(r"global batch size: +(\d+)", ours.result.output)) == {"4", "8"}
@@ -233,16 +133,14 @@ def test_the_batch_is_ramped_up_as_by_stock_whoever_dies(job: Jobs, kills: tuple
 
 
 def test_who_comes_back_ramps_up_too(job: Jobs, tmp_path: Path) -> None:
-    flags, kill = ramped_up(8 + 8 * 38), {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@4"]}
+    flags = ramped_up(2, 2, 8 + 8 * 38)
+    kill = {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@4"]}
     run = job.start(flags, kill, held(tmp_path, HELD, "go"))
     run.hear("newcomer")
     (tmp_path / "go").touch()
     ours, stock = trained(run), job.stock(flags)
     assert len(ours.result.of("rejoined")) == 1 and ours.ranks.keys() == stock.ranks.keys()
     assert_same_weights(ours, stock)
-
-
-EVALUATES = "--eval-iters", "2", "--eval-interval", "2"
 
 
 def test_who_comes_back_trains_the_bits_of_stock(job: Jobs, tmp_path: Path) -> None:
@@ -257,7 +155,7 @@ def test_who_comes_back_trains_the_bits_of_stock(job: Jobs, tmp_path: Path) -> N
     assert [event["seat"] for event in ours.result.of("rejoined")] == ["1.1"], ours.result.output[-6000:]
     assert ours.ranks.keys() == stock.ranks.keys()
     assert_same_bits(later_half(stock), later_half(ours))  # it knows no norms of steps that were over
-    assert _evaluations(ours) == pytest.approx(_evaluations(stock), abs=5e-6)
+    assert evaluations(ours) == pytest.approx(evaluations(stock), abs=5e-6)
 
 
 DISTRIBUTED = "--bf16", "--clip-grad", "0", "--use-distributed-optimizer"
@@ -284,15 +182,8 @@ def test_who_comes_back_to_a_job_that_has_loaded_a_checkpoint_begins_where_it_di
 def test_evaluations_say_what_stock_says_whoever_dies(job: Jobs, kills: tuple[str, ...]) -> None:
     stock = job.stock(gpt(2, 2, *EVALUATES))
     ours = job(gpt(2, 2, *EVALUATES), {"rejoin": "never", "faults": list(kills)})
-    assert len(_evaluations(stock)) == 5 and len(ours.result.of("lost")) == len(kills)
-    assert _evaluations(ours) == pytest.approx(_evaluations(stock), abs=5e-6)
-
-
-def _evaluations(of: Trained) -> dict[str, float]:
-    """The losses that are printed, by their place, each once."""
-    found = re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", of.result.output)
-    assert len({place for place, _ in found}) == len(found)
-    return {place: float(loss) for place, loss in found}
+    assert len(evaluations(stock)) == 5 and len(ours.result.of("lost")) == len(kills)
+    assert evaluations(ours) == pytest.approx(evaluations(stock), abs=5e-6)
 
 
 @pytest.mark.parametrize(

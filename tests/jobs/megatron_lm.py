@@ -1,7 +1,9 @@
 """A GPT that Megatron-LM trains, by the flags of its own command line: ``megatron_lm.py FOLDER FLAGS…``.
 
-Each rank leaves in FOLDER its losses, norms, weights and processor times.  RECYCLE_PRETRAIN: the path of a real
-pretrain_gpt.py, which runs in the place of the script here.  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers/.
+Each rank leaves in FOLDER its losses, norms, weights, processor times and the samples that it has trained, by step.
+RECYCLE_TEST_SAMPLES: how many the training data have, where not as many as are asked for.  RECYCLE_TEST_UNCOUNTED:
+set if checkpoints don't say how many samples were trained, as those of old releases.  RECYCLE_PRETRAIN: the path of a
+real pretrain_gpt.py, which runs in the place of the script here.  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers/.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import runpy
 import sys
 import time
 import types
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -24,7 +27,7 @@ on_python_3_11()
 if megatron_lm_cpu.wanted():  # stock jobs need it as well
     megatron_lm_cpu.apply()
 
-from megatron.training import training  # noqa: E402
+from megatron.training import checkpointing, training  # noqa: E402
 
 if json.loads(
     os.environ.get("RECYCLE_TEST_WRAP", "[]")
@@ -80,10 +83,12 @@ sys.modules["wandb"] = Wandb("wandb")
 
 LOGS_MORE = bool(os.environ.get("RECYCLE_TEST_LOGS_MORE"))
 folder, kept = Path(sys.argv.pop(1)), {"losses": [], "logged": [], "norms": [], "cpu_s": [], "pid": os.getpid()}
+trained: list[list[int]] = []
 stock = training.train_step
 
 
 def train_step(forward_step_func, data_iterator, model, *rest, **named):
+    trained.append([])
     result = stock(forward_step_func, data_iterator, model, *rest, **named)
     kept["losses"] += [float(value) for name, value in result[0].items() if name == "lm loss"]
     kept["logged"] += [{name: float(value) for name, value in result[0].items()}] if result[0] else []
@@ -94,6 +99,19 @@ def train_step(forward_step_func, data_iterator, model, *rest, **named):
 
 
 training.train_step = train_step
+
+
+class Numbered(torch.utils.data.Dataset):
+    """The first ``count`` samples of a dataset, each with its number."""
+
+    def __init__(self, of: torch.utils.data.Dataset, count: int) -> None:
+        self.of, self.count = of, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> dict:
+        return {**self.of[place], "number": torch.tensor(place)}
 
 
 def provide(sizes, vp_stage=None):
@@ -116,7 +134,10 @@ def provide(sizes, vp_stage=None):
         create_attention_mask=True,
     )
     reads = lambda: is_first_or_last_pipeline_stage(vp_stage)
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, reads, config).build()
+    train, *others = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, reads, config).build()
+    if train is not None:
+        train = Numbered(train, int(os.environ.get("RECYCLE_TEST_SAMPLES", len(train))))
+    return train, *others
 
 
 provide.is_distributed = True
@@ -129,6 +150,8 @@ def forward_step(data_iterator, model):
     names = "tokens", "position_ids", "attention_mask", "labels", "loss_mask"
     reads = is_first_or_last_pipeline_stage(None)
     batch = next(data_iterator) if reads else dict.fromkeys(names)
+    if reads and model.training:
+        trained[-1] += batch["number"].tolist()
 
     def loss(output):
         mask = batch["loss_mask"].view(-1).float()
@@ -157,6 +180,7 @@ def main():
 def leave(models):
     """Leave what came of it; where the plugin trains, reading weights waits for the last commit."""
     folder.mkdir(parents=True, exist_ok=True)
+    kept["samples"] = trained
     kept["weights"] = {name: one.detach().clone() for name, one in models[0].module.named_parameters()}
     torch.save(kept, folder / f"rank{torch.distributed.get_rank()}.pt")
     for helper in multiprocessing.active_children():  # of Megatron's own saving, which it leaves to the interpreter
@@ -172,13 +196,25 @@ def get_megatron_optimizer(*given, **named):
     from recycle_plugin.adapters.megatron_lm.in_parts import mend_for_torchs
 
     made = optimizer_of(*given, **named)
-    for one in made.chained_optimizers if "--load" in sys.argv else ():
+    loads = "--load" in sys.argv and not {"--finetune", "--no-load-optim"} & {*sys.argv}
+    for one in made.chained_optimizers if loads else ():
         if torch.distributed.get_backend() == "gloo" and hasattr(one, "shard_fp32_from_float16_groups"):
             mend_for_torchs(one)
     return made
 
 
 training.get_megatron_optimizer = get_megatron_optimizer
+made = checkpointing.generate_state_dict
+
+
+def generate_state_dict(args, *given, **named):
+    state = made(args, *given, **named)
+    if os.environ.get("RECYCLE_TEST_UNCOUNTED"):
+        state["args"] = Namespace(**vars(args) | {"consumed_train_samples": 0, "consumed_valid_samples": 0})
+    return state
+
+
+checkpointing.generate_state_dict = generate_state_dict
 setup, built = training.setup_model_and_optimizer, []
 
 

@@ -139,7 +139,7 @@ class MegatronPlugin:
         from recycle_plugin.adapters.megatron_lm import alone
         from recycle_plugin.adapters.megatron_lm import in_parts as states
         from recycle_plugin.adapters.megatron_lm.job import Job
-        from recycle_plugin.adapters.megatron_lm.refusals import check, keep_whole, prepare
+        from recycle_plugin.adapters.megatron_lm.refusals import check, check_loaded, keep_whole, prepare
 
         args, config = get_args(), named.get("cfg_container")
         check(args, self._settings)
@@ -154,6 +154,7 @@ class MegatronPlugin:
                 keep_whole(args, config)
                 made = stock(*arguments, **named)
             loaded(made[2])
+        check_loaded(args)
         self._job = Job(self._session, self._settings, args, made[0], made[1], made[2], in_parts)
         return made
 

@@ -82,9 +82,7 @@ class Job:
         files = ShardedFiles if args.ckpt_format == "torch_dist" else MegatronFiles
         self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler, in_parts)
         self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
-        self._data = IndexedData(
-            self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration
-        )
+        self._data = IndexedData(self._batches, self._cursor, args)
         self._trainer.feed.source = self._data
         self._exit, self._saved = EarlyExit(session, args), -1
         self._unsaid: list[tuple[int, str]] = []  # the last step's lines, which another worker prints
@@ -122,6 +120,7 @@ class Job:
     def evaluate(self, forward_step: Any, data_iterator: Any, iterations: int | None) -> dict[str, torch.Tensor]:
         """Return the mean losses of an evaluation by name, on the last stage; {} on the others."""
         self._module.forward_step = forward_step
+        self._batches.begin_evaluation()
         args = self._args
         size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
         together = (getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size) * args.data_parallel_size
@@ -135,7 +134,9 @@ class Job:
 
     def _evaluated(self, data_iterator: Any, count: int) -> log_line.Sums:
         """Return the sums of one evaluation's values; {} if the evaluation was over before this worker came."""
-        ours = [self._batches.packed(next(data_iterator)) for _ in range(count)] if self._trainer.feed.reads else []
+        ours = []
+        if self._trainer.feed.reads:
+            ours = [self._batches.packed(next(data_iterator), training=False) for _ in range(count)]
         if self._trainer.recorded_evaluation() is not None:
             return {}
         self._trainer.evaluate([packed((values, values)) for values in ours], count)

@@ -17,12 +17,14 @@ from recycle_plugin.runtime.stage.ports import Told
 
 
 class Batches:
-    """Megatron's batches, dicts by name, as tuples that can be sent; ``names``: the keys in the tuples' order."""
+    """Megatron's batches, dicts by name, as tuples that can be sent. The keys, in the tuples' order, are kept apart for
+    training and evaluation, whose datasets may have others.
+    """
 
     def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
+        self._names: dict[bool, tuple[str, ...]] = {}  # by whether they are for training
 
-    def packed(self, batch: Any) -> tuple[Any, ...]:
+    def packed(self, batch: Any, training: bool) -> tuple[Any, ...]:
         """Return the values of ``batch``. Raises RecycleError for anything but tensors by name."""
         if not isinstance(batch, dict):
             raise RecycleError(f"the data iterator gives a {type(batch).__name__}: a dict of tensors is supported")
@@ -31,14 +33,17 @@ class Batches:
             raise RecycleError(
                 f"{strange!r} in a batch is a {type(batch[strange]).__name__}: a dict of tensors is supported"
             )
-        if self.names and names != self.names:
-            raise RecycleError(f"a batch has {', '.join(names)}, and the ones before had {', '.join(self.names)}")
-        self.names = names
+        if names != (before := self._names.setdefault(training, names)):
+            raise RecycleError(f"a batch has {', '.join(names)}, and the ones before had {', '.join(before)}")
         return tuple(batch[name] for name in names)
 
-    def unpacked(self, values: tuple[Any, ...]) -> dict[str, Any]:
+    def unpacked(self, values: tuple[Any, ...], training: bool) -> dict[str, Any]:
         """Return the batch as a dict, with the names of this worker's own data."""
-        return dict(zip(self.names, values, strict=True))
+        return dict(zip(self._names[training], values, strict=True))
+
+    def begin_evaluation(self) -> None:
+        """Forget the last evaluation's names: the test data may have others than the validation data."""
+        self._names.pop(False, None)
 
 
 class StageModule(nn.Module):
@@ -55,6 +60,11 @@ class StageModule(nn.Module):
         self._config = get_model_config(chunk)
         self.forward_step: Callable[..., Any] | None = None
         self._values: list[Any] = []  # given by the loss function for the log line, at the last forward
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Set the mode of Megatron's wrapper too, which the script's forward step sees."""
+        self._chunk[0].train(mode)
+        return super().train(mode)
 
     def forward(self, given: Any) -> Any:
         """Return the stage's output; on the last stage return ``given``."""
@@ -73,7 +83,7 @@ class StageModule(nn.Module):
     def _run(self, activations: torch.Tensor | None, batch: tuple[Any, ...] | None) -> torch.Tensor:
         assert self.forward_step is not None, "the script has given it"
         found: list[Any] = []
-        data = None if batch is None else iter([self._batches.unpacked(batch)])
+        data = None if batch is None else iter([self._batches.unpacked(batch, self.training)])
         output, _ = schedules.forward_step(
             self.forward_step,
             data,

@@ -167,6 +167,16 @@ def single(optimizer: Any) -> Any:
     return getattr(optimizer, "chained_optimizers", [optimizer])[0]
 
 
+def check_loaded(args: Namespace) -> None:
+    """Raise RecycleError for a loaded checkpoint from which nobody can tell where the data go on."""
+    if args.iteration > 0 and args.consumed_train_samples == 0 and args.train_samples is not None:
+        raise RecycleError(
+            f"the checkpoint of step {args.iteration} in {args.load} does not count its samples, so that "
+            "--train-samples can't go on from it: write --train-iters, with which each of its steps had "
+            "--global-batch-size samples"
+        )
+
+
 def check_built(model: list[Any], optimizer: Any) -> Any:
     """Return the one optimizer that Megatron has built. Raises RecycleError for an unsupported model or optimizer."""
     from megatron.core.distributed import DistributedDataParallel
