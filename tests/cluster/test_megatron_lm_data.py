@@ -87,6 +87,7 @@ def last_evaluations(of: Trained) -> dict[str, float]:
     [
         (("--override-opt_param-scheduler",), 18, 3),
         (("--override-opt_param-scheduler", "--lr-decay-style", "linear"), 18, 3),
+        (("--use-checkpoint-opt_param-scheduler", "--lr-decay-style", "linear"), 18, 3),
         (("--no-load-optim", "--no-load-rng"), 18, 3),
         (("--finetune",), 0, 0),
     ],
@@ -133,6 +134,19 @@ def test_a_ramp_of_batch_sizes_goes_on_where_the_checkpoint_left_it(job: Jobs, t
     job(flags(*saving))
     stock, ours = gone_on(job, tmp_path, flags("--load", str(tmp_path / "saved")), 4)
     assert samples(ours) == samples(stock) == [{*range(k, k + 8)} for k in range(24, 8 + 8 * 38, 8)]
+    assert_same_weights(ours, stock)
+
+
+@pytest.mark.parametrize("form", [TORCH, ()], ids=("torch", "torch_dist"))
+def test_who_comes_back_to_a_job_that_began_from_a_pretrained_checkpoint(
+    job: Jobs, tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    job(gpt(1, 2, *form, "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3"))
+    begun = gpt(
+        1, 2, *LONG, *form, "--load", str(tmp_path / "none"), "--pretrained-checkpoint", str(tmp_path / "saved")
+    )
+    stock, ours = gone_on(job, tmp_path, begun, 0)
+    assert samples(ours) == samples(stock)
     assert_same_weights(ours, stock)
 
 

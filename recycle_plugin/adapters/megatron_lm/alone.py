@@ -40,25 +40,26 @@ def loading(session: Session, args: Namespace) -> Iterator[Callable[[Any], None]
     """A context in which Megatron-LM builds the model, and loads a checkpoint if there is one.
 
     A newcomer loads none, since its state comes from its peers, and the checkpoint on disk may be newer than the one
-    its predecessor loaded. It recalls its predecessor's counts instead. Call the yielded function with the scheduler
-    once everything is built.
+    its predecessor loaded. It recalls its predecessor's counts and its scheduler's numbers instead. Call the yielded
+    function with the scheduler once everything is built.
     """
-    startup, path = session.hooks.startup, args.load
+    startup = session.hooks.startup
     if not session.view.newcomer:
 
         def remember(scheduler: Any) -> None:
             counts = {name: getattr(args, name) for name in COUNTS if hasattr(args, name)}
-            startup.remember(LOADED, (counts, scheduler.num_steps))
+            startup.remember(LOADED, (counts, scheduler.state_dict()))
 
         yield remember
         return
 
     def recall(scheduler: Any) -> None:
-        counts, steps = startup.recall(LOADED)
-        vars(args).update(counts, load=path)
+        counts, scheduled = startup.recall(LOADED)
+        vars(args).update(counts | paths)
         scheduler.num_steps = 0
-        scheduler.step(increment=steps)
+        scheduler.load_state_dict(scheduled)
 
-    args.load = None
+    paths = {name: getattr(args, name) for name in ("load", "pretrained_checkpoint") if hasattr(args, name)}
+    vars(args).update(dict.fromkeys(paths))
     with torch.random.fork_rng(devices=[]):
         yield recall
