@@ -156,3 +156,15 @@ def test_a_job_whose_steps_are_all_in_the_checkpoint_evaluates_as_stock(job: Job
     loading = gpt(1, 2, *TORCH, *EVALUATES, "--load", str(tmp_path / "saved"))
     stock, ours = job(loading), job(loading, {})
     assert evaluations(ours) == pytest.approx(evaluations(stock), abs=5e-6) and len(evaluations(ours)) == 2
+
+
+@pytest.mark.parametrize("more", [("--no-load-optim",), ("--finetune",)], ids=" ".join)
+def test_a_distributed_optimizer_that_loads_nothing_begins_as_stocks(
+    job: Jobs, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    of_all = "--bf16", "--clip-grad", "0", "--use-distributed-optimizer"
+    job(gpt(1, 2, *of_all, "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3"))
+    loading = gpt(1, 2, *of_all, "--load", str(tmp_path / "saved"), *more)
+    stock, ours = job(loading), job(loading, {"exact": True})
+    assert samples(ours) == samples(stock)
+    assert_same_weights(ours, stock)

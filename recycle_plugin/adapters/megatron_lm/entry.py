@@ -146,8 +146,9 @@ class MegatronPlugin:
         prepare(args, config, self._session)
         alone.without_collectives()
         in_parts = args.use_distributed_optimizer
+        loads_nothing = args.finetune or args.no_load_optim
         with alone.loading(self._session, args) as loaded:
-            if in_parts and args.load and checkpoint_exists(args.load):
+            if in_parts and not loads_nothing and args.load and checkpoint_exists(args.load):
                 with states.loaded(self._session, args, config) as whole:
                     made = whole(stock(*arguments, **named))
             else:
