@@ -473,6 +473,64 @@ async def test_in_a_loop_what_was_said_before_the_end_is_heard_and_then_that(end
     near.close()
 
 
+async def test_in_a_loop_who_hears_gets_each_message_up_to_the_end(ends):
+    """Also more than is taken in at once."""
+    near, far = InLoop(ends.near), InLoop(ends.far)
+    said, heard, last = [Lease(number, 2.0) for number in range(3 * AT_ONCE + 1)], [], asyncio.Event()
+
+    def take(message: object) -> None:
+        heard.append(message)
+        if message == said[-2]:  # nothing else comes then, and the loop has to know of what it has read
+            last.set()
+
+    far.send(said[0])
+    hearing = asyncio.create_task(near.hear(take, PATIENCE_S))
+    await asyncio.sleep(0)
+    for message in said[1:-1]:
+        far.send(message)
+    await asyncio.wait_for(last.wait(), PATIENCE_S)
+    far.send(said[-1])
+    far.close()
+    await asyncio.wait_for(hearing, PATIENCE_S)
+    assert heard == said and near.broken is not None
+    near.close()
+
+
+async def test_in_a_loop_who_hears_is_told_of_silence_and_may_hear_again(ends):
+    near, far = InLoop(ends.near), InLoop(ends.far)
+    heard = []
+    await near.hear(heard.append, 0.05)
+    assert near.broken is None
+    far.send(Lease(1, 2.0))
+    await near.hear(heard.append, 0.05)
+    assert heard == [Lease(1, 2.0)] and near.broken is None
+    far.send(Lease(2, 2.0))
+    assert await near.receive(PATIENCE_S) == Lease(2, 2.0)
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("comes", ["before", "meanwhile"])
+async def test_in_a_loop_who_hears_may_fail_or_close_the_connection(ends, comes):
+    near, far = InLoop(ends.near), InLoop(ends.far)
+
+    def fail(message: object) -> None:
+        raise ValueError(message)
+
+    for take in (fail, lambda message: near.close()):
+        hearing = asyncio.create_task(near.hear(take, PATIENCE_S))
+        if comes == "meanwhile":
+            await asyncio.sleep(0)
+        far.send(Lease(1, 2.0))
+        if take is fail:
+            with pytest.raises(ValueError, match="Lease"):
+                await asyncio.wait_for(hearing, PATIENCE_S)
+        else:
+            await asyncio.wait_for(hearing, PATIENCE_S)
+    assert near.broken is not None
+    far.close()
+
+
 async def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
     near = InLoop(ends.near)
     ends.far.close()

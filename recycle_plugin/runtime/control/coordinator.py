@@ -11,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from recycle_plugin.authentication.door import Door
@@ -266,12 +267,10 @@ class Coordinator(Exchange):
             await self._hear(line, hello, control)
 
     async def _hear(self, line: int, hello: Hello, control: InLoop) -> None:
-        while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
-            if message is None:
-                if hello.role == OPERATOR:
-                    break  # an operator's requests come soon after each other
-                continue
-            self._said(line, message)
+        while control.broken is None:
+            await control.hear(partial(self._said, line), LISTEN_S)
+            if hello.role == OPERATOR:
+                break  # an operator's requests come soon after each other
         self._complain_of(hello, control)
         self._broken(line, control)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -38,6 +39,9 @@ class InLoop:
         self._waiting: asyncio.Future[Any] | None = None
         self._come: deque[object] = deque()  # messages that are not asked for yet
         self._more = True  # there may be messages that were not read
+        self._take: Callable[[object], object] | None = None  # gets each message at once, see hear()
+        self._came = False  # whether any has since the last look
+        self._error: Exception | None = None  # what that call has raised
         self._later = False  # whether a flush waits for the end of this turn of the loop
         self._looked_at = -1  # the descriptor that the loop watches
         self.here, self.there = control.here, control.there
@@ -92,6 +96,22 @@ class InLoop:
             await self._readable(deadline)
         return self._come.popleft() if self._come else None
 
+    async def hear(self, take: Callable[[object], object], timeout_s: float) -> None:
+        """Call ``take`` with each message, in the loop itself: among thousands of connections, to wake a task for each
+        message costs more than the message. Return once the connection is broken, or nothing has come for ``timeout_s``
+        seconds. Raises what ``take`` raises.
+        """
+        self._take, self._came, self._error = take, True, None
+        try:
+            self._read()
+            while self._came and self._error is None and self.broken is None:
+                self._came = False
+                await self._readable(self._loop.time() + timeout_s)
+        finally:
+            self._take = None
+        if self._error is not None:
+            raise self._error
+
     async def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
         """Connect again; see Control.resume."""
         self._leave()
@@ -132,15 +152,29 @@ class InLoop:
             late.cancel()
 
     def _read(self) -> None:
-        """Read what has come, at most AT_ONCE messages, and wake the waiting task."""
+        """Read what has come, at most AT_ONCE messages, and pass it on or wake the waiting task."""
         while len(self._come) < AT_ONCE and (message := self._control.receive()) is not None:
             self._come.append(message)
         self._more = len(self._come) >= AT_ONCE
         if self._control.broken is not None and self._looked_at >= 0:
             self._loop.remove_reader(self._looked_at)  # it stays readable
             self._looked_at = -1
-        if self._waiting is not None:
+        if self._take is not None:
+            self._pass_on(self._take)
+        if self._waiting is not None and (self._take is None or self._error is not None or self.broken is not None):
             _wake(self._waiting)
+
+    def _pass_on(self, take: Callable[[object], object]) -> None:
+        """Call ``take`` with each message that has come; it may close the connection."""
+        self._came = self._came or bool(self._come)
+        try:
+            while self._come:
+                take(self._come.popleft())
+        except Exception as error:  # goes to the task that hears
+            self._error, self._take = error, None
+        else:
+            if self._more and self.broken is None:  # the descriptor does not tell of what is read already
+                self._loop.call_soon(self._read)
 
     def _leave(self) -> None:
         """Take the descriptor out of the loop, which must not watch a number that is released."""
