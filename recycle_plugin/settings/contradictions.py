@@ -28,11 +28,11 @@ def refuse_contradictions(settings: Settings) -> None:
             f"write less than {getattr(settings, last):g}, or raise recycle.{last}",
             tuple(others),
         )
-    if settings.rebalance and not settings.reroute:
+    if settings.rebalance is True and not settings.reroute:
         raise SettingsError(
             "rebalance",
             "contradicts recycle.reroute = false, because it moves micro-batches too",
-            "write false, or set recycle.reroute to true",
+            'write "lasting" or false, or set recycle.reroute to true',
         )
     if settings.log is not None and (settings.checkpoint is None or settings.rejoin in ("never", 0)):
         lacks = "checkpoint = null" if settings.checkpoint is None else f"rejoin = {json.dumps(settings.rejoin)}"

@@ -158,12 +158,13 @@ class Settings(BaseModel):
         'the same numbers. "stream": from the worker\'s own stream, as in stock; needs `reroute` false.',
     )
     seed: Number = setting(1234, "a whole number, not negative", "The seed of all keyed random numbers.")
-    rebalance: bool = setting(
-        False,
-        BOOL,
-        "Give less work to a worker that has been 30% slower than its stage's others for three steps, until "
-        "it no longer is. The worker of a micro-batch decides the order of sums, so the last bits of the "
-        "losses then depend on the workers' speed.",
+    rebalance: Literal["lasting"] | bool = setting(
+        "lasting",
+        '"lasting", true or false',
+        "Give less work to a worker that is 30% slower than its stage's others, until it no longer is: true, "
+        'after three slow steps; "lasting", after half a minute more of them, if `unit` is "worker" and '
+        "`reroute` is true. The worker of a micro-batch decides the order of sums. So without `exact` the "
+        "last bits of the losses then depend on the workers' speed; false keeps them.",
     )
     rejoin: Rejoin = setting(
         "always",

@@ -109,6 +109,15 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
 
 
 @pytest.mark.plain_too(deepspeed=False)
+def test_work_that_moves_away_from_a_slow_worker_changes_no_bit(launch, calm, tmp_path):
+    blocks = "recycle.exact=1"
+    wrap = json.dumps([recorded(tmp_path), {"name": "slow", "seat": "1.0", "times": 3, "steps": [3, 12]}])
+    result = launch(blocks, "recycle.rebalance=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).ended_well()
+    assert "1.0" in {event["seat"] for event in result.of("rebalance")}
+    assert_exact(result, calm(blocks), set())
+
+
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize(
     "settings, kills",
     [

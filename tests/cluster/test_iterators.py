@@ -105,6 +105,17 @@ def test_either_end_in_mid_step(train, kill):
     assert_each_once(result, SQUARE, {0: first - 1})
 
 
+@pytest.mark.parametrize("seat", ("1.0", "0.1"))
+def test_work_moves_away_from_a_slow_end_with_its_samples(train, seat, monkeypatch):
+    steps = 3 * STEPS
+    wrap = {"name": "slow", "seat": seat, "times": 3, "steps": [3, 12]}
+    monkeypatch.setenv("RECYCLE_TEST_WRAP", json.dumps(wrap))
+    result = train(recycle={"rebalance": True}, steps=steps)
+    assert seat in {event["seat"] for event in result.of("rebalance")}
+    for used in counts(result, SQUARE):
+        assert used[: steps * A_STEP] == [1] * steps * A_STEP and not any(used[steps * A_STEP :])
+
+
 @pytest.mark.all_kills
 @pytest.mark.parametrize(
     "kill", (pytest.param("kill 0.0 at step.end@4", marks=pytest.mark.all_kills), "kill 0.1 before 1STEP@4")

@@ -11,7 +11,7 @@ loader that
 many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
 With a ``seed`` it is a loader with states, whose order is by that, and by another one in who comes back.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
-``resume`` says.  ``recycle``: more settings.
+``resume`` says.  ``recycle``: more settings.  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers/.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
 from stateful import stateful
-from wrappers import inside
+from wrappers import apply, inside
 
 MICRO_BATCHES, SIZE = 2, 2
+apply()
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
 folder = Path(job["folder"])
 EACH = job.get("each") or 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.coordinator.facts.slowness import WIDTH, Slowness
+from recycle_plugin.core.coordinator.facts.slowness import PATIENCE_S, WIDTH, Slowness
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation
@@ -14,7 +15,7 @@ from recycle_plugin.core.messages.from_workers import Exited, Leaving, Stepped
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
-from tests.support.membership import agree, member, said, started
+from tests.support.membership import agree, job, member, said, started
 
 ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))
 PERIOD_US = 1000
@@ -27,7 +28,7 @@ def walked(paces: Slowness, step: int, times: tuple[float, ...], work: tuple[int
     for rank, (slow, count) in enumerate(zip(times, work)):
         paces.add(WorkerId(rank), step, ComputeTime(round(count * slow * PERIOD_US), count * PERIOD_US))
     paces.committed(step, Roster(ROSTER.members[: len(times)]), float(step))
-    return paces.seats_changed()
+    return paces.seats_changed(float(step))
 
 
 def test_three_steps_in_a_row_make_a_worker_slow_and_three_others_end_that():
@@ -37,6 +38,32 @@ def test_three_steps_in_a_row_make_a_worker_slow_and_three_others_end_that():
         walked(paces, step, times) for step, times in enumerate([slow, slow, slow, slow, even, even, even, even], 1)
     ]
     assert found == [{}, {}, {Seat(1, 0): 200}, {}, {}, {}, {Seat(1, 0): 100}, {}] and paces.percent == {}
+
+
+def test_by_default_only_what_lasts_for_half_a_minute_after_three_steps_is_slow():
+    """A step takes a second; two spells of thirty slow steps are none of thirty-three."""
+    paces = Slowness(rebalances=True, patience_s=PATIENCE_S)
+    calm, slow = (1.0, 1.0, 1.0), (1.0, 2.0, 1.0)
+    steps = [calm] * 5 + [slow] * 30 + [calm] + [slow] * 60 + [calm] * 60
+    found = {step: one for step, times in enumerate(steps, 1) if (one := walked(paces, step, times))}
+    assert found == {36 + 33: {Seat(1, 0): 200}, 96 + 33: {Seat(1, 0): 100}}
+
+
+LASTING = job(rebalance="lasting")
+
+
+@pytest.mark.parametrize(
+    "given, rebalances",
+    [
+        (LASTING, True),
+        (replace(LASTING, exact=True), True),
+        (replace(LASTING, policy=replace(LASTING.policy, reroute=False)), False),
+        (replace(LASTING, unit="replica"), False),
+        (replace(LASTING, rebalance=False), False),
+    ],
+)
+def test_by_default_work_moves_only_where_others_may_take_it(given, rebalances):
+    assert Slowness.of(given).rebalances is rebalances
 
 
 def test_a_worker_that_is_hardly_slow_any_more_is_not():

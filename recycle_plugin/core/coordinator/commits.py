@@ -45,7 +45,7 @@ def _rebalance(state: JobState) -> None:
     """Plan anew, for a step that nobody has started, if a worker has become slow or is slow no longer."""
     if state.halted or state.regrouping.under_way or state.ending.ended is not None:
         return
-    cause = state.steps.rebalance(state.roster, state.out)
+    cause = state.steps.rebalance(state.roster, state.now, state.out)
     if cause is not None:
         generations.regroup(state, cause, from_step=unstarted(state.committed))
 

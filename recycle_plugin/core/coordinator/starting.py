@@ -82,7 +82,7 @@ def _make_parts(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> 
     state.job, state.logs = job, Logs(job.log, job.stages, logged)
     state.batches = StepBatches.full(job.replicas)
     validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
-    slowness = Slowness(job.rebalance, watches=job.unit == "replica")
+    slowness = Slowness.of(job)
     state.steps = StepLedger(stepped, validation, roster.shards, slowness)
     state.throughput = Throughput()
     names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}

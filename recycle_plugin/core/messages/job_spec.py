@@ -34,7 +34,7 @@ class JobSpec:
     placement: str = "deepspeed"
     batch: int = 0
     report: bool = False
-    rebalance: bool = False
+    rebalance: str | bool = False
     stagger_optimizer: bool = True
     clipping: Finite = 0.0
     clip: str = "sync"

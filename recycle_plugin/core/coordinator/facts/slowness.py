@@ -4,7 +4,8 @@ A *seat* is slow by its compute time, compared within its stage. Its *relative t
 a step over what the cost model expects of just these. It does not depend on the amount of work, so taking work off a
 slow worker does not make it look fast. An announced level changes only if the relative time was more than 30% away from
 it for three steps in a row, in the same direction. So noise around any level, also around the one at which a worker
-counts as slow, changes nothing.
+counts as slow, changes nothing. By default it must then stay away for half a minute: only a lasting difference is worth
+another order of sums.
 
 A *replica* is slow if it holds up the exchange between replicas. Every step ends in sums over the replicas. Each worker
 waits there for its counterparts, the holders of the same shard of the same stage in other replicas, and reports how
@@ -31,6 +32,7 @@ from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerId
@@ -38,6 +40,7 @@ from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerI
 WIDTH = 1.3
 LIKE_OTHERS = 1.1  # the relative time below which a slow seat is so no longer
 SEAT_STEPS = 3
+PATIENCE_S = 30.0  # by default, from there on
 GRAIN = 10  # percent: plans for 200 and for 203 would be the same
 LATE = 0.1  # of a step
 REPLICA_STEPS = 5
@@ -98,19 +101,28 @@ class SlowReplica:
 
 class Slowness:
     """The slow workers and replicas of a job. ``rebalances``: seats are compared, for plans; ``watches``: replicas are,
-    for the user. ``percent``: announced slow seats, their time in percent of the usual one. ``named``: the replicas
-    that count as slow.
+    for the user. ``patience_s``: how long a seat must have left its level. ``percent``: announced slow seats, their
+    time in percent of the usual one. ``named``: the replicas that count as slow.
     """
 
-    def __init__(self, rebalances: bool = False, watches: bool = False) -> None:
-        self.rebalances, self._watches = rebalances, watches
+    def __init__(self, rebalances: bool = False, watches: bool = False, patience_s: float = 0.0) -> None:
+        self.rebalances, self._watches, self._patience_s = rebalances, watches, patience_s
         self.percent: dict[Seat, int] = {}
         self.named: dict[int, SlowReplica] = {}
         self._told: dict[int, dict[WorkerId, ComputeTime]] = {}
         self._relative: dict[Seat, deque[float]] = {}
+        self._left_at: dict[Seat, float] = {}  # when a seat was first seen away from its announced level
         self._lateness: dict[int, deque[Lateness]] = {}  # by replica
         self._compared = False  # since the last call of seats_changed()
         self._committed_at: float | None = None
+
+    @classmethod
+    def of(cls, job: JobSpec) -> Slowness:
+        """Return what ``job`` compares. By default seats are compared only if others may take a seat's work."""
+        watches, able = job.unit == "replica", job.unit == "worker" and job.policy.reroute
+        if job.rebalance == "lasting":
+            return cls(able, watches, PATIENCE_S)
+        return cls(bool(job.rebalance), watches)
 
     def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
         """Record what ``step`` took a worker."""
@@ -128,8 +140,8 @@ class Slowness:
                 for stage in roster.live_stages:
                     self._compare(_by_seat(times, roster.stage(stage)))
             for seat in (self.percent.keys() | self._relative.keys()) - roster.seats:
-                self.percent.pop(seat, None)
-                self._relative.pop(seat, None)
+                for known in (self.percent, self._relative, self._left_at):
+                    known.pop(seat, None)
         if self._watches:
             took_us = round((now - self._committed_at) * 1e6) if self._committed_at is not None else 0
             self._committed_at = now
@@ -151,18 +163,19 @@ class Slowness:
         there = {seat.replica for seat in roster.working}
         self.named = {replica: slow for replica, slow in self.named.items() if replica in there}
 
-    def seats_changed(self) -> dict[Seat, int]:
-        """Return the seats that have left their announced compute time, with the new one in percent, and announce it.
-        O(seats).
+    def seats_changed(self, now: float) -> dict[Seat, int]:
+        """Return the seats that by ``now`` (s) have left their announced compute time, with the new one in percent, and
+        announce it. O(seats).
         """
         if not self._compared:
             return {}
         self._compared, found = False, {}
         for seat, recent in sorted(self._relative.items()):
             known = self.percent.get(seat, 100)
-            if len(recent) == SEAT_STEPS and (
-                min(recent) > known / 100 * WIDTH or max(recent) < max(known / 100 / WIDTH, LIKE_OTHERS)
-            ):
+            left = min(recent) > known / 100 * WIDTH or max(recent) < max(known / 100 / WIDTH, LIKE_OTHERS)
+            if len(recent) < SEAT_STEPS or not left:
+                self._left_at.pop(seat, None)
+            elif now - self._left_at.setdefault(seat, now) >= self._patience_s:
                 percent = round(100 * median(recent) / GRAIN) * GRAIN if median(recent) > WIDTH else 100
                 if percent != known:
                     found[seat] = percent

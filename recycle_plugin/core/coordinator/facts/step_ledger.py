@@ -136,9 +136,9 @@ class StepLedger:
         """Return the replicas that differ in committed steps that were not compared yet."""
         return self._fingerprints.committed(self.committed, roster) if self._fingerprints else iter(())
 
-    def rebalance(self, roster: Roster, out: CoordinatorOutput) -> str | None:
+    def rebalance(self, roster: Roster, now: float, out: CoordinatorOutput) -> str | None:
         """Return why work is to be dealt out anew, if a worker has become slow or is slow no longer; else None."""
-        news = self.slowness.seats_changed()
+        news = self.slowness.seats_changed(now)
         for seat, percent in news.items():
             out.say(
                 "rebalance",
