@@ -75,10 +75,7 @@ def status(history: RunHistory, now: float) -> dict:
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
         "loss": _number(history.curve.get(history.last, nan), 12),
-        "workers": {
-            "live": len(history.view.live) * history.ranks_a_seat,
-            "of": len(history.shape.seats) * history.ranks_a_seat,
-        },
+        "workers": dict(zip(("live", "of"), history.workers)),
         "live": [str(seat) for seat in sorted(history.view.live)],
         "joining": [] if end(history) is not None else _joining(history, now),
         "copies": {str(stage): len(history.view.live_replicas(stage)) for stage in range(history.shape.stages)},

@@ -87,7 +87,7 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
     )
     yield (
         "workers",
-        f"{len(history.view.live)} of {len(history.shape.seats)} left"
+        "{} of {} left".format(*history.workers)
         + "".join(f"; {name}: {text}" for name, text in (*gone(history), *back(history))),
     )
     yield "throughput", throughput(history)

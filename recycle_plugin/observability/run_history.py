@@ -231,6 +231,11 @@ class RunHistory:
     def view(self) -> ClusterView:
         return self.shape.full().without(*map(Seat.parse, self.gone))
 
+    @property
+    def workers(self) -> tuple[int, int]:
+        """How many workers are live, and how many the job has."""
+        return len(self.view.live) * self.ranks_a_seat, len(self.shape.seats) * self.ranks_a_seat
+
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
         return tuple(self._failure(place) for place in self._absences if self.events[place]["event"] == "lost")

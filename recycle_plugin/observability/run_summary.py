@@ -127,7 +127,7 @@ def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
     last = history.end or history.events[-1]
     yield "ended" if end(history) is not None else "last event", wall_clock(last["time"])
     if history.failures:
-        yield "notice", notice(history)
+        yield "noticed", noticed(history)
     if slow := slow_replicas(history):
         yield "slow", slow
     yield "checkpoint", checkpoints(history)
@@ -172,7 +172,7 @@ def hosts(history: RunHistory) -> str:
     )
 
 
-def notice(history: RunHistory) -> str:
+def noticed(history: RunHistory) -> str:
     """Return how long after each fault the coordinator knew of it."""
     return ", ".join(
         f"{failure.seat}: {seconds(failure.seen_at - failure.struck_at)} after the fault"

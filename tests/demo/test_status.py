@@ -72,6 +72,7 @@ def test_ranks_are_counted_where_several_hold_a_seat(folder):
     others = {seat: [rank] for rank, seat in enumerate(("0.0", "1.0", "0.1", "1.1"), 4)}
     assert without_end(folder, others=others)["workers"] == "6 of 8"
     assert "1 of 4 seats of 2 ranks each was lost" in sentence(RunHistory.read(folder))
+    assert dict(report.summary(RunHistory.read(folder)))["workers"].startswith("6 of 8 left")
 
 
 def test_a_folder_in_the_place_of_the_log_is_one_line(tmp_path, capsys):

@@ -122,7 +122,7 @@ def test_model_batch_precision_hosts_times_notice_and_checkpoints(folder):
     assert found["model"] == "5 layers (Embedding, 3 Block, Head), 2,000 parameters"
     assert found["batch"] == "8 samples a step, 1 a micro-batch" and found["precision"] == "bf16, with fp32 masters"
     assert found["hosts"] == "a: 0.0, 0.1; b: 1.0, 1.1"
-    assert found["notice"] == "0.1: 0.05 s after the fault"
+    assert found["noticed"] == "0.1: 0.05 s after the fault"
     assert found["checkpoint"] == "2 written, the last one saved/7"
     assert found["started"] == wall_clock(100.0) and found["ended"] == wall_clock(104.4)
     assert {*found.values()} < {*Read(report.write(folder).read_text()).texts["td"]}
