@@ -6,6 +6,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from recycle_plugin.commands.config_job import COUNT, ConfiguredJob, job_of, made
 from recycle_plugin.commands.doctor_losses import slowdown, survival
@@ -16,6 +17,8 @@ from recycle_plugin.commands.doctor_settings import device_link, refused, versio
 from recycle_plugin.commands.megatron_flags import megatron
 from recycle_plugin.commands.parsers import command
 from recycle_plugin.commands.progress import told
+from recycle_plugin.observability.measured_costs import COSTS
+from recycle_plugin.observability.run_history import RunHistory
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what is refused, and whether it fits into memory.
@@ -23,6 +26,7 @@ To see what a setting costs, run it again without it.  Nothing is started, and n
 imported.
 
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
+recycle doctor ds_config.json --run runs/train
 recycle doctor --megatron --num-layers 24 --pipeline-model-parallel-size 4 ...
 
 With --megatron it only lists which of a Megatron-LM command line's flags are refused.
@@ -64,6 +68,14 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="costs and bytes from a traced run's costs.json, or of recycle profile --out (default: the config's)",
     )
+    made.add_argument(
+        "--run",
+        dest="folder",
+        metavar="RUN_DIR",
+        type=Path,
+        help="the run folder of a job of this model, with recycle.trace: --profile RUN_DIR/costs.json, and --pp and "
+        "--dp where they are not given",
+    )
     made.add_argument("--json", action="store_true", help='print JSON; its "change" has the lines that begin with "!"')
 
 
@@ -73,8 +85,12 @@ def run(found: argparse.Namespace) -> int:
 
     if found.megatron is not None:
         return megatron(found.megatron)
+    if found.folder is not None:
+        take_run(found)
     if missing := [name for name in ("config", "pp", "dp") if getattr(found, name) is None]:
-        raise ValueError(f"{', '.join(missing)} missing: write CONFIG --pp P --dp D, or --megatron FLAGS")
+        raise ValueError(
+            f"{', '.join(missing)} missing: write CONFIG --pp P --dp D, CONFIG --run RUN_DIR, or --megatron FLAGS"
+        )
     job = job_of(found)
     try:
         with told(lambda: f"{made()} plans are made for {len(job.shape.seats)} workers"):
@@ -96,6 +112,21 @@ def run(found: argparse.Namespace) -> int:
             "\n".join([*head(job), *(line for section in sections for line in section.text()), "", verdict(len(wrong))])
         )
     return int(bool(wrong))
+
+
+def take_run(found: argparse.Namespace) -> None:
+    """Take from the run folder what ``found`` lacks: costs, stages and replicas. Raises ValueError for bad input."""
+    if found.profile is not None:
+        raise ValueError("--run and --profile both name costs: leave one out")
+    shape, costs = RunHistory.read(found.folder).shape, found.folder / COSTS
+    if not costs.is_file():
+        raise ValueError(
+            f"--run {found.folder}: it has no {COSTS}; train some ten steps with recycle.trace, then write it by "
+            f"recycle report {found.folder}"
+        )
+    found.profile = str(costs)
+    found.pp = shape.stages if found.pp is None else found.pp
+    found.dp = shape.replicas if found.dp is None else found.dp
 
 
 def head(job: ConfiguredJob) -> Iterator[str]:

@@ -26,8 +26,8 @@ PARTS = {
 }
 OF_A_PARAMETER = ("weights", "masters", "optimizer", "undo", "sum", "contributions", "new", "second", "scaled", "work")
 NO_PROFILE = (
-    "of each stage: not known without a profile: --profile takes the costs.json of a traced run, which has measured "
-    "its own model, or what recycle profile --out FILE says of a GPT"
+    "of each stage: not known without a profile: --run RUN_DIR takes what a traced run has measured of its own model, "
+    "--profile FILE what recycle profile --out FILE says of a GPT"
 )
 
 

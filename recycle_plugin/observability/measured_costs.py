@@ -14,6 +14,7 @@ from recycle_plugin.core.vocabulary.profile import MEMORY
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 
+COSTS = "costs.json"  # the file's name in a run folder
 Took = Mapping[tuple[Op, int], Sequence[int]]  # {(operation, stage): microseconds of each execution}
 
 

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
-from recycle_plugin.observability.measured_costs import as_written, measured_bytes, measured_costs
+from recycle_plugin.observability.measured_costs import COSTS, as_written, measured_bytes, measured_costs
 from recycle_plugin.observability.run_history import EVENTS, WARM_UP, Failure, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
 from recycle_plugin.observability.screen import printed, screen
@@ -27,7 +27,7 @@ from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Content, Screen, Table, page
 
-NAME, COSTS = "report.html", "costs.json"
+NAME = "report.html"
 LONGEST_S = 600  # most time for a process that nothing waits for
 DRAWN_SEATS = 64  # a larger picture would be unreadable
 DRAWN_FAILURES = 3

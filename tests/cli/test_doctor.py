@@ -424,8 +424,8 @@ Versions here
   megatron-core  0.16.0  needs >=0.16,<0.17
 
 Memory of a worker
-  of each stage: not known without a profile: --profile takes the costs.json of a traced run, which
-    has measured its own model, or what recycle profile --out FILE says of a GPT
+  of each stage: not known without a profile: --run RUN_DIR takes what a traced run has measured of
+    its own model, --profile FILE what recycle profile --out FILE says of a GPT
   recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
   bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
     keeps the last sum until it hears of the commit

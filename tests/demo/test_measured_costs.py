@@ -61,6 +61,13 @@ def test_a_traced_run_leaves_them_for_the_doctor(folder, tmp_path, capsys):
     assert main([*asked, "--pp", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["job"]["costs"] == f"of each stage, as {folder / 'costs.json'} has them"
+    of_run = [*asked[:2], "--micro-batches", "1", "--json", "--run", str(folder)]
+    assert main(of_run) == 0 and json.loads(capsys.readouterr().out) == found
+    assert main([*of_run, "--dp", "3"]) == 0 and json.loads(capsys.readouterr().out)["job"]["replicas"] == 3
+    assert main([*of_run, "--profile", "costs.json"]) == 2
+    (folder / "costs.json").rename(folder / "moved.json")
+    assert main(of_run) == 2 and "recycle report" in capsys.readouterr().err
+    (folder / "moved.json").rename(folder / "costs.json")
     assert main([*asked, "--pp", "3"]) == 2
     assert "costs of 2 stages, and --pp is 3" in capsys.readouterr().err
 
