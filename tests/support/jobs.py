@@ -53,6 +53,7 @@ class Shape:
             f"steps={STEPS}",
             "recycle.enabled=true",
             "recycle.report=false",
+            "recycle.rebalance=false",  # no bit is to depend on how busy the machine is
             "save_parameters=true",
         ]
 
@@ -204,7 +205,13 @@ class Vehicle:
 def plain_overrides(shape: Shape) -> list[str]:
     """Of tests/jobs/plain.py: a step takes about 10 ms."""
     topology = [f"topology.{name}={getattr(shape, name)}" for name in ("replicas", "stages", "micro_batches")]
-    return [*topology, f"model.layers={shape.layers}", f"steps={STEPS}", "recycle.report=false"]
+    return [
+        *topology,
+        f"model.layers={shape.layers}",
+        f"steps={STEPS}",
+        "recycle.report=false",
+        "recycle.rebalance=false",
+    ]
 
 
 DEEPSPEED = Vehicle("deepspeed", TRAIN, WRAPPED, lambda shape: shape.overrides())
