@@ -70,6 +70,12 @@ def pair() -> Iterator[Hosts]:
 @pytest.fixture(scope="module")
 def four() -> Iterator[Hosts]:
     """The same with two more, gamma and delta."""
+    yield from _hosts(MORE[:4])
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[Hosts]:
+    """... and with epsilon."""
     yield from _hosts(MORE)
 
 

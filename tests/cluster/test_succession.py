@@ -17,11 +17,25 @@ import pytest
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.lab.runs import environment
 from tests.support.hosts import HostsRun
-from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, difference, faults, held, hold
+from tests.support.jobs import (
+    BOTH,
+    LOG,
+    PLAIN,
+    WRAPPED,
+    Shape,
+    after_step,
+    assert_same_training,
+    difference,
+    faults,
+    held,
+    hold,
+)
 from tests.support.launching import launching
 
-FOUR = Shape(replicas=4, stages=1)  # a worker on each host
+FOUR, FIVE = Shape(replicas=4, stages=1), Shape(replicas=5, stages=1)  # a worker on each host
+TWO_STAGES = Shape(replicas=2, stages=2)  # the first on alpha and beta, the second on gamma and delta
 DEADLINE = "recycle.heartbeat_timeout_s=3"
+CUTS = ("cut", "mute", "deaf")  # a host's line in both directions, or in one
 GOES_ON = "and more than half of the workers have turned to 10.77.0.2:"
 
 
@@ -33,12 +47,20 @@ def launch(request, vehicle, tmp_path, four):
         four.mend(name)
 
 
-def start(launch, folder: Path, *more: str, early: dict | None = None):
+@pytest.fixture
+def launch_on_five(request, vehicle, tmp_path, five):
+    with launching(request.getfixturevalue(vehicle.server), tmp_path, partial(HostsRun, five), vehicle) as launch:
+        yield launch
+    for name in five.names:
+        five.mend(name)
+
+
+def start(launch, folder: Path, *more: str, early: tuple[dict, ...] = (), shape: Shape = FOUR):
     """A job that does not end before there is the file ``folder``/go; returned once somebody stands by elsewhere.
-    ``early``: where else it waits.
+    ``early``: where else it waits, and what else is changed.
     """
-    wrap = json.dumps([hold(folder), *([early] if early else [])])
-    run = launch(DEADLINE, *more, script=WRAPPED, shape=FOUR, RECYCLE_TEST_WRAP=wrap)
+    wrap = json.dumps([hold(folder), *early])
+    run = launch(DEADLINE, *more, script=WRAPPED, shape=shape, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 4)
     stands_by(run, 1)
     return run
@@ -62,6 +84,29 @@ def host_process(run) -> psutil.Process:
     """The coordinator's, on the host where the run's launcher is."""
     found = psutil.Process(run.launcher.pid).children(recursive=True)
     return next(process for process in found if process.name() == "recycle-host")
+
+
+def strike(run, hosts, what: str, number: int = 1) -> None:
+    """... the coordinator, for the ``number``-th time; returns once another one goes on."""
+    first, stays = hosts.names[number - 1], psutil.Process(run.launcher.pid)
+    if what == "supervisor":
+        (old,) = [each for each in stays.children(recursive=True) if each.name() == "recycle-super"]
+        old.kill()
+        said = "was killed by signal 9: another one goes on"
+        run.wait_for(lambda: run.output.count(said) == number, "another supervisor")
+        return
+    if what == "process":
+        run.wait_for(lambda: len([each for each in run.of("standby") if each.get("pid")]) >= number, "standby here")
+        host_process(run).kill()
+    elif what == "host":
+        run.crash(first)
+    else:
+        {"cut": hosts.cut, "mute": hosts.mute, "deaf": hosts.deafen}[what](first)
+    run.hear("coordinator", number)
+    if what in CUTS:
+        assert run.launcher.wait(90) != 0
+        hosts.mend(first)
+        run.forsake(first)
 
 
 def end(run, folder: Path):
@@ -105,7 +150,7 @@ def vehicle(request):
 )
 def test_the_coordinators_host_dies_with_its_worker_at(moment, launch, reference, tmp_path):
     """... a named instruction: the host within a moment of the worker, which has told what it had by then."""
-    run = start(launch, tmp_path, faults(f"kill 0.0 {moment}"), early=held(tmp_path, 6, "go6"))
+    run = start(launch, tmp_path, faults(f"kill 0.0 {moment}"), early=(held(tmp_path, 6, "go6"),))
     worker = psutil.Process(run.pids()[0])
     (tmp_path / "go6").touch()
     psutil.wait_procs([worker], timeout=60)
@@ -113,6 +158,62 @@ def test_the_coordinators_host_dies_with_its_worker_at(moment, launch, reference
     run.hear("coordinator")
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR), {"0.0"})
+
+
+@pytest.mark.all_kills
+@BOTH
+@pytest.mark.parametrize("what", ("process", "supervisor", "host", *CUTS))
+@pytest.mark.parametrize(
+    "moment", ("before 0F3.0@6", "after 0W3.0@6", "before 0REDUCE@6", "after 0REDUCE@6", "after 0STEP@6")
+)
+def test_twice_in_turn_beside_a_workers_loss_and_return(moment, what, launch_on_five, reference, five, tmp_path):
+    """A worker is killed at a named instruction, and the coordinator with it; the next one while the worker comes back,
+    or once it has, if a host more is lost with it.
+    """
+    gates = held(tmp_path, 6, "go6", "0F3.0"), held(tmp_path, 9, "go9")
+    run = start(
+        launch_on_five, tmp_path, "recycle.rejoin=always", faults(f"kill 3.0 {moment}"), early=gates, shape=FIVE
+    )
+    worker, lost = psutil.Process(run.pid_of("3.0")), {"3.0"}
+    (tmp_path / "go6").touch()
+    psutil.wait_procs([worker], timeout=60)
+    strike(run, five, what)
+    if what in ("process", "supervisor"):
+        strike(run, five, what, 2)
+    run.hear("caught_up")
+    (tmp_path / "go9").touch()
+    run.hear("rejoined")
+    if what not in ("process", "supervisor"):
+        run.wait_for(lambda: goes_on_without(run, "0.0"), "resume without the first host")
+        stands_by(run, 4)
+        strike(run, five, what, 2)
+        run.wait_for(lambda: goes_on_without(run, "1.0"), "resume without the second host")
+        lost |= {"0.0", "1.0"}
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FIVE), lost)
+
+
+@BOTH
+@pytest.mark.parametrize("what", ("process", "supervisor", "host", *CUTS))
+def test_while_a_stage_is_replayed_from_the_log(what, launch, reference, four, tmp_path):
+    """It was lost whole, and the one that replays it waits in the middle of that until it has happened: where rank 0's
+    host goes, the other one goes on with it, or begins anew.
+    """
+    more = (*LOG, faults("kill 0.0 before 0F0.0@8", "kill 1.0 before 0F1.0@8"))
+    changes = {"name": "checkpoint_every", "steps": 1000}, held(tmp_path, 8, "go8"), held(tmp_path, 8, "go8", "0F1.0")
+    waits = {"name": "replay_waits", "folder": str(tmp_path), "step": 5, "until": "go5"}
+    run = start(launch, tmp_path, *more, early=(*changes, waits), shape=TWO_STAGES)
+    (tmp_path / "go8").touch()
+    run.wait_for(lambda: list(tmp_path.glob("replays-*")), "replay")
+    print("replays:", *[path.name for path in tmp_path.glob("replays-*")])
+    strike(run, four, what)
+    (tmp_path / "go5").touch()
+    run.hear("replayed")
+    result = end(run, tmp_path)
+    found = difference(result, reference(*LOG, shape=TWO_STAGES))
+    assert result.code == 0 and found.tolerated and len(result.of("replayed")) == 1, result.output[-6000:]
+    assert {each["seat"] for each in result.of("lost")} == {"0.0", "1.0"}
+    print("losses differ by", found.loss, "parameters by", found.parameters)
 
 
 def test_two_coordinators_hosts_die_in_turn(launch, reference, tmp_path):
@@ -178,7 +279,7 @@ def test_operators_find_the_next_coordinator(launch, reference, four, tmp_path):
 def test_the_coordinators_host_gets_a_notice_and_goes(launch, reference, tmp_path):
     """Its worker leaves as planned, and nothing is lost once the host is taken away."""
     asks = f"recycle.leave_on='test -e {tmp_path}/notice.$(hostname)'"
-    run = start(launch, tmp_path, asks, early=held(tmp_path, 10, "go10"))
+    run = start(launch, tmp_path, asks, early=(held(tmp_path, 10, "go10"),))
     (tmp_path / "notice.alpha").touch()
     run.hear("notice")
     (tmp_path / "go10").touch()

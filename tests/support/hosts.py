@@ -28,7 +28,8 @@ from tests.support.launchers import install
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
 
 NAMES = ("alpha", "beta")
-MORE = (*NAMES, "gamma", "delta")
+MORE = (*NAMES, "gamma", "delta", "epsilon")
+NOBODYS = "02:00:00:00:00:fe"  # no host has this hardware address
 ESTABLISHED = "01"  # in /proc/net/tcp
 HOLDS = "hostname {} && ip link set lo up && echo ready && exec cat"  # until its input ends
 
@@ -61,7 +62,7 @@ class Hosts:
             self._enter(name, "ip", "address", "add", f"{self.address(name)}/24", "dev", "eth0")
             self._on(name, "set", "eth0", "up")
             self._on("switch", "set", name, "master", "bridge")
-            self.mend(name)
+            self._on("switch", "set", name, "up")
 
     def close(self) -> None:
         for holder in self._holders.values():
@@ -85,6 +86,21 @@ class Hosts:
         """Pull the host's plug out of the switch."""
         self._on("switch", "set", name, "down")
 
+    def mute(self, name: str) -> None:
+        """Nothing that the host sends gets anywhere; it hears all."""
+        for other in self.names:
+            if other != name:
+                self._astray(name, other)
+
+    def deafen(self, name: str) -> None:
+        """Nothing that others send gets to the host; they hear all of it."""
+        for other in self.names:
+            if other != name:
+                self._astray(other, name)
+
+    def _astray(self, sender: str, to: str) -> None:
+        self._enter(sender, *f"ip neigh replace {self.address(to)} lladdr {NOBODYS} nud permanent dev eth0".split())
+
     def crash(self, name: str) -> None:
         """SIGKILL to everything that runs on that host, until nothing does."""
         while running := self._running(name):
@@ -102,7 +118,11 @@ class Hosts:
         return found
 
     def mend(self, name: str) -> None:
+        """Make its line good again, and both ways over it."""
         self._on("switch", "set", name, "up")
+        for each in self.names:
+            if each in self._holders:
+                self._enter(each, "ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
 
     def _on(self, name: str, *link: str) -> None:
         self._enter(name, "ip", "link", *link)

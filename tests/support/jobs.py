@@ -80,11 +80,11 @@ def faults(*texts: str) -> str:
     return "recycle.faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
 
 
-def held(folder: Path, step: int, until: str) -> dict:
-    """The change to a job (tests/jobs/wrappers/) by which nobody begins ``step`` before the test has made the file
-    ``until`` in ``folder``.
+def held(folder: Path, step: int, until: str, first: str = "0F0.0") -> dict:
+    """The change to a job (tests/jobs/wrappers/) by which nobody goes on from ``first`` of ``step`` before the test has
+    made the file ``until`` in ``folder``.
     """
-    return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{step}", "until": "", "by": [until]}
+    return {"name": "gate", "folder": str(folder), "before": f"{first}@{step}", "until": "", "by": [until]}
 
 
 def after_step(run: Run, step: int) -> None:

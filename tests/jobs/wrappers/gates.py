@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.worker.machine import TorchMachine
@@ -43,6 +44,21 @@ def replay_beside() -> None:
         yield from gather(self)
 
     Helpers.gather = changed
+
+
+def replay_waits(folder: str, step: int, until: str) -> None:
+    """Whoever replays its stage makes the file replays-<rank> in ``folder`` before it is at ``step``, and waits there
+    for the file ``until``.
+    """
+    replays = StageReplay._step
+
+    def changed(self: StageReplay, work, record, times):
+        if record.step == step:
+            (Path(folder) / f"replays-{self._machine.control_view.rank}").touch()
+            wait_until((Path(folder) / until).exists, until)
+        yield from replays(self, work, record, times)
+
+    StageReplay._step = changed
 
 
 def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "", by: list[str] = ()) -> None:
