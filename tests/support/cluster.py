@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -176,6 +176,20 @@ class Result:
 
         saved = torch.load(self.folder / "parameters" / f"rank{rank}.pt", map_location="cpu")
         return {name: value for name, value in saved.items() if torch.is_tensor(value)}
+
+
+def committed_twice(events: Iterable[dict]) -> list[int]:
+    """The steps whose commit comes behind that of a later step, or of the same: more than one coordinator has decided.
+    A job that starts, and a load, begin anew.
+    """
+    last, found = -1, []
+    for event in events:
+        if event["event"] in ("start", "loaded"):
+            last = -1
+        elif event["event"] == "committed":
+            found += [event["step"]] * (event["step"] <= last)
+            last = max(last, event["step"])
+    return found
 
 
 COMPILERS = {"gcc", "cc1", "as", "collect2", "ld", "g++", "c++", "cc1plus"}
@@ -358,6 +372,9 @@ class Run:
             record["rank"]: record
             for record in map(json.loads, (p.read_text() for p in self.folder.glob("losses/rank*.json")))
         }
+        assert not (twice := committed_twice(self.events())), (
+            f"steps {twice} are committed twice\n{self.output[-6000:]}"
+        )
         return Result(code, self.output, self.events(), records, self.folder, self.pids())
 
     def ended_well(self) -> Result:
