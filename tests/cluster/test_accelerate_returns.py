@@ -107,6 +107,13 @@ def test_an_evaluation_that_was_dealt_to_others_is_gone_through(start, kill):
     assert len(record["evaluated"][0]) < 29 and all(len(each) == 29 for each in record["evaluated"][1:])
 
 
+@pytest.mark.parametrize("kill", [[0, "step", 3], [3, "step", 3]])
+def test_a_loop_that_only_gathers_is_come_back_to(start, kill):
+    """The first call that the others make without the lost replica begins a step, and no newcomer repeats that call."""
+    result = start(kills=[kill], **RETURNS | {"odd": "bare"})
+    returned(result, *(range(2) if kill[0] < 2 else range(2, 4)))
+
+
 def test_who_dies_on_its_way_comes_back_once_more(start):
     """While the others wait for it, in the step that it takes part in first."""
     kills, held = [[0, "step", 3], [0, "step", 2, 1]], [HELD, HELD + 20]

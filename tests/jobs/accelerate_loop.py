@@ -5,7 +5,7 @@ RECYCLE_TEST_HUGGING_FACE holds as JSON what tests/jobs/hugging_face.py names, o
 while "evaluating"; and ``epochs``; ``longer``: whether samples are padded to lengths of their own; ``tracked``: whether
 it logs by TensorBoard; ``odd``: what else the loop does: "reads" parameters, "sums" by torch.distributed itself, saves
 by "dcp" or "dcp optimizer", gathers "more" in a process that has come back, "writes" on one process by :func:`writers`,
-"opens" or "saves" a file on process 0 without them.
+"opens" or "saves" a file on process 0 without them, or is "bare": it clips and reduces nothing, and only gathers.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Loop:
                 loss = self.gpt(**batch).loss
                 total += loss.detach().float()
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients and job["odd"] != "bare":
                     record["norms"].append(accelerator.clip_grad_norm_(self.gpt.parameters(), 0.5))
                 self.optimizer.step()
                 self.scheduler.step()
@@ -168,8 +168,11 @@ class Loop:
     def end_step(self, loss: torch.Tensor) -> None:
         accelerator, record = self.accelerator, self.record
         self.steps += 1
-        record["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
+        if job["odd"] != "bare":
+            record["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
         record["gathered"].append(accelerator.gather(loss.detach()[None]).tolist())
+        if job["odd"] == "bare":
+            record["losses"].append(sum(record["gathered"][-1]) / len(record["gathered"][-1]))
         record["rates"].append(self.scheduler.get_last_lr()[0])
         accelerator.log({"loss": record["losses"][-1]}, step=self.steps)
         if accelerator.is_main_process and self.steps % 8 == 0:

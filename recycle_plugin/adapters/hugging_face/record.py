@@ -23,11 +23,14 @@ ADVICE = "let the script make the same Accelerate calls in each process, whateve
 
 @dataclass(frozen=True)
 class Call:
-    """The result ``value`` of the call ``name`` after ``step`` steps; ``live``: the live ranks as known then."""
+    """The result ``value`` of the call ``name`` after ``step`` steps; ``before``, ``live``: the live ranks as known
+    before and after it.
+    """
 
     name: str
     step: int
     value: Any
+    before: tuple[int, ...]
     live: tuple[int, ...]
 
 
@@ -47,14 +50,14 @@ class Record:
         """Whether the calls exceed what is kept, so that no script can go through them."""
         return self.size > MOST
 
-    def add(self, name: str, value: Any, live: tuple[int, ...]) -> None:
+    def add(self, name: str, value: Any, before: tuple[int, ...], live: tuple[int, ...]) -> None:
         """Keep the result of the call ``name``."""
         if self.full:
             return
         sizes: list[int] = []
         kept = operations.recursively_apply(lambda each: _copy(each, sizes), value)
         self.size += EACH_CALL + sum(sizes) + (sys.getsizeof(value) if not sizes else 0)
-        self.calls.append(Call(name, self.steps, kept, live))
+        self.calls.append(Call(name, self.steps, kept, before, live))
         if self.full:
             self.calls.clear()
 
@@ -70,6 +73,12 @@ class Replay:
     def over(self) -> bool:
         """Whether the script has been through all steps that are over."""
         return self.step == len(self.losses)
+
+    def live_before(self, live: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks that were live before the next call: others than ``live`` if calls that no newcomer repeats
+        have found a loss.
+        """
+        return self._calls[0].before if self._calls else live
 
     def next(self, name: str) -> Call:
         """Return the next kept call. Raises RecycleError if the script's next call ``name`` is another."""

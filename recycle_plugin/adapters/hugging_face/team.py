@@ -58,10 +58,11 @@ class Team:
             self.live = found.live
             _set(num_processes=len(self.live))
             return cast(T, operations.recursively_apply(lambda each: each.to(device, copy=True), found.value))
+        before = self.live
         with self.unkept():  # its own calls are part of it
             value = call()
         if self.record is not None:
-            self.record.add(name, value, self.live)
+            self.record.add(name, value, before, self.live)
         return value
 
     @contextmanager
@@ -115,7 +116,8 @@ class Team:
     def steadily(self, gather: Callable[[], T]) -> T:
         """Return ``gather()``, repeated until no rank is lost in it: all its tensors have rows of the same ranks."""
         while True:
-            before, found = self.live, gather()
+            before = self.live if self.replay is None else self.replay.live_before(self.live)
+            found = gather()
             if self.live == before:
                 return found
 
