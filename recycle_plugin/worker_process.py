@@ -56,8 +56,6 @@ def main(command: list[str]) -> int:
     except (RecycleError, ConnectionError) as error:
         _say(f"recycle: error: {error}")
         return 1
-    if session.store is not None:  # not its supervisor's address: the coordinator's host has just died
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = session.store[0], str(session.store[1])
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
@@ -162,8 +160,8 @@ def _foreign(file: str) -> bool:
 
 
 def _end_early(session: Session) -> None:
-    """Leave the process: the job has failed before its first step. The script may be in a wait that ignores signals,
-    such as that of torch's store, which takes minutes.
+    """Leave the process: the job has failed before its first step. The script may be in a wait that ignores
+    signals.
     """
     assert session.view.end is not None, "the job has failed"
     if session.coordinator_is_gone:  # nobody else can say so, or hears a goodbye

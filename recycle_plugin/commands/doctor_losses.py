@@ -21,7 +21,7 @@ def survival(job: ConfiguredJob) -> Section:
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
     lines = ["workers: none"]
     logs = job.settings.log is not None
-    ends = [] if job.survives_first_host else ["the host of rank 0, which runs the coordinator and the store"]
+    ends = [] if job.survives_first_host else ["the host of rank 0, which runs the coordinator"]
     if logs:
         last = "replayed from the logs, while all others wait: a stage's last worker"
         lines = ["; ends it: ".join([last, *ends])]

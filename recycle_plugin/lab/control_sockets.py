@@ -84,7 +84,7 @@ def _served(ranks: int) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
 
 
 async def _serve(ranks: int) -> None:
-    coordinator = Coordinator(ranks, 1, lambda event, now: None, Secret(SECRET))
+    coordinator = Coordinator(ranks, lambda event, now: None, Secret(SECRET))
     await coordinator.start("127.0.0.1", 0)
     print(*coordinator.address, flush=True)
     await asyncio.sleep(DEADLINE_S)

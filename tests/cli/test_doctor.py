@@ -405,7 +405,7 @@ costs: equal, F = I = W = 1 ms: no profile given
 
 What it survives
   workers: any 1; at best 2 of 4, if one is left in every stage
-  ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store
+  ends it: a stage's last worker; the host of rank 0, which runs the coordinator
   hosts: none, all ranks are on one (no --hostfile given)
 
 Predicted slowdown

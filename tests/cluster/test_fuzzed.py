@@ -136,12 +136,12 @@ class Attacker:
     _doors: dict[Place, bool | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._lasting = *self.run.guards(), self.run.store_pid()
+        self._lasting = self.run.guards()
         self.look(1.0)
 
     def look(self, within_s: float = 0.2) -> None:
         """Find out where somebody listens by now: workers come and go, and have other ports then.  A door answers
-        ``within_s``, torch's store never, and Gloo, which lets nobody in, is left out.
+        ``within_s``, torch's never, and Gloo, which lets nobody in, is left out.
         """
         found: list[Place] = []
         for pid in (*self._lasting, *self.run.pids().values()):
@@ -171,7 +171,7 @@ class Attacker:
             stranger.close()
 
     def __call__(self, attack: Attack) -> None:
-        of_torchs = attack.place % OF_TORCHS == 0
+        of_torchs = attack.place % OF_TORCHS == 0 and bool(self.torchs)
         places = self.torchs if of_torchs else self.ours
         place = places[attack.place // OF_TORCHS % len(places)]
         try:
@@ -324,7 +324,7 @@ class Growth:
     def __init__(self, run: Run, spared: Collection[int] = ()) -> None:
         self._run, self.kib = run, [0]
         pids = (run.pids()[rank] for rank in run.pids() if rank not in spared)
-        self._processes = [psutil.Process(pid) for pid in (run.coordinator_pid(), run.store_pid(), *pids)]
+        self._processes = [psutil.Process(pid) for pid in (run.coordinator_pid(), *pids)]
         self._before, self._descriptors = self._memory(), self._processes[0].num_fds()
 
     def _memory(self) -> list[int]:

@@ -60,7 +60,7 @@ def all_end(run, hosts, loses_power: bool, said_why: str = GONE, crashed: int = 
 def test_of_two_hosts_the_other_one_ends(start, pair, tmp_path, loses_power):
     run = start(pair, hold(tmp_path))
     after_step(run, 4)
-    assert "single point of failure: host alpha runs the coordinator and the store; its loss ends the job" in run.output
+    assert "single point of failure: host alpha runs the coordinator; its loss ends the job" in run.output
     all_end(run, pair, loses_power, UNHEARD if loses_power else GONE)
 
 

@@ -72,7 +72,6 @@ def test_no_port_of_a_job_minds_strangers(launch, reference, tmp_path):
     after_step(run, 2)
     assert run.port in ports(run.coordinator_pid(), "tcp")
     others = {port for _, port in letting_in(("127.0.0.1", port) for port in transports(run))}
-    others |= ports(run.store_pid(), "tcp")
     for port, said in itertools.product(sorted({run.port} | others), SAID):
         for how in ("leave", "reset", "wait")[: 3 if port == run.port else 2]:  # torch's do not hang up
             knock(port, said, how)

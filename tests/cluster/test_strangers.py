@@ -5,32 +5,23 @@ The frames are those of a process of the job, said to the ports at which it list
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import pickle
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
 from recycle_plugin.authentication.secret import SecretFile
-from recycle_plugin.core.messages.encoding import HEAD, encode
+from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
-from tests.support.cluster import POLL_S, Run
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults, held, hold
-from tests.support.returns import assert_came_back
-from tests.support.strangers import CONTROL, PATIENCE_S, WORKER, Place, Runs, forged, letting_in, listeners, told
+from tests.support.cluster import Run
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, hold
+from tests.support.strangers import CONTROL, WORKER, Place, forged, letting_in, listeners, told
 
 JUNK = 300 << 20  # bytes
 CONNECTIONS = 100
@@ -111,29 +102,6 @@ def test_no_strangers_tensor_is_trained_on_or_kept(attacked):
 
 
 @pytest.mark.plain_too(deepspeed=False)
-def test_random_bytes_at_torchs_store_end_nobody_and_it_keeps_no_connection(attacked):
-    """The store knows nobody: what is said there must not end or hang anybody."""
-
-    def attack(run: Run) -> None:
-        store = psutil.Process(run.store_pid())
-        before, half_open = store.num_fds(), []
-        (place,) = listeners(store.pid)
-        for said in (os.urandom(400), bytes(64), b"\xff" * 64, HEAD.pack(b"RP", 0, 0), b""):
-            for number in range(CONNECTIONS):
-                stranger = socket.create_connection(place, PATIENCE_S)
-                half_open.append(stranger)
-                with suppress(ConnectionError):
-                    stranger.sendall(said)
-                if number % 2:
-                    stranger.close()
-        for stranger in half_open:
-            stranger.close()
-        run.wait_for(lambda: store.num_fds() <= before, "end of the strangers' connections to the store", PATIENCE_S)
-
-    attacked(attack)
-
-
-@pytest.mark.plain_too(deepspeed=False)
 def test_gloo_lets_nobody_in_once_its_members_are_connected(attacked):
     """It would keep the descriptor of whoever has come, and end its worker where none is left."""
 
@@ -165,7 +133,7 @@ def test_the_secret_is_in_files_of_its_users_and_nowhere_else(attacked, tmp_path
         for process in processes:
             for what in ("cmdline", "environ"):
                 assert found["secret"].encode() not in Path(f"/proc/{process.pid}/{what}").read_bytes()
-        for pid in (*run.pids().values(), run.store_pid(), run.coordinator_pid()):
+        for pid in (*run.pids().values(), run.coordinator_pid()):
             assert {host for host, _ in listeners(pid)} == {"127.0.0.1"}
 
     run = attacked(attack)
@@ -174,61 +142,3 @@ def test_the_secret_is_in_files_of_its_users_and_nowhere_else(attacked, tmp_path
     assert any(path.name == "events.jsonl" for path in files)
     for path in files:
         assert found["secret"].encode() not in path.read_bytes(), path
-
-
-@contextmanager
-def rewriting(run: Run, mark: Path) -> Iterator[set[str]]:
-    """Writes to every key of the job's store, again and again; the value is the keys that the job has set.  Torch's
-    counters get other numbers, and whatever else there is a pickle that would make the file ``mark``.  So do the keys
-    by which an earlier version kept what is for newcomers.
-    """
-    (place,) = listeners(run.store_pid())
-    store, found, over, round_trip = dist.TCPStore(*place, wait_for_workers=False), set[str](), Event(), Event()
-    forged, former = would_run(mark), {f"0//cpu//startup/{rank}" for rank in range(4)}
-
-    def write() -> None:
-        with suppress(RuntimeError):  # the job has ended, and the store with it
-            while not over.wait(POLL_S):
-                there = set(store.list_keys()) - former
-                found.update(there)
-                for key in there | former:
-                    counts = key in there and store.get(key).isdigit()
-                    store.set(key, "1000" if counts else forged)
-                round_trip.set()
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    assert round_trip.wait(PATIENCE_S), "nothing is written to the store"
-    try:
-        yield found
-    finally:
-        over.set()
-        writer.join(PATIENCE_S)
-
-
-def would_run(mark: Path) -> bytes:
-    """What runs where it is unpickled, alone or in what an earlier version kept for newcomers."""
-    text = io.BytesIO()
-    torch.save(([], {"load_checkpoint, number 1": pickle.dumps(Runs(mark))}), text)
-    return text.getvalue()
-
-
-@pytest.mark.plain_too
-def test_who_writes_to_every_key_of_torchs_store_changes_no_number_and_runs_no_code(launch, reference, tmp_path):
-    """While a worker is lost, groups meet anew, and another one comes back in its place."""
-    run = launch(
-        "steps=60",
-        "recycle.rejoin=always",
-        faults("kill 1.1 before 1F1.0@5"),
-        script=WRAPPED,
-        RECYCLE_TEST_WRAP=json.dumps([held(tmp_path, 3, "begin"), held(tmp_path, 12, "go")]),
-    )
-    after_step(run, 2)
-    with rewriting(run, tmp_path / "ran") as found:
-        (tmp_path / "begin").touch()
-        run.hear("newcomer")
-        (tmp_path / "go").touch()
-        result = run.finish()
-    assert_came_back(result, reference("steps=60"), "1.1")
-    assert not (tmp_path / "ran").exists()
-    assert all("store_based_barrier_key" in key for key in found), found

@@ -87,7 +87,7 @@ def test_the_end_of_a_script_costs_the_same_among_more():
 
 def test_a_supervisor_that_goes_costs_the_same_among_more():
     def costs(ranks: int) -> int:
-        board = Switchboard(ranks, 1, "job", 0.0)
+        board = Switchboard(ranks, "job", 0.0)
         numbers = [board.opened(Hello(rank, "supervisor", rank, "host"), "it", 0.0, Effects()) for rank in range(ranks)]
         return instructions(lambda: board.closed(numbers[3], 1.0, Effects()))
 

@@ -41,6 +41,7 @@ from recycle_plugin.core.messages.from_workers import (
     Serving,
     StateHash,
     Stepped,
+    StoreCall,
     SurvivorReport,
     Through,
     Unreplayable,
@@ -111,6 +112,7 @@ OF_LOST = (
     LogBroken(2, 1, "disk full"),
     Post(2, 1, "a board", b"of nobody"),
     ReadBoard(2, 1, "a board", (0,)),
+    StoreCall(2, 1, "set", ("a key",), (b"of nobody",)),
     WantResult(2, 1, 0, "a group", 1),
     CatchUp(2),
     CaughtUp(2, 1, 0, 0),
@@ -390,7 +392,7 @@ def test_what_nobody_can_change_is_a_note_and_said_once(hosts):
     assert notes == [
         "single point of failure: host h0 runs "
         + ("all workers, " if hosts == 1 else "")
-        + "the coordinator and the store; its loss ends the job"
+        + "the coordinator; its loss ends the job"
     ]
     assert len([event for event in out.events if event.kind == "warning"]) == (0 if hosts == 1 else 2)
 

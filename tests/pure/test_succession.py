@@ -120,7 +120,7 @@ class Board:
     """A job's connections at a coordinator on alpha, each with what it is told."""
 
     def __init__(self) -> None:
-        self.board = Switchboard(4, 1, "a job", 0.0, "alpha")
+        self.board = Switchboard(4, "a job", 0.0, "alpha")
         self.told: dict[int, list[object]] = {}
         self.supervisors = [self.comes("supervisor", rank) for rank in range(4)]
         self.workers = [self.comes("worker", rank) for rank in range(4)]

@@ -42,7 +42,7 @@ class Played:
 
     def __init__(self, seed: int) -> None:
         self.random, self.now = Random(seed), 0.0
-        self.board, self.other = (Switchboard(RANKS, 1, "a job", 0.0) for _ in range(2))
+        self.board, self.other = (Switchboard(RANKS, "a job", 0.0) for _ in range(2))
         self.heard: dict[int, list[object]] = {}  # by line
         self.lines: dict[tuple[str, int], int] = {}  # of workers and supervisors
         self.incarnation = dict.fromkeys(range(RANKS), 0)
@@ -202,7 +202,7 @@ def test_it_says_now_and_then_how_much_it_has_heard():
 @pytest.mark.parametrize("left", (False, True), ids=("killed", "has said goodbye"))
 def test_a_worker_whose_process_is_dying_is_lost_though_its_connection_stands(left):
     """Not before its last messages may have come; and it is dead only once its process has ended."""
-    board, effects = Switchboard(RANKS, 1, "a job", 0.0), Effects()
+    board, effects = Switchboard(RANKS, "a job", 0.0), Effects()
     lines = {}
     for rank in range(RANKS):
         for role in ("supervisor", "worker"):
@@ -270,7 +270,7 @@ def test_a_spare_gets_the_seat_unless_it_is_gone(gone):
 
 def test_a_worker_that_was_not_answered_may_come_once_more():
     """Who was to welcome it has died; once it was heard, or as another process, it is another worker."""
-    board, effects = Switchboard(RANKS, 1, "a job", 0.0), Effects()
+    board, effects = Switchboard(RANKS, "a job", 0.0), Effects()
     hello = Hello(1, "worker", 7, "h")
     first = board.opened(replace(hello, token="one"), "somebody", 0.0, effects)
     again = board.opened(replace(hello, token="two"), "somebody", 0.1, effects)

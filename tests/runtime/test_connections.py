@@ -31,7 +31,7 @@ from tests.support.secret import SECRET, answered, way
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
-WELCOME = Welcome(1, "a job")
+WELCOME = Welcome("a job")
 MIDDLE = Post(0, 0, "x", b"y" * (1 << 20))
 LARGE = Post(0, 0, "x", b"y" * (LIMIT - 100))  # more than any socket takes at once
 

@@ -1,5 +1,5 @@
-"""Somebody who reaches torch's store, which asks nobody: it has nothing of the plugin's own, so what is changed there
-runs no code in a worker that comes back, and is no result of a sum.
+"""Somebody who reaches a store of torch's that a script brings, which asks nobody: it has nothing of the plugin's own,
+so what is changed there runs no code in a worker that comes back, and is no result of a sum.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ async def standing_by(coordinator: Coordinator):
 @asynccontextmanager
 async def one_worker():
     """(a coordinator of one worker, a connection of that which it has welcomed, what that has said)."""
-    coordinator = Coordinator(1, 1, lambda event, now: None, SECRET)
+    coordinator = Coordinator(1, lambda event, now: None, SECRET)
     await coordinator.start("127.0.0.1", 0)
     hello = Hello(0, "worker", 12, "h")
     control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
@@ -233,7 +233,7 @@ async def test_whose_connection_does_not_come_back_is_as_good_as_dead(monkeypatc
         await step(workers, 1)
         coordinator.mirror._followers[0].control.close()
         known = await asyncio.wait_for(task, PATIENCE_S)
-    following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, known=known)
+    following = Coordinator(0, lambda event, now: said.append(event), SECRET, known=known)
     await following.start("127.0.0.1", 0)
     try:
         following._refuse_datagram(("127.0.0.1", 1), "its seal is another one's")
@@ -251,8 +251,8 @@ async def test_the_jobs_time_goes_on_as_before_where_another_process_coordinates
     """Deadlines would pass, and healthy newcomers be taken for gone with their hosts, before anybody is heard."""
     moment = 1000.0
     monkeypatch.setattr(clock, "now", lambda: moment)
-    known = mirror.Known(Switchboard(1, 1, "a job", 5000.0, "h"), 1, now=5000.0)  # by a clock that was set since
-    coordinator = Coordinator(0, 0, lambda event, now: None, SECRET, known=known)
+    known = mirror.Known(Switchboard(1, "a job", 5000.0, "h"), 1, now=5000.0)  # by a clock that was set since
+    coordinator = Coordinator(0, lambda event, now: None, SECRET, known=known)
     assert coordinator._now() == 5000.0
     moment += TICK_S
     seconds = coordinator._seconds()
@@ -365,7 +365,7 @@ async def test_time_goes_on_where_another_hosts_clock_shows_another_one(monkeypa
         known = await asyncio.wait_for(task, PATIENCE_S)
     last = known.now
     monkeypatch.setattr(server.clock, "now", lambda: 5.0)
-    following = Coordinator(0, 0, lambda event, now: said.append((event, now)), SECRET, known=known)
+    following = Coordinator(0, lambda event, now: said.append((event, now)), SECRET, known=known)
     entrance = Entrance("127.0.0.1", 0, following._door, lambda control: None, following._warn)
     entrance.open()
     await following.lead(entrance, "")
@@ -487,7 +487,7 @@ async def test_who_takes_its_place_on_its_host_goes_on_once_half_know_that_the_o
         lines = [(worker.control.line, worker.control._token) for worker in workers]
     last = len(terms) + 1
     assert known.board.succession.term == last - 1
-    following = Coordinator(0, 0, lambda event, now: said.append(event), SECRET, known=known)
+    following = Coordinator(0, lambda event, now: said.append(event), SECRET, known=known)
     await following.start("127.0.0.1", 0)
     try:
         assert known.board.succession.address is None and known.board.succession.term == last
@@ -527,7 +527,7 @@ async def test_who_hangs_up_since_it_hears_nothing_is_not_dead():
 
 async def test_a_coordinator_that_was_stopped_takes_nobody_for_a_stranger_who_has_gone_meanwhile():
     said: list = []
-    coordinator = Coordinator(1, 1, lambda event, now: said.append(event), SECRET)
+    coordinator = Coordinator(1, lambda event, now: said.append(event), SECRET)
     await coordinator.start("127.0.0.1", 0)
     try:
         coordinator._door.refuses(("127.0.0.2", 1), ConnectionResetError(104, "it was reset"))

@@ -57,7 +57,7 @@ def control(coordinator, folder) -> Iterator[Listening]:
         return asyncio.run_coroutine_threadsafe(work, loop).result(PATIENCE_S)
 
     async def start() -> None:
-        made.append(Coordinator(4, 1, lambda event, now: None, SECRET))
+        made.append(Coordinator(4, lambda event, now: None, SECRET))
         await made[0].start(HERE, 0)
 
     run(start())

@@ -83,7 +83,7 @@ class Job:
         """A job that has started, beside a coordinator."""
         self.start(*given)
         self.news = asyncio.Event()
-        self.coordinator = Coordinator(RANKS, 1, self._hear, SECRET)
+        self.coordinator = Coordinator(RANKS, self._hear, SECRET)
         await self.coordinator.start("127.0.0.1", self.port)
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -294,7 +294,7 @@ async def test_nobody_is_left_to_start_it_where_its_guard_was_killed_and_another
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
+        "MASTER_PORT": str(job.port),
         "RECYCLE_INCARNATION": "1",
         "RECYCLE_COORDINATOR": f"127.0.0.1:{job.port}",
     }

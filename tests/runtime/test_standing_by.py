@@ -51,7 +51,7 @@ async def turns_to(made: Candidate, *words: object) -> SocketControl:
 
 async def test_who_turns_while_the_coordinator_goes_on_is_sent_back_and_counts_no_more(monkeypatch):
     monkeypatch.setattr(standing_by, "TURNED_S", 0.05)
-    board = Switchboard(4, 1, "a job", 0.0, "h")
+    board = Switchboard(4, "a job", 0.0, "h")
     async with candidate() as made:
         made._learn(known := Known(board, 1))
         end = await turns_to(made, Hello(1, "worker", 71, "h", line=1))
@@ -84,7 +84,7 @@ async def test_once_elected_it_takes_in_and_confirms_nothing_more(first, monkeyp
     made.entrance.open()
     elected = asyncio.create_task(made.elected())
     try:
-        fars[0].send(Snapshot(json.dumps(dump(Switchboard(4, 1, "a job", 0.0, "h"))).encode(), True, 1))
+        fars[0].send(Snapshot(json.dumps(dump(Switchboard(4, "a job", 0.0, "h"))).encode(), True, 1))
         while made._known is None or not isinstance(fars[0].receive(), Got):
             await asyncio.sleep(0.01)
         monkeypatch.setattr(Known, "is_elected", lambda self, port, turned: True)
@@ -123,7 +123,7 @@ async def test_whose_connection_ends_goes_on_if_the_coordinator_is_dead_and_else
     """Its guard keeps one only: with one that never hears of the coordinator again, nobody would stand by."""
 
     async def follow(way: object, learnt: list[Known]) -> None:
-        learnt.append(Known(Switchboard(4, 1, "a job", 0.0, "h"), 1))
+        learnt.append(Known(Switchboard(4, "a job", 0.0, "h"), 1))
 
     async def go_on(*said: object) -> object:
         return said[-1]
@@ -136,7 +136,7 @@ async def test_whose_connection_ends_goes_on_if_the_coordinator_is_dead_and_else
     standing = asyncio.create_task(standing_by._here(("127.0.0.1", 1), secret, {}, Pipe(near), reader))
     await asyncio.sleep(0)
     if dead:
-        reader.feed_data(b'{"lead": "it was killed", "store": 7}\n')
+        reader.feed_data(b'{"lead": "it was killed"}\n')
     assert await asyncio.wait_for(standing, PATIENCE_S) == ("it was killed" if dead else None)
     near.close()
     far.close()

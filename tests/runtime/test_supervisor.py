@@ -17,11 +17,10 @@ from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Pace, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
 from recycle_plugin.core.messages.mirroring import StandsBy
-from recycle_plugin.launch import free_port
 from recycle_plugin.runtime.control.connections import SocketControl
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
-from recycle_plugin.runtime.processes import hosted, supervisor, worker_keeper
+from recycle_plugin.runtime.processes import supervisor, worker_keeper
 from tests.support.secret import SECRET, written
 
 PATIENCE_S = 60.0
@@ -49,7 +48,7 @@ class Coordinator:
 
     def __init__(self, listener: socket.socket, unanswered: int = 0) -> None:
         self.listener, self.unanswered = listener, unanswered
-        self.line, self.store_port = -1, 1
+        self.line = -1
         listener.setblocking(False)
 
     async def accept(self) -> InLoop:
@@ -63,7 +62,7 @@ class Coordinator:
             self.unanswered -= 1
             far.close()
             return await self.accept()
-        far.send(Welcome(self.store_port, "job", line=self.line))
+        far.send(Welcome("job", line=self.line))
         return far
 
 
@@ -381,45 +380,30 @@ async def test_a_signal_ends_a_supervisor_whose_worker_has_left_alone(monkeypatc
         far.close()
 
 
-async def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
-    """It was forked from a process that is stopped."""
-
-    class Silent(Worker):
-        def send_signal(self, number: int) -> None:
-            self.signals.append(number)
-
-    store = Silent()
-
-    async def spawn(*_: object, **more: object) -> Worker:
-        return store
-
-    monkeypatch.setattr(hosted, "spawn", spawn)
-    monkeypatch.setattr(hosted, "STORE_S", 0.01)
-    host = await hosted.Hosted.start(("127.0.0.1", free_port()), 1, {})
-    await asyncio.wait_for(host.close(), PATIENCE_S)
-    assert store.signals == [signal.SIGKILL]
-
-
 async def test_it_follows_the_coordinator_to_another_host(monkeypatch):
-    """Heartbeats go there, and the next worker is started for there, with that host's store."""
+    """Heartbeats go there, and the next worker is started for there."""
     async with supervised(monkeypatch) as (coordinator, far, worker, running):
         starts = Starts(monkeypatch)
         starts.go_on.set()
         with socket.create_server(("127.0.0.2", 0)) as listener:
             address = listener.getsockname()
-            far.send(Welcome(1, "job", line=3))  # its number is known from now on
+            far.send(Welcome("job", line=3))  # its number is known from now on
             far.send(StandsBy(1, *address, 1.0))
             await hear(far, SupervisorHeartbeat)
             coordinator.listener.close()
             far.close()
             elsewhere = Coordinator(listener)
-            elsewhere.line, elsewhere.store_port = 3, 77
+            elsewhere.line = 3
             there = await elsewhere.accept()
             await hear(there, SupervisorHeartbeat)
             await end(worker, there, 0)
             there.send(Restart(1, 0.0, incarnation=1))
             worker = await starts.next(1)
-            wanted = {"MASTER_ADDR": address[0], "MASTER_PORT": "77", "RECYCLE_COORDINATOR": "{}:{}".format(*address)}
+            wanted = {
+                "MASTER_ADDR": address[0],
+                "MASTER_PORT": str(address[1]),
+                "RECYCLE_COORDINATOR": "{}:{}".format(*address),
+            }
             assert wanted.items() <= starts.environment.items()
             there.send(Over(0))
             await end(worker, there, 1)

@@ -448,7 +448,7 @@ def test_a_host_whose_tls_is_not_the_coordinators_ends_with_one_line(tmp_path, t
     said = []
 
     async def play() -> NoCredentials:
-        coordinator = Coordinator(2, 1, lambda event, now: said.append(event), theirs)
+        coordinator = Coordinator(2, lambda event, now: said.append(event), theirs)
         await coordinator.start("127.0.0.1", 0)
         host, port = coordinator.address
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}

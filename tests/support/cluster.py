@@ -328,7 +328,7 @@ class Run:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
 
     def forked(self) -> set[int]:
-        """Of a warm run, the processes of the store and of workers."""
+        """Of a warm run, the processes of workers."""
         return self._server.forked() - {self.launcher.pid}
 
     def guards(self) -> list[int]:
@@ -343,11 +343,6 @@ class Run:
             for pid in self.guards()
             if self.port in {each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if not each.raddr}
         )
-        return pid
-
-    def store_pid(self) -> int:
-        """The process of the job's key-value store, once all workers have said who they are."""
-        (pid,) = self.forked() - set(self.pids().values())
         return pid
 
     def wait_for(self, found: Callable[[], object], what: str, timeout_s: float = 150.0) -> object:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.core.coordinator.facts.boards import Boards
+from recycle_plugin.core.coordinator.facts.key_values import KeyValues
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
-from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard, WantResult
+from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard, StoreCall, WantResult
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.runtime.control.connections import SocketControl
@@ -38,7 +39,7 @@ class FakeCoordinator:
         self.heard: list[object] = []
         self.sessions: dict[int, Session] = {}  # of this process, by rank
         self.news = threading.Condition()
-        self._boards, self._members = Boards(), dict[WorkerId, Control]()
+        self._boards, self._store, self._members = Boards(), KeyValues(), dict[WorkerId, Control]()
 
     def session(
         self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None
@@ -65,7 +66,7 @@ class FakeCoordinator:
         hello = control.receive(PATIENCE_S)
         if isinstance(hello, Hello):
             self._members[WorkerId(hello.rank, self._incarnation)] = control
-        control.send(Welcome(1, "job", self._incarnation))
+        control.send(Welcome("job", self._incarnation))
         while (message := control.receive(PATIENCE_S)) is not None or control.broken is None:
             with self.news:
                 self.heard += [message] if message is not None else []
@@ -80,6 +81,8 @@ class FakeCoordinator:
                 self._boards.post(message, lambda worker: False, out)
             case ReadBoard():
                 self._boards.read(message, out)
+            case StoreCall():
+                self._store.call(message, out.tell)
             case WantResult():
                 out.tell(next(worker for worker in self._members if worker.rank == message.holder), message)
         for worker, answer in out.messages:

@@ -38,7 +38,7 @@ class Player(InLoop):
 @asynccontextmanager
 async def serving(said: list, ranks: int = 4):
     """A coordinator that listens, at a port that it does not say."""
-    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event), SECRET)
+    coordinator = Coordinator(ranks, lambda event, now: said.append(event), SECRET)
     await coordinator.start("127.0.0.1", 0)
     try:
         yield coordinator

@@ -55,7 +55,6 @@ def _follower(first: bool, place: Place, port: int, coordinator: tuple[str, int]
     script = Script(rank, session, place.store)
     session.hooks.between_steps = script.recover
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there
     if first:
         dist.init_process_group("gloo")
     return script

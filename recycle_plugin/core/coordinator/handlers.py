@@ -95,6 +95,7 @@ OF_NEWCOMERS: dict[type, Handler] = {
 OF_ALL: dict[type, Handler] = {
     from_workers.Post: posting.post,
     from_workers.ReadBoard: posting.read,
+    from_workers.StoreCall: posting.store_call,
     from_workers.WantResult: posting.want_result,
     from_workers.HostGoes: operating.host_goes,
 }

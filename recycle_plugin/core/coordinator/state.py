@@ -21,6 +21,7 @@ from recycle_plugin.core.coordinator.facts.complaints import Complaints
 from recycle_plugin.core.coordinator.facts.ending import Ending
 from recycle_plugin.core.coordinator.facts.enrolment import Enrolment
 from recycle_plugin.core.coordinator.facts.joining import Joining
+from recycle_plugin.core.coordinator.facts.key_values import KeyValues
 from recycle_plugin.core.coordinator.facts.log_places import LogPlaces
 from recycle_plugin.core.coordinator.facts.logs import Logs
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, Whom
@@ -61,6 +62,7 @@ class JobState:
         self.throughput = Throughput()
         self.barriers = Barriers()
         self.boards = Boards()
+        self.key_values = KeyValues()
         self.resized_in = -1  # the last generation in which the batch size changed
         self.logs = Logs()
         self.log_places = LogPlaces()

@@ -50,6 +50,7 @@ from recycle_plugin.core.messages.from_workers import (
     Left,
     Post,
     Ready,
+    StoreCall,
     SupervisorHeartbeat,
     Terminate,
     Vanishing,
@@ -66,18 +67,18 @@ LAST_WORDS_S = 0.2  # how long a dead worker's last messages may be under way
 EXIT_S = 2.0  # how long a supervisor may take to report its worker's end before training has started
 PLACING, WORKER, SUPERVISOR, JOINING, OPERATOR = "placing", "worker", "supervisor", "joining", "operator"
 GOING_ON = (WORKER, SUPERVISOR, JOINING)  # roles that turn to the process that takes the coordinator's place
-AT_ONCE = (Post, Left, Vanishing)  # long or last messages, acknowledged at once
+AT_ONCE = (Post, StoreCall, Left, Vanishing)  # long or last messages, acknowledged at once
 
 
 class Switchboard:
     """The connections of the coordinator of a job of ``ranks`` workers, and its state.
 
-    ``store_port``: of the job's key-value store. ``job_id``: the job's name. ``began``: when its first coordinator
+    ``job_id``: the job's name. ``began``: when its first coordinator
     started, in seconds. ``host``: where that is. ``run_dir``: the run folder, once workers have named it. ``over``: the
     last message to supervisors, once the job is over.
     """
 
-    def __init__(self, ranks: int, store_port: int, job_id: str, now: float, host: str = "") -> None:
+    def __init__(self, ranks: int, job_id: str, now: float, host: str = "") -> None:
         self.began = now
         self.membership = Membership(ranks)
         self.succession = Succession(host)
@@ -87,7 +88,7 @@ class Switchboard:
         self.start: Event | None = None  # of the job's start
         self.job: JobSpec | None = None  # as its first worker reports it
         self._ranks = ranks
-        self._welcome = Welcome(store_port, job_id, ranks=ranks)
+        self._welcome = Welcome(job_id, ranks=ranks)
         self.lines: dict[int, Line] = {}
         self._newest = 0
         self._placing: dict[int, int] = {}  # by place: the line of a supervisor that asks for a rank
@@ -245,11 +246,10 @@ class Switchboard:
         text = f"{there if address else 'no standby on another host: the job ends'} if host {self.succession.host} dies"
         effects.events.append(Event("standby", text, {"address": address, "term": self.succession.term}))
 
-    def moves(self, host: str, store_port: int) -> None:
-        """Handle that the standby on ``host`` is the coordinator now, with a key-value store of its own."""
+    def moves(self, host: str) -> None:
+        """Handle that the standby on ``host`` is the coordinator now."""
         self.succession.moves(host)
         self.membership.state.stood_by_elsewhere = False
-        self._welcome = replace(self._welcome, store_port=store_port)
 
     def knowing(self, term: int) -> set[WorkerId]:
         """Return the workers that know of this term or a later one. O(connections)."""

@@ -24,7 +24,7 @@ class WeakPoint(NamedTuple):
 def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
     """Yield what the job does not survive, and what keeps it from its best speed. O(members)."""
     hosts, strict = {member.host for member in roster}, job.placement == "strict"
-    alone, runs = len(hosts) == 1, "the coordinator and the store"
+    alone, runs = len(hosts) == 1, "the coordinator"
     if len(hosts) < LEAST:
         runs = f"all workers, {runs}" if alone else runs
         text = f"single point of failure: host {roster.first.host} runs {runs}; its loss ends the job"

@@ -36,13 +36,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Answers a Hello. ``store_port``: the port of the job's key-value store; ``job_id``: the job's name;
+    """Answers a Hello. ``job_id``: the job's name;
     ``incarnation``: to a worker, which process of its rank it is; ``ranks``: how many the job has; ``line``: the
     connection's number; ``heard``: how many messages the coordinator has received over it; ``token``: the sender of the
     Hello needs it to continue the connection.
     """
 
-    store_port: int
     job_id: str
     incarnation: int = 0
     ranks: int = 0
@@ -352,6 +351,15 @@ class Posted:
 
     board: str
     values: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class StoreAnswer:
+    """Answers the worker's StoreCall of this ``number`` with its ``values``, or says ``why_not``."""
+
+    number: int
+    values: tuple[bytes, ...]
+    why_not: str = ""
 
 
 @dataclass(frozen=True)

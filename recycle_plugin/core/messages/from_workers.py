@@ -334,6 +334,18 @@ class ReadBoard(OfWorker):
 
 
 @dataclass(frozen=True)
+class StoreCall(OfWorker, most=1 << 24):
+    """From a worker: it calls a method of the script's store (core/coordinator/facts/key_values.py). Answered by
+    StoreAnswer with the same ``number``.
+    """
+
+    number: int
+    call: str
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class WantResult(OfWorker):
     """From a worker: the worker of rank ``holder`` is to post the result of collective ``number`` of the sequence
     ``line``. The coordinator forwards it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from recycle_plugin.core.messages.from_coordinator import Posted, Refused, Welcome
+from recycle_plugin.core.messages.from_coordinator import Posted, Refused, StoreAnswer, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, StandsBy, Turns
 
@@ -54,7 +54,8 @@ class Heard:
     def is_due(self, message: object) -> bool:
         """Count ``message``. Return whether the other end is to hear the count; sooner if it keeps a long message."""
         self.count += 1
-        if self.count - self._said < EVERY and not (isinstance(message, Posted) or getattr(message, "PACKS", False)):
+        long = isinstance(message, Posted | StoreAnswer) or getattr(message, "PACKS", False)
+        if self.count - self._said < EVERY and not long:
             return False
         self._said = self.count
         return True

@@ -302,7 +302,7 @@ class SimulatedStandby(Process):
 
     def _lead(self, known: Known) -> None:
         gone = known.board.succession.host
-        known.board.moves(f"host{self.host}", 1)
+        known.board.moves(f"host{self.host}")
         self.leads = made = SimulatedCoordinator(self.takeovers, self.host, known.board, known)
         if self._side is not None:
             self._side.close()

@@ -49,7 +49,7 @@ class Takeovers(Coordination):
         self.cluster = self._cluster = cluster
         self._pids = 100
         self.hosts, self.one = Hosts(self), OneHistory(cluster.watcher.say)
-        board = Switchboard(len(cluster.workers), 1, "a job", 0.0, "host0")
+        board = Switchboard(len(cluster.workers), "a job", 0.0, "host0")
         self.leader = SimulatedCoordinator(self, 0, board)
         self.all = [self.leader]  # all that have coordinated
         self.one.board = board

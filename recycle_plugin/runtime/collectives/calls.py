@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives import group as groups
 from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import calling_line, named
 from recycle_plugin.runtime.collectives.group import MemberGroup
+from recycle_plugin.runtime.collectives.script_store import ScriptStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.stage_state import fingerprint
 
@@ -31,13 +34,28 @@ Stock = Callable[..., Any]
 
 
 def init_process_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """Make torch's default group one that can lose members, for each backend that ``recycle`` stands in for."""
+    """Make torch's default group one that can lose members, for each backend that ``recycle`` stands in for. Its store
+    is at the coordinator, unless the script brings one.
+    """
     bound = _bound(stock, arguments, given)
+    _bring_store(session, bound.arguments)
     if groups.takes(bound.arguments.get("backend")):
         groups.register(session)
         bound.arguments["backend"] = BACKEND
         _unbound(bound)
     return stock(*bound.args, **bound.kwargs)
+
+
+def _bring_store(session: Session, asked: dict[str, Any]) -> None:
+    """Give the job's store in place of one that every rank would look for at the master's address."""
+    method = asked.get("init_method") or "env://"
+    if asked.get("store") is not None or asked.get("backend") == "fake" or not method.startswith(("env://", "tcp://")):
+        return
+    asked.pop("init_method", None)
+    for name, variable, own in (("rank", "RANK", session.rank), ("world_size", "WORLD_SIZE", session.ranks)):
+        if asked.get(name, -1) < 0:
+            asked[name] = int(os.environ.get(variable, own))
+    asked["store"] = ScriptStore(session, asked.get("timeout") or default_pg_timeout)
 
 
 def new_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:

@@ -44,7 +44,7 @@ LISTEN_S = 60.0
 class Coordinator(Exchange):
     """The coordinator's server for a job of ``ranks`` workers.
 
-    ``store_port``: the port of the job's key-value store. ``say(event, now)`` gets every event. ``secret``: what each
+    ``say(event, now)`` gets every event. ``secret``: what each
     process that connects has to know. ``claim(job, job_id)`` claims the job's folders (claims.py) and returns why that
     fails, or "". ``known``: the state of a dead coordinator from which this one goes on.
     """
@@ -52,7 +52,6 @@ class Coordinator(Exchange):
     def __init__(
         self,
         ranks: int,
-        store_port: int,
         say: Callable[[Event, float], None],
         secret: Secret,
         claim: Callable[[JobSpec, str], str] = lambda job, job_id: "",
@@ -64,7 +63,7 @@ class Coordinator(Exchange):
         self._serving: dict[asyncio.Task[Any], InLoop] = {}
         if known is None:  # several jobs may start in one second
             job_id = f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
-            board = Switchboard(ranks, store_port, job_id, clock.now(), host_name())
+            board = Switchboard(ranks, job_id, clock.now(), host_name())
         else:
             board = known.board
             if board.over is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.authentication.secret import AT, Secret, SecretFile
-from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, StoreAnswer, Welcome
 from recycle_plugin.core.messages.from_workers import (
     Hello,
     Leaving,
@@ -36,6 +36,7 @@ from recycle_plugin.runtime.control.connections import ControlWay, connect
 from recycle_plugin.runtime.control.framed import Control
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
+from recycle_plugin.runtime.control.store_access import StoreAccess
 from recycle_plugin.runtime.control.waiting import Waiting
 from recycle_plugin.runtime.system.host import host_name
 
@@ -61,6 +62,7 @@ class Session:
 
     * ``view``: what this worker knows of the job. ``waiting``: its waits for changes of that and for peers.
     * ``hooks``: the script's. ``thread``: what the training thread is at. ``boards``: what workers post for each other.
+    * ``store``: the keys and values of the script's store.
     * ``group_sums``, ``device_link``: the settings. ``configured``: they are known, or the plugin is off.
     * For runtime/collectives/outcomes.py: ``wanted`` is called in the listening thread when another worker asks for a
       result, ``when_adopted`` at each membership. ``follow(group)`` tells a group of membership changes as long as it
@@ -94,15 +96,13 @@ class Session:
                 f"{control.broken or welcome or 'it says nothing'}"
             )
         self.ranks = welcome.ranks
-        there = control.address
-        # (host, port) of the job's key-value store; None within the coordinator's process
-        self.store = None if there is None else (there[0], welcome.store_port)
         self.job_id, self.view = welcome.job_id, ControlView(rank, welcome.incarnation)
         self.view.adopting = self._adopting
         self.hooks, self.thread = ScriptHooks(), TrainingThread()
         self.heartbeats = Heartbeats(self.view, self.send, self._turn)
         self.waiting = Waiting(self.view, self.heartbeats, self.thread, self._refuse_forks, wait_timeout_s)
         self.boards = BoardAccess(self.view, self.send, self.waiting)
+        self.store = StoreAccess(self.view, self.send, self.waiting)
         self.group_sums, self.device_link = "warn", THROUGH_HOST
         self.follow: Callable[[Any], None] = lambda group: None
         self.when_adopted: Callable[[], None] = lambda: None
@@ -236,6 +236,9 @@ class Session:
             if isinstance(message, Posted):
                 self.boards.take(message)
                 continue
+            if isinstance(message, StoreAnswer):
+                self.store.take(message)
+                continue
             if isinstance(message, WantResult):
                 self.wanted(message)
                 continue
@@ -301,8 +304,6 @@ def connect_from_environment(
             control = connect(way, CONNECT_S if len(ways) == 1 else TRY_S)
             answer_s = RESUME_S if tries.goes_elsewhere else CONNECT_S  # a standby may never lead
             made = Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation, answer_s=answer_s)
-            if not tries.goes_elsewhere:
-                made.store = None  # the environment has that store's address
             _made.append(made)
             return made
         except NotWelcomed:  # the coordinator may have died, and another may take its place

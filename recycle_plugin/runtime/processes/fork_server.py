@@ -1,4 +1,4 @@
-"""A warm process that forks workers and stores, so that what all of them import is imported once.
+"""A warm process that forks workers, so that what all of them import is imported once.
 
 ``python -u -m recycle_plugin.runtime.processes.fork_server ADDRESS MODULE…`` imports the modules and prints one line.
 After ``ready ADDRESS`` it serves the requests of :mod:`recycle_plugin.runtime.processes.spawn`; after ``unsafe WHY`` it

@@ -7,7 +7,7 @@ standard library, no event loop, no threads, no connections. Its children are
   the worker's process, and what to do;
 * the *worker*, which the guard starts at the supervisor's request, and whose exit code it learns as its parent. The
   worker does not notice when supervisors change. After its end there may be a next one;
-* for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives all others, and a *standby*
+* for rank 0 the *host*, the coordinator (hosted.Hosted), which outlives all others, and a *standby*
   (standing_by.py). If the host is killed, the standby goes on in its place, and another is started. If no standby is in
   step with the host, the host's end is the job's, and the guard logs it in the run folder;
 * if the coordinator asks for it, a standby for a coordinator on another host: if it takes that one's place, it is this
@@ -33,7 +33,7 @@ From a supervisor:
 
 To the host:
 
-* ``{"lead", "store"}``: a former standby is the host now, for this reason; the store's process;
+* ``{"lead"}``: a former standby is the host now, for this reason;
 * ``{"through"}``: the supervisor has ended by itself, so the host ends once all others are gone;
 * ``{"signal"}``: as for a supervisor, if there is none any more.
 
@@ -41,7 +41,6 @@ From the host:
 
 * ``{"leads"}``: a standby for another host is the coordinator now, at this address;
 * ``{"ready"}``: the host listens;
-* ``{"store"}``: the store's process, with a descriptor, if any, that has to stay open for the store to live;
 * ``{"mirror"}``: the standby that knows all that the host has let others know, 0 for none any more;
 * ``{"folder"}``: the run folder is known;
 * ``{"closing"}``: all others are gone, and the host ends.
@@ -131,7 +130,6 @@ class Guard:
         self._hosted: Pipe | None = None
         self._standing_by: tuple[int, Pipe] | None = None  # the standby's process and line
         self._mirror = 0  # the process that is in step with the host
-        self._store: int | None = None  # the store's process
         self._ready = host is None
         self._closing: float | None = None  # since when the host waits for no others
         self._elsewhere = False  # whether a process on another host may go on in the coordinator's place
@@ -366,7 +364,7 @@ class Guard:
             return False
         self._host_pid, self._hosted = self._standing_by
         self._standing_by, self._mirror = None, 0
-        self._hosted.tell(lead=f"the coordinator's process {how}", store=self._store)
+        self._hosted.tell(lead=f"the coordinator's process {how}")
         if self._result is not None:
             self._hosted.tell(through=True)
         elif self._is_worth_another():
@@ -421,7 +419,6 @@ class Guard:
     def _take_of_host(self, messages: list[dict[Any, Any]]) -> None:
         for message in messages:
             self._folder = message.get("folder", self._folder)
-            self._store = message.get("store", self._store)
             self._elsewhere = message.get("elsewhere", self._elsewhere)
             self._follow(message.get("mirror", self._mirror))
             if "ready" in message and not self._ready:

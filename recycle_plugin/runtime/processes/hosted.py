@@ -1,6 +1,5 @@
-"""What the host of rank 0 runs: the coordinator, on the launcher's own master port, and the job's key-value store. Rank
-0's guard hosts them (runtime/processes/guard.py), or the launcher for one host. Workers learn the store's port through
-``MASTER_PORT``, so stock ``env://`` finds it.
+"""What the host of rank 0 runs: the coordinator, on the launcher's own master port. Rank 0's guard hosts it
+(runtime/processes/guard.py), or the launcher for one host.
 """
 
 from __future__ import annotations
@@ -24,22 +23,18 @@ from recycle_plugin.authentication.secret import NoSecret, SecretFile
 from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.mirror import Known
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import NoCredentials
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import DEPOSED, Pipe
-from recycle_plugin.runtime.processes.spawn import ForkedProcess, Process, spawn
 from recycle_plugin.runtime.processes.telling import Telling
-from recycle_plugin.runtime.processes.variables import SERVER_VARIABLE
 from recycle_plugin.runtime.system import clock
 from recycle_plugin.runtime.system.console import say
 from recycle_plugin.runtime.system.host import host_name
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
-STORE_S = 5.0  # how long the store's process may take to end once killed
 FREE_S, LOOK_S = 10.0, 0.02  # how long a dead coordinator's port may be taken; s between tries
 KEEP_S = 3600.0  # s between refreshes of the secret's file
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
@@ -68,55 +63,20 @@ async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: 
         waiting.cancel()
 
 
-class Adopted:
-    """A process whose parent, another process, is dead: its end can be seen, but not its exit code."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:
-            self._ended.set_result(None)
-        else:
-            asyncio.get_running_loop().add_reader(descriptor, self._see, descriptor)
-
-    def _see(self, descriptor: int) -> None:
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
-        if not self._ended.done():
-            self._ended.set_result(None)
-
-    async def wait(self) -> None:
-        """Wait for the process's end."""
-        await asyncio.shield(self._ended)
-
-    def send_signal(self, number: int) -> None:
-        """Send the process a signal, if it is still there."""
-        if not self._ended.done():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-
 class BadMaster(RuntimeError):
     """The master's address or port can't be used; the message says what to give the launcher instead."""
 
 
 class Hosted:
-    """The ``coordinator`` and the store's process, hosted by rank 0's guard or by the launcher for one host."""
+    """The ``coordinator``, hosted by rank 0's guard or by the launcher for one host."""
 
     def __init__(
         self,
         coordinator: Coordinator,
-        store: Process | Adopted,
-        life: int,
         telling: Telling,
         secret: SecretFile,
     ) -> None:
         self.coordinator, self._telling, self._secret = coordinator, telling, secret
-        self._store, self._life = store, life
-        self._closing = False
-        self._watching = asyncio.create_task(self._watch_store())
         self._keeping = asyncio.create_task(self._keep_secret())
 
     @classmethod
@@ -128,14 +88,14 @@ class Hosted:
         told: Callable[[Event], None] = lambda event: None,
         guard: int | None = None,
     ) -> Hosted:
-        """Start the coordinator and the store's process, and create the job's secret. ``told`` gets all events that the
+        """Start the coordinator, and create the job's secret. ``told`` gets all events that the
         user gets. ``guard``: the process that ends the job at SIGTERM, if not this one. Raises BadMaster if the port of
         ``address`` is taken, and NoCredentials.
         """
         file, here = SecretFile.of(environment | {"MASTER_PORT": str(address[1])}), _own_address(address[0])
-        secret, listener = file.make(), socket.create_server((here, 0), backlog=4096)
+        secret = file.make()
         telling = Telling(address, secret, guard or os.getpid(), told)
-        coordinator = Coordinator(ranks, listener.getsockname()[1], telling.say, secret, telling.claims.take)
+        coordinator = Coordinator(ranks, telling.say, secret, telling.claims.take)
         telling.run_dir = lambda: coordinator.run_dir
         try:
             await coordinator.start(here, address[1], file.put)
@@ -143,10 +103,9 @@ class Hosted:
             advice = OF_TORCHRUN if "TORCHELASTIC_RUN_ID" in environment else ANOTHER_PORT
             raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {advice}") from error
         if here == ANYWHERE:
-            text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"
+            text = f"{address[0]} is no address of this host, so the coordinator listens at all of its addresses"
             telling.say(Event("warning", text), clock.now())
-        store, life = await _start_store(listener, environment)
-        return cls(coordinator, store, life, telling, file)
+        return cls(coordinator, telling, file)
 
     @classmethod
     async def go_on(
@@ -154,17 +113,16 @@ class Hosted:
         address: tuple[str, int],
         known: Known,
         secret: SecretFile,
-        store: int,
         told: Callable[[Event], None],
         guard: int,
         why: str,
     ) -> Hosted:
-        """Go on at the ``address`` of a dead coordinator, with its state ``known``. ``store``: the store's process.
+        """Go on at the ``address`` of a dead coordinator, with its state ``known``.
         ``why``: how the coordinator has ended, in words. Raises BadMaster if the port does not become free.
         """
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await _until_free(lambda: coordinator.start(_own_address(address[0]), address[1], secret.adopt), address[1])
-        return cls(coordinator, Adopted(store), -1, telling, secret)._taken_over(why)
+        return cls(coordinator, telling, secret)._taken_over(why)
 
     @classmethod
     async def lead(
@@ -172,24 +130,21 @@ class Hosted:
         entrance: Entrance,
         known: Known,
         secret: SecretFile,
-        environment: dict[str, str],
         told: Callable[[Event], None],
         guard: int,
         hand_over: Callable[[Callable[[InLoop, Hello], None]], None],
     ) -> Hosted:
-        """Go on at the ``entrance`` of this host, with a new store, in place of a coordinator on another host, after
+        """Go on at the ``entrance`` of this host, in place of a coordinator on another host, after
         enough workers have turned here. ``hand_over`` passes their connections, and later ones, to a function.
         """
         address, gone = entrance.address, known.board.succession.host
-        listener = socket.create_server((address[0], 0), backlog=4096)
-        known.board.moves(host_name(), listener.getsockname()[1])
+        known.board.moves(host_name())
         coordinator, telling = cls._following(address, known, secret, told, guard)
         await coordinator.lead(entrance, gone)
         hand_over(coordinator.answer)
         where = "{}:{}".format(*address)
         why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to {where}"
-        store, life = await _start_store(listener, environment)
-        return cls(coordinator, store, life, telling, secret)._taken_over(why)
+        return cls(coordinator, telling, secret)._taken_over(why)
 
     def _taken_over(self, why: str) -> Hosted:
         """Tell the user ``why``, and claim the job's folders anew; returns this."""
@@ -209,7 +164,7 @@ class Hosted:
             telling.go_on(board.start, clock.now())
         for event in known.events:
             telling.say_unless_said(event, clock.now())
-        return Coordinator(0, 0, telling.say, secret.read(), telling.claims.take, known), telling
+        return Coordinator(0, telling.say, secret.read(), telling.claims.take, known), telling
 
     def watch_standby(self, guard: Pipe) -> None:
         """From now on tell the ``guard`` and the user which process could go on in this one's place."""
@@ -222,12 +177,8 @@ class Hosted:
 
         self.coordinator.mirror.watch(changes)
 
-    def tell_store(self, guard: Pipe) -> None:
-        """Tell the ``guard`` the store's process, and hand over the descriptor without which the store ends."""
-        guard.tell(self._life, store=self._store.pid)
-
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
-        """End coordinator and store once the other supervisors are gone, whose workers may train on without this one's.
+        """End the coordinator once the other supervisors are gone, whose workers may train on without this one's.
         ``closing`` is called before that end. ``at_once``: don't wait for the supervisors.
         """
         if not at_once:
@@ -240,14 +191,8 @@ class Hosted:
             _begin_report(folder)
 
     async def leave(self) -> None:
-        """End both, and leave what is the job's alone: the job may go on elsewhere."""
+        """End the coordinator, and leave what is the job's alone: the job may go on elsewhere."""
         await self.coordinator.close()
-        self._closing = True
-        if not self._watching.done():
-            self._store.send_signal(signal.SIGKILL)
-        # a fork server that is stopped never reports the end
-        await asyncio.wait({self._watching}, timeout=STORE_S)
-        self._watching.cancel()
         self._keeping.cancel()
 
     async def _keep_secret(self) -> None:
@@ -255,13 +200,6 @@ class Hosted:
         while await pause(KEEP_S):
             with suppress(NoSecret):  # nobody misses it until a worker comes
                 self._secret.keep()
-
-    async def _watch_store(self) -> None:
-        """Fail the job if the store's process ends: without it workers could not find each other, and would wait."""
-        code = await self._store.wait()
-        if not self._closing:
-            how = "has ended" if code is None else how_ended(code)
-            self.coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
 def _begin_report(folder: Path) -> None:
@@ -304,7 +242,7 @@ def _own_address(master: str) -> str:
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Run coordinator and store at rank 0's guard. Return the job's exit code once all supervisors are gone."""
+    """Run the coordinator at rank 0's guard. Return the job's exit code once all supervisors are gone."""
     address, ranks = address_of(environment), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
 
@@ -313,7 +251,6 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             _check_reachable(address[0])
         hosted = await Hosted.start(address, ranks, environment, partial(tell_folder, guard), os.getppid())
-        hosted.tell_store(guard)
         reader, _ = await asyncio.open_connection(sock=line)
         return await until_through(hosted, guard, reader)
 
@@ -340,21 +277,6 @@ async def until_through(hosted: Hosted, guard: Pipe, reader: asyncio.StreamReade
     for task in (hearing, *ways):
         task.cancel()
     return DEPOSED if deposed else hosted.coordinator.code
-
-
-async def _start_store(listener: socket.socket, environment: dict[str, str]) -> tuple[Process, int]:
-    """Start the store's process on ``listener``. Return it, and the descriptor without which it ends."""
-    os.set_inheritable(listener.fileno(), True)
-    module, (end, life) = "recycle_plugin.runtime.processes.store_host", os.pipe()
-    if SERVER_VARIABLE in environment:
-        store = await spawn(module, [str(listener.fileno()), "-1"], environment, listener.fileno())
-        os.close(life)
-        life = store.life if isinstance(store, ForkedProcess) else -1
-    else:
-        store = await spawn(module, [str(listener.fileno()), str(end)], environment, listener.fileno(), end)
-    os.close(end)
-    listener.close()
-    return store, life
 
 
 def address_of(environment: dict[str, str]) -> tuple[str, int]:

@@ -78,7 +78,7 @@ async def _here(
         return None
     call_this(HOST)
     told = partial(tell_folder, guard)
-    return await Hosted.go_on(address, learnt[-1], secret, said["store"], told, os.getppid(), said["lead"])
+    return await Hosted.go_on(address, learnt[-1], secret, told, os.getppid(), said["lead"])
 
 
 async def _follow(way: ControlWay, learnt: list[Known]) -> None:
@@ -110,9 +110,8 @@ async def _elsewhere(
     await asyncio.wait((alone,))
     call_this(HOST)
     entrance, told = candidate.entrance, partial(tell_folder, guard)
-    hosted = await Hosted.lead(entrance, known, secret, environment, told, os.getppid(), candidate.hand_over)
+    hosted = await Hosted.lead(entrance, known, secret, told, os.getppid(), candidate.hand_over)
     guard.tell(leads=entrance.address)
-    hosted.tell_store(guard)
     return hosted
 
 

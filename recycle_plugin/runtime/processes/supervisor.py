@@ -292,8 +292,8 @@ class Supervisor:
             "RANK": str(self._rank),
             "RECYCLE_PLACEMENT": self._placement,
             "RECYCLE_INCARNATION": str(self._incarnation),
-            "MASTER_PORT": str(self._welcome.store_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the plugin has the store, every rank is its client
+            "MASTER_PORT": str(self._address[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to listen at the master's port
             "MASTER_ADDR": self._address[0],
             "RECYCLE_COORDINATOR": ",".join(f"{host}:{port}" for host, port in self._addresses),
             AT: str(self._secret.path),
@@ -480,7 +480,7 @@ class Supervisor:
         return True
 
     async def _stands_again(self, hello: Hello, timeout_s: float) -> bool:
-        """Resume the connection, perhaps at another address with another store. Return whether it stands."""
+        """Resume the connection, perhaps at another address. Return whether it stands."""
         welcome = await self._control.resume(hello, timeout_s)
         if welcome is None:
             return False

@@ -13,6 +13,7 @@ from wrappers.broken_lines import *  # noqa: F403
 from wrappers.deaths import *  # noqa: F403
 from wrappers.devices import *  # noqa: F403
 from wrappers.gates import *  # noqa: F403
+from wrappers.keys import *  # noqa: F403
 from wrappers.nccl import *  # noqa: F403
 from wrappers.negative_controls import *  # noqa: F403
 from wrappers.paces import *  # noqa: F403

@@ -1,0 +1,149 @@
+"""The keys and values of torch's store as scripts see it (runtime/collectives/script_store.py).
+
+They are the coordinator's: who changes one is a worker of the job, and they go on with the coordinator's successor. The
+calls are those of torch's Store. What one call costs does not grow with the number of keys that it does not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from recycle_plugin.core.messages.from_coordinator import StoreAnswer
+from recycle_plugin.core.messages.from_workers import StoreCall
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+SHARE = 64 << 20  # bytes of all keys and values
+EACH = 256  # bytes that a key or a wait counts for beside its own
+MOST = 8 << 20  # bytes of an answer: one message can carry them
+Tell = Callable[[WorkerId, object], object]
+
+
+@dataclass
+class Wait:
+    """A worker's call ``number``, which is answered once none of the keys is ``missing``."""
+
+    worker: WorkerId
+    number: int
+    missing: list[str]
+
+
+@dataclass
+class KeyValues:
+    """All keys of a job's store, and who waits for which."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    used: int = 0  # bytes
+    waits: dict[str, list[Wait]] = field(default_factory=dict)  # by a missing key
+
+    def call(self, call: StoreCall, tell: Tell) -> None:
+        """Do what ``call`` says and answer it, or explain why not."""
+        try:
+            answer = CALLS[call.call](self, call, tell)
+        except (NoRoom, LookupError, ValueError) as error:  # also for what no store says
+            tell(call.worker, StoreAnswer(call.number, (), str(error)))
+        else:
+            if answer is not None:
+                tell(call.worker, StoreAnswer(call.number, tuple(answer)))
+
+    def _put(self, key: str, value: bytes, tell: Tell) -> None:
+        if len(value) > MOST:
+            raise NoRoom(f"its value would have more than {MOST >> 20} MiB")
+        before = self.values.get(key)
+        size = len(value) - len(before) if before is not None else EACH + len(key) + len(value)
+        self._take_room(size)
+        self.values[key] = value
+        for wait in self.waits.pop(key, ()):
+            self.used -= EACH
+            self._await(wait, tell)
+
+    def _take_room(self, size: int) -> None:
+        if size > 0 and self.used + size > SHARE:
+            raise NoRoom(f"the store of the job keeps at most {SHARE >> 20} MiB; delete keys that nobody needs")
+        self.used += size
+
+    def _await(self, wait: Wait, tell: Tell) -> None:
+        """Answer ``wait`` if all of its keys are there, else keep it at the first that is not."""
+        wait.missing = [key for key in wait.missing if key not in self.values]
+        if not wait.missing:
+            tell(wait.worker, StoreAnswer(wait.number, ()))
+        else:
+            self._take_room(EACH)
+            self.waits.setdefault(wait.missing[0], []).append(wait)
+
+    # --- the calls -------------------------------------------------------------------------------------
+
+    def _set(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        for key, value in zip(call.keys, call.values, strict=True):
+            self._put(key, value, tell)
+        return ()
+
+    def _get(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        """The values of keys that are there, since the worker has waited for them."""
+        missing = [key for key in call.keys if key not in self.values]
+        if missing:
+            raise ValueError(f"key {missing[0][:80]!r} was deleted")
+        if sum(len(self.values[key]) + EACH for key in call.keys) > MOST:
+            raise ValueError(f"these values have more than {MOST >> 20} MiB; ask for fewer at a time")
+        return [self.values[key] for key in call.keys]
+
+    def _add(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        key, more = call.keys[0], int(call.values[0])
+        value = b"%d" % (int(self.values.get(key, b"0")) + more)
+        self._put(key, value, tell)
+        return [value]
+
+    def _append(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        self._put(call.keys[0], self.values.get(call.keys[0], b"") + call.values[0], tell)
+        return ()
+
+    def _compare_set(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        """As torch's: an absent key is set only if nothing is expected, and else what was expected comes back."""
+        (key,), (expected, desired) = call.keys, call.values
+        if self.values.get(key, b"") == expected:
+            self._put(key, desired, tell)
+        return [self.values.get(key, expected)]
+
+    def _delete(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        value = self.values.pop(call.keys[0], None)
+        if value is None:
+            return [b"0"]
+        self.used -= EACH + len(call.keys[0]) + len(value)
+        return [b"1"]
+
+    def _count(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        return [b"%d" % len(self.values)]
+
+    def _check(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
+        return [b"1" if all(key in self.values for key in call.keys) else b"0"]
+
+    def _wait(self, call: StoreCall, tell: Tell) -> None:
+        self._await(Wait(call.worker, call.number, list(call.keys)), tell)
+
+    def _wait_no_more(self, call: StoreCall, tell: Tell) -> None:
+        """The worker's call of this number has passed its deadline. O(waits for its keys)."""
+        for key in call.keys:
+            there = self.waits.get(key, [])
+            kept = [wait for wait in there if (wait.worker, wait.number) != (call.worker, call.number)]
+            self.used -= EACH * (len(there) - len(kept))
+            self.waits[key] = kept
+            if not kept:
+                del self.waits[key]
+
+
+class NoRoom(Exception):
+    """The store is full."""
+
+
+CALLS: dict[str, Callable[[KeyValues, StoreCall, Tell], Iterable[bytes] | None]] = {
+    "set": KeyValues._set,
+    "get": KeyValues._get,
+    "add": KeyValues._add,
+    "append": KeyValues._append,
+    "compare_set": KeyValues._compare_set,
+    "delete_key": KeyValues._delete,
+    "num_keys": KeyValues._count,
+    "check": KeyValues._check,
+    "wait": KeyValues._wait,
+    "wait_no_more": KeyValues._wait_no_more,
+}
