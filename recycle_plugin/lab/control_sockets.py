@@ -149,7 +149,7 @@ class _Workers:
 
     def _beat(self, rank: int) -> None:
         self._number += 1
-        self._say(Heartbeat(rank, self._number, 1, Activity(COMPUTES, f"{rank}F0.0@1"), 1))
+        self._say(Heartbeat(rank, self._number, self._number, Activity(COMPUTES, f"{rank}F0.0@1"), 1))
 
     def _watch(self, rank: int) -> None:
         self._supervisors[rank].send(SupervisorHeartbeat(rank, False, time.monotonic()), DEADLINE_S)
