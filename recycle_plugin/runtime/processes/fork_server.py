@@ -115,9 +115,7 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._abandoned(pid))
         _tell(connection, pid)
 
-    def _become_worker(
-        self, connection: socket.socket, request: Request, out: int, err: int, kept: int | None = None
-    ) -> None:
+    def _become_worker(self, connection: socket.socket, request: Request, out: int, err: int) -> None:
         self._listener.close()
         self._selector.close()
         connection.close()
@@ -128,11 +126,7 @@ class Server:
             os.close(ended)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        if kept is not None:
-            assert request.keep_fd is not None, "a third descriptor gets a number"
-            os.dup2(kept, request.keep_fd)
-        given = {stream for stream in (out, err, kept) if stream is not None}
-        for stream in given - {1, 2, request.keep_fd}:
+        for stream in {out, err} - {1, 2}:
             os.close(stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -185,7 +179,7 @@ def _received(connection: socket.socket) -> tuple[Request, list[int]]:
 def _request(connection: socket.socket, head: bytes, streams: int) -> Request:
     size = LANGUAGE.size(head + _read(connection, HEAD.size - len(head)))
     request = size if isinstance(size, Unreadable) else LANGUAGE.message(_read(connection, size))
-    if not isinstance(request, Request) or streams != 2 + (request.keep_fd is not None):
+    if not isinstance(request, Request) or streams != 2:
         raise ValueError(f"{request}, with {streams} descriptors")
     return request
 

@@ -470,7 +470,7 @@ class Guard:
         from recycle_plugin.runtime.processes.spawn import Request, ask, forked_pid
 
         module, *arguments = command
-        request = Request(module, tuple(arguments), environment, os.getcwd(), None)
+        request = Request(module, tuple(arguments), environment, os.getcwd())
         connection = ask(environment[SERVER_VARIABLE], request, [1, 2])
         connection.settimeout(FORK_S)
         answer = b""

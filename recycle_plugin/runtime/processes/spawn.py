@@ -42,13 +42,12 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A request to run ``module`` with ``arguments`` in ``folder``. ``keep_fd``: the third descriptor's number."""
+    """A request to run ``module`` with ``arguments`` in ``folder``."""
 
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
     folder: str
-    keep_fd: int | None = None
 
 
 LANGUAGE = Language((Request,))
@@ -58,16 +57,12 @@ class NoServer(RuntimeError):
     """There is no process to fork workers from; the message says why."""
 
 
-async def spawn(module: str, arguments: list[str], environment: dict[str, str], *keep: int) -> Process:
-    """Start ``python -m module arguments``. ``keep``: open descriptors that it inherits under the same numbers; a
-    server takes at most one. Raises ConnectionError if a server should fork it and can't.
-    """
+async def spawn(module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+    """Start ``python -m module arguments``. Raises ConnectionError if a server should fork it and can't."""
     server = environment.get(SERVER_VARIABLE)
     if server:
-        return await ForkedProcess.start(server, module, arguments, environment, *keep)
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-u", "-m", module, *arguments, env=environment, pass_fds=keep
-    )
+        return await ForkedProcess.start(server, module, arguments, environment)
+    return await asyncio.create_subprocess_exec(sys.executable, "-u", "-m", module, *arguments, env=environment)
 
 
 class ForkedProcess:
@@ -79,20 +74,11 @@ class ForkedProcess:
         self._writer = writer  # when it closes, the server kills the worker
 
     @classmethod
-    async def start(
-        cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None
-    ) -> ForkedProcess:
+    async def start(cls, server: str, module: str, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
         """Have ``server`` fork a process; raises ConnectionError if it does not."""
-        request = Request(module, tuple(arguments), environment, os.getcwd(), keep_fd)
-        connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
+        connection = ask(server, Request(module, tuple(arguments), environment, os.getcwd()), [1, 2])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(forked_pid(module, await reader.readline()), reader, writer)
-
-    @property
-    def life(self) -> int:
-        """The descriptor of the connection: the process is killed when it closes."""
-        number: int = self._writer.get_extra_info("socket").fileno()
-        return number
 
     async def wait(self) -> int:
         """Wait for its end. Return its exit code, negative for a signal; -SIGKILL if the server itself is gone."""
@@ -106,8 +92,8 @@ class ForkedProcess:
 
 
 def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
-    """Ask the server for a fork with these descriptors as standard output, standard error and ``request.keep_fd``. The
-    socket then brings a line with the process id, and one with the exit code. Raises ConnectionError.
+    """Ask the server for a fork with these descriptors as standard output and standard error. The socket then brings a
+    line with the process id, and one with the exit code. Raises ConnectionError.
     """
     frame = LANGUAGE.encode(request)
     connection = socket.socket(socket.AF_UNIX)
