@@ -325,8 +325,10 @@ def test_all_that_a_loss_function_gives_is_logged_as_by_stock_whoever_dies(
 
 
 def _lines(of: Trained) -> list[str]:
-    """What is printed of steps and evaluations, without times."""
-    found = re.findall(r"(?: iteration +\d+/.*?consumed|validation loss at ).*", of.result.output)
+    """What is printed of steps and evaluations, without times, and without what another rank prints on the same line:
+    each tells of its memory after the first step.
+    """
+    found = re.findall(r" iteration +\d+/.*?consumed.*?nan iterations: +\d+ \||validation loss at .*", of.result.output)
     return [re.sub(r"elapsed time.*?\| (throughput.*?\|)?", "", line).rstrip() for line in found]
 
 
