@@ -14,6 +14,8 @@ from tests.support.hugging_face import PLAIN, RANKS, Start, accuracy, by_hand, e
 
 STEPS, HELD = 30, 5
 RETURNS = {"samples": 8 * STEPS, "held": [HELD], "recycle": {"rejoin": "always"}}
+# Held at a second step too, many steps behind the first: who comes back may be called off, and then comes a few later.
+TWICE, LONGER = RETURNS | {"held": [HELD, HELD + 45]}, 3 * STEPS
 SEVERAL = {"samples": 53, "held": [HELD], "recycle": {"rejoin": "always"}}  # 7 batches an epoch for each rank
 
 
@@ -160,26 +162,25 @@ def test_a_stream_that_each_rank_reads_goes_on_in_who_comes_back(start):
 @pytest.mark.parametrize("stage, where", [(3, "beginning"), (1, "step")])
 def test_who_dies_as_it_comes_back_comes_back_once_more(start, stage, where):
     """Others wait for it then, with the words of their batches, or in the step."""
-    more = RETURNS | {"held": [HELD, HELD + 15]}
     kills = [[0, "step", 3], [0, where, 0, 1]]
-    result = start(stage=stage, kills=kills, arguments=PLAIN | {"max_steps": 2 * STEPS}, metrics=False, **more)
+    result = start(stage=stage, kills=kills, arguments=PLAIN | {"max_steps": LONGER}, metrics=False, **TWICE)
     assert result.code == 0 and not result.of("error"), result.output[-6000:]
     assert {rank: record["incarnation"] for rank, record in result.records.items()} == {0: 2, 1: 2, 2: 0, 3: 0}
     first, *others = result.records.values()
     assert all(other["weights"] == first["weights"] for other in others)
-    assert all(history(other) == history(first) for other in others) and len(history(first)) == 2 * STEPS
+    assert all(history(other) == history(first) for other in others) and len(history(first)) == LONGER
 
 
 def test_the_next_process_gives_the_loop_where_one_dies_in_that(start):
     """Three replicas of one rank, of which two come back, one after the other."""
-    kills, more = [[2, "step", 3], [0, "giving", 0]], RETURNS | {"held": [HELD, HELD + 15]}
-    arguments = PLAIN | {"max_steps": 2 * STEPS}
-    result = start(3, replicas=3, kills=kills, arguments=arguments, metrics=False, **more)
+    kills = [[2, "step", 3], [0, "giving", 0]]
+    arguments = PLAIN | {"max_steps": LONGER}
+    result = start(3, replicas=3, kills=kills, arguments=arguments, metrics=False, **TWICE)
     assert result.code == 0 and not result.of("error"), result.output[-6000:]
     assert {rank: record["incarnation"] for rank, record in result.records.items()} == {0: 1, 1: 0, 2: 1}
     first, *others = result.records.values()
     assert all(other["weights"] == first["weights"] for other in others)
-    assert all(history(other) == history(first) for other in others) and len(history(first)) == 2 * STEPS
+    assert all(history(other) == history(first) for other in others) and len(history(first)) == LONGER
 
 
 REFUSED = [
