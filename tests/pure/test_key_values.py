@@ -74,6 +74,35 @@ def test_a_wait_that_is_over_is_forgotten():
     assert not store.waits
 
 
+def test_a_wait_takes_room_until_it_is_answered_or_its_worker_is_gone():
+    store = KeyValues()
+    says(store, 1, 7, "wait", ["a", "b"])
+    says(store, 2, 7, "wait", ["b"])
+    says(store, 3, 7, "wait", ["c"])
+    assert store.used == 3 * EACH
+    says(store, 0, 0, "set", ["a", "b"], b"one", b"")
+    assert store.used == 3 * EACH + len("abone"), "two keys, and the wait of rank 3"
+    store.forget(WorkerId(3, 1))
+    assert list(store.waits) == ["c"], "another process of its rank"
+    store.forget(WorkerId(3))
+    assert not store.waits and store.used == 2 * EACH + len("abone")
+
+
+def test_several_keys_are_set_together_or_none_of_them():
+    store, large = KeyValues(), bytes(MOST)
+    says(store, 1, 7, "wait", ["a"])
+    for keys, *values in (
+        (["a", "b"], b"one", large + b"x"),
+        ([f"{number}" for number in range(9)], *[large] * 9),
+        (["a", "b"], b"one"),
+    ):
+        ((rank, *_, why),) = says(store, 0, 0, "set", keys, *values)
+        assert rank == 0 and isinstance(why, str)
+        assert not store.values and store.used == EACH and "a" in store.waits
+    assert says(store, 0, 1, "set", ["a", "a"], b"one", b"two") == [(1, 7, ()), (0, 1, ())]
+    assert store.values == {"a": b"two"} and store.used == EACH + len("atwo")
+
+
 def test_a_full_store_refuses_and_has_room_again():
     store, large = KeyValues(), bytes(MOST)
     fits = SHARE // (MOST + EACH + 1)
@@ -94,6 +123,7 @@ def test_what_no_store_says_is_answered_and_changes_nothing():
     for call, keys, *values in (
         ("rename", ["a"]),
         ("add", ["a"], b"one"),
+        ("add", ["a"], b"%d" % (1 << 63)),
         ("add", []),
         ("set", ["a"]),
         ("compare_set", ["a"], b""),

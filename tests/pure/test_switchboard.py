@@ -8,12 +8,20 @@ from random import Random
 
 import pytest
 
+from recycle_plugin.core.coordinator.facts.key_values import EACH as EACH_KEY
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.switchboard import LAST_WORDS_S, NEWS, News, Switchboard
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.from_coordinator import Collected, Generation, GenerationChange, Restart, Welcome
+from recycle_plugin.core.messages.from_coordinator import (
+    Collected,
+    Generation,
+    GenerationChange,
+    Restart,
+    StoreAnswer,
+    Welcome,
+)
 from recycle_plugin.core.messages.from_operators import AskDrain, AskLeave
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
@@ -23,6 +31,7 @@ from recycle_plugin.core.messages.from_workers import (
     Left,
     Ready,
     Stepped,
+    StoreCall,
     SupervisorHeartbeat,
     SurvivorReport,
 )
@@ -282,6 +291,29 @@ def test_a_worker_that_was_not_answered_may_come_once_more():
     board.said(again, Ready(member(1), 0, job()), 0.3, effects)
     other = board.opened(replace(hello, token="three"), "somebody", 0.4, effects)
     assert board.lines[other].worker != WorkerId(1) and again in board.lines
+
+
+def test_a_wait_in_the_store_goes_with_its_worker():
+    """Who is lost hears no answer, though it may still be connected."""
+    played = Played(0)
+    played.begin()
+    for rank in (2, 3):
+        played.says("worker", rank, StoreCall(rank, 5, "wait", ("a",), ()))
+    played.exits("worker", 3)
+    while WorkerId(3) not in played.board.membership.lost:
+        played.take("tick")
+    played.says("worker", 0, StoreCall(0, 0, "set", ("a",), (b"",)))
+    answers = [
+        each
+        for each in ("2", "3")
+        for said in played.heard[played.lines["worker", int(each)]]
+        if isinstance(said, StoreAnswer)
+    ]
+    assert answers == ["2"]
+    played.says("worker", 1, StoreCall(1, 5, "wait", ("b",), ()))
+    played.goes("worker", 1)
+    store = played.board.membership.state.key_values
+    assert not store.waits and store.used == EACH_KEY + len("a")
 
 
 def test_who_has_heard_of_the_last_generation_hears_what_has_changed_alone():

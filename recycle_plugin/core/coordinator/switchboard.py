@@ -172,6 +172,7 @@ class Switchboard:
         if line.worker is not None and self._workers.get(line.worker) == number:
             del self._workers[line.worker]
         if line.worker is not None:
+            self.membership.state.key_values.forget(line.worker)
             self._worker_closed(line.worker, now, effects)
         if line.hello.role == JOINING:
             for asked in [asked for asked, its in self._joiners.items() if its == number]:

@@ -46,16 +46,19 @@ class KeyValues:
             if answer is not None:
                 tell(call.worker, StoreAnswer(call.number, tuple(answer)))
 
-    def _put(self, key: str, value: bytes, tell: Tell) -> None:
-        if len(value) > MOST:
+    def _put(self, new: dict[str, bytes], tell: Tell) -> None:
+        """Set all of ``new`` and answer the waits that this ends, or set none of it. Raises NoRoom."""
+        if any(len(value) > MOST for value in new.values()):
             raise NoRoom(f"its value would have more than {MOST >> 20} MiB")
-        before = self.values.get(key)
-        size = len(value) - len(before) if before is not None else EACH + len(key) + len(value)
-        self._take_room(size)
-        self.values[key] = value
-        for wait in self.waits.pop(key, ()):
-            self.used -= EACH
-            self._await(wait, tell)
+        self._take_room(sum(_size(key, value) - self._size_of(key) for key, value in new.items()))
+        self.values |= new
+        for key in new:
+            for wait in self.waits.pop(key, ()):
+                self.used -= EACH
+                self._await(wait, tell)
+
+    def _size_of(self, key: str) -> int:
+        return _size(key, self.values[key]) if key in self.values else 0
 
     def _take_room(self, size: int) -> None:
         if size > 0 and self.used + size > SHARE:
@@ -74,8 +77,7 @@ class KeyValues:
     # --- the calls -------------------------------------------------------------------------------------
 
     def _set(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
-        for key, value in zip(call.keys, call.values, strict=True):
-            self._put(key, value, tell)
+        self._put(dict(zip(call.keys, call.values, strict=True)), tell)
         return ()
 
     def _get(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
@@ -89,27 +91,26 @@ class KeyValues:
 
     def _add(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
         key, more = call.keys[0], int(call.values[0])
-        value = b"%d" % (int(self.values.get(key, b"0")) + more)
-        self._put(key, value, tell)
-        return [value]
+        total = int(self.values.get(key, b"0")) + more
+        if not -(1 << 63) <= total < 1 << 63:
+            raise ValueError("the sum has more than the 64 bits that torch reads")
+        self._put({key: b"%d" % total}, tell)
+        return [self.values[key]]
 
     def _append(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
-        self._put(call.keys[0], self.values.get(call.keys[0], b"") + call.values[0], tell)
+        self._put({call.keys[0]: self.values.get(call.keys[0], b"") + call.values[0]}, tell)
         return ()
 
     def _compare_set(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
         """As torch's: an absent key is set only if nothing is expected, and else what was expected comes back."""
         (key,), (expected, desired) = call.keys, call.values
         if self.values.get(key, b"") == expected:
-            self._put(key, desired, tell)
+            self._put({key: desired}, tell)
         return [self.values.get(key, expected)]
 
     def _delete(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
-        value = self.values.pop(call.keys[0], None)
-        if value is None:
-            return [b"0"]
-        self.used -= EACH + len(call.keys[0]) + len(value)
-        return [b"1"]
+        self.used -= self._size_of(call.keys[0])
+        return [b"0" if self.values.pop(call.keys[0], None) is None else b"1"]
 
     def _count(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
         return [b"%d" % len(self.values)]
@@ -122,13 +123,22 @@ class KeyValues:
 
     def _wait_no_more(self, call: StoreCall, tell: Tell) -> None:
         """The worker's call of this number has passed its deadline. O(waits for its keys)."""
-        for key in call.keys:
-            there = self.waits.get(key, [])
-            kept = [wait for wait in there if (wait.worker, wait.number) != (call.worker, call.number)]
+        self._forget(call.keys, lambda wait: (wait.worker, wait.number) == (call.worker, call.number))
+
+    def forget(self, worker: WorkerId) -> None:
+        """Forget the waits of a worker that hears nothing any more. O(waits)."""
+        self._forget(tuple(self.waits), lambda wait: wait.worker == worker)
+
+    def _forget(self, keys: Iterable[str], is_over: Callable[[Wait], bool]) -> None:
+        for key in keys:
+            there = self.waits.pop(key, [])
+            if kept := [wait for wait in there if not is_over(wait)]:
+                self.waits[key] = kept
             self.used -= EACH * (len(there) - len(kept))
-            self.waits[key] = kept
-            if not kept:
-                del self.waits[key]
+
+
+def _size(key: str, value: bytes) -> int:
+    return EACH + len(key) + len(value)
 
 
 class NoRoom(Exception):
