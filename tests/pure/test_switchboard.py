@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -12,8 +13,9 @@ from recycle_plugin.core.coordinator.facts.key_values import EACH as EACH_KEY
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.switchboard import LAST_WORDS_S, NEWS, News, Switchboard
+from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
-from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.encoding import HEAD, decode, encode
 from recycle_plugin.core.messages.from_coordinator import (
     Collected,
     Generation,
@@ -29,6 +31,7 @@ from recycle_plugin.core.messages.from_workers import (
     Hello,
     Leaving,
     Left,
+    Post,
     Ready,
     Stepped,
     StoreCall,
@@ -38,6 +41,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.kept import BEATS, EVERY
 from recycle_plugin.core.messages.line_end import LineEnd
 from recycle_plugin.core.messages.mirroring import Got
+from recycle_plugin.core.messages.said import LONGEST
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import job, member
 
@@ -314,6 +318,21 @@ def test_a_wait_in_the_store_goes_with_its_worker():
     played.goes("worker", 1)
     store = played.board.membership.state.key_values
     assert not store.waits and store.used == EACH_KEY + len("a")
+
+
+@pytest.mark.parametrize(
+    "made", (partial(Post, 1, 0, "a board"), lambda value: StoreCall(1, 0, "set", ("a",), (value,)))
+)
+def test_the_longest_message_gets_to_who_stands_by(made):
+    """Within another one. A longer one is refused where it is said."""
+    long = bytes(LONGEST - 100)
+    message = made(long + bytes(LONGEST - (len(encode(made(long))) - HEAD.size)))
+    assert len(encode(message)) == HEAD.size + LONGEST
+    news = News("said", 1e9, 1 << 62, message=message)
+    assert News.of(decode(encode(news.taken(1 << 62, True)))) == news
+    with pytest.raises(ValueError, match="too long"):
+        encode(made(bytes(LONGEST)))
+    assert all(getattr(kind, "MOST", 0) <= LONGEST for kind in vars(from_workers).values())
 
 
 def test_who_has_heard_of_the_last_generation_hears_what_has_changed_alone():

@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed, W
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Post
 from recycle_plugin.core.messages.kept import EVERY
 from recycle_plugin.core.messages.mirroring import Got
+from recycle_plugin.core.messages.said import LONGEST
 from recycle_plugin.runtime.control import connections, framed
 from recycle_plugin.runtime.control.connections import SocketControl, connect
 from recycle_plugin.runtime.control.framed import Control, Disconnected
@@ -33,7 +34,7 @@ PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
 WELCOME = Welcome("a job")
 MIDDLE = Post(0, 0, "x", b"y" * (1 << 20))
-LARGE = Post(0, 0, "x", b"y" * (LIMIT - 100))  # more than any socket takes at once
+LARGE = Post(0, 0, "x", b"y" * (LONGEST - 100))  # more than any socket takes at once
 
 
 class Ends:

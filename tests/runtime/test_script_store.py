@@ -12,8 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from recycle_plugin.core.coordinator.facts.key_values import MOST
+from recycle_plugin.core.messages.encoding import LIMIT
+from recycle_plugin.core.messages.encoding import MOST as ENTRIES
 from recycle_plugin.core.messages.from_coordinator import End
 from recycle_plugin.core.messages.from_workers import StoreCall
+from recycle_plugin.core.messages.said import LONGEST
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.script_store import ScriptStore
 from recycle_plugin.runtime.control.connections import connect
@@ -127,6 +131,36 @@ def test_what_the_coordinator_refuses_is_an_error_that_says_why(alone):
     store.set("word", "no number")
     with pytest.raises(RecycleError, match="word"):
         store.add("word", 1)
+
+
+@pytest.mark.parametrize("size", (MOST + 1, LONGEST - 100, LONGEST, LIMIT, LIMIT + 100))
+def test_a_value_that_is_too_large_is_refused_and_the_store_goes_on(alone, size):
+    """By the coordinator, or here if no message carries it."""
+    _, session = alone
+    store = ScriptStore(session, timedelta(seconds=LONG_S))
+    with pytest.raises(RecycleError, match="the store can't set key 'large'") as refused:
+        store.set("large", bytes(size))
+    assert "\n" not in str(refused.value)
+    store.set("small", "value")
+    assert store.get("small") == b"value" and not store.check(["large"])
+
+
+def test_more_keys_than_a_message_has_are_refused_and_the_store_goes_on(alone):
+    _, session = alone
+    store = ScriptStore(session, timedelta(seconds=LONG_S))
+    store.set("k", "value")
+    assert store.check(["k"] * ENTRIES)
+    with pytest.raises(RecycleError, match=f"at most {ENTRIES}"):
+        store.check(["k"] * (ENTRIES + 1))
+    assert store.get("k") == b"value"
+
+
+def test_the_timeout_that_a_script_sets_holds_for_its_waits(alone):
+    _, session = alone
+    store = dist.PrefixStore("of a script", ScriptStore(session, timedelta(hours=1)))
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(dist.DistStoreError, match="of a script/nobody"):
+        store.get("nobody")
 
 
 def test_a_fork_of_a_worker_has_no_store(alone):

@@ -7,7 +7,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.activity import Activity
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.said import SUPERVISOR, OfWorker, ToCoordinator
+from recycle_plugin.core.messages.said import LONGEST, SUPERVISOR, OfWorker, ToCoordinator
 from recycle_plugin.core.messages.typed import Finite
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.iterator_draws import Place
@@ -314,7 +314,7 @@ class HostGoes(OfWorker, running=True):
 
 
 @dataclass(frozen=True)
-class Post(OfWorker, most=1 << 24):
+class Post(OfWorker, most=LONGEST):
     """From a worker: it posts ``value`` on ``board`` in membership ``generation``; ALWAYS: for newcomers of its rank
     (core/coordinator/facts/boards.py).
     """
@@ -334,7 +334,7 @@ class ReadBoard(OfWorker):
 
 
 @dataclass(frozen=True)
-class StoreCall(OfWorker, most=1 << 24):
+class StoreCall(OfWorker, most=LONGEST):
     """From a worker: it calls a method of the script's store (core/coordinator/facts/key_values.py). Answered by
     StoreAnswer with the same ``number``.
     """

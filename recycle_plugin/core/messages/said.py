@@ -9,6 +9,7 @@ from typing import ClassVar
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 WORKER, SUPERVISOR = "worker", "supervisor"
+LONGEST = (1 << 24) - (1 << 10)  # bytes of a message to the coordinator: a standby gets it within another one (Taken)
 
 
 class ToCoordinator:

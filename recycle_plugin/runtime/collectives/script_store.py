@@ -19,12 +19,9 @@ class ScriptStore(dist.Store):
 
     def __init__(self, session: Session, timeout: timedelta) -> None:
         super().__init__()
-        self._timeout_s, self._call = timeout.total_seconds(), session.store.call
+        self.set_timeout(timeout)  # torch's own, which a PrefixStore sets too
+        self._call = session.store.call
         session.store.used_by.append(self)  # groups and PrefixStores keep only the C++ part of a store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of later waits that have none of their own."""
-        self._timeout_s = timeout.total_seconds()
 
     def set(self, key: str, value: Any) -> None:
         """Set ``key``, anew if it has a value."""
@@ -70,7 +67,7 @@ class ScriptStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return once all ``keys`` have values. Raises DistStoreError after ``timeout`` (default: the store's)."""
         try:
-            self._call("wait", keys, timeout_s=timeout.total_seconds() if timeout else self._timeout_s)
+            self._call("wait", keys, timeout_s=(timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
         except WaitTimeout as error:
             raise dist.DistStoreError(str(error)) from None
 

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
+from recycle_plugin.core.messages.encoding import MOST
 from recycle_plugin.core.messages.from_coordinator import StoreAnswer
 from recycle_plugin.core.messages.from_workers import StoreCall
 from recycle_plugin.core.worker.control_view import ControlView
@@ -32,12 +33,16 @@ class StoreAccess:
         """Have the coordinator do this and return its answer. Raises WaitTimeout, which names ``keys``, after
         ``timeout_s`` (default: the worker's) and once the job has ended; RecycleError if the coordinator says why not.
         """
+        if len(keys) > MOST:
+            raise RecycleError(f"the store can't {call} {len(keys)} keys at a time: at most {MOST}")
         number, waiting = next(self._numbers), self._waiting
         with waiting.changed:
             self._answers[number] = None
         try:
             self._send(StoreCall(self._view.rank, number, call, tuple(keys), tuple(values)))
             answer = self._answer(number, call, keys, timeout_s or waiting.timeout_s)
+        except ValueError as error:  # as it is encoded
+            raise RecycleError(f"the store can't {call} {_named(keys)}: {error}") from None
         finally:
             with waiting.changed:
                 del self._answers[number]
