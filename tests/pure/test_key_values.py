@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 from recycle_plugin.core.coordinator.facts.key_values import EACH, MOST, SHARE, KeyValues
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.encoding import LIMIT, encode
+from recycle_plugin.core.messages.encoding import MOST as ENTRIES
 from recycle_plugin.core.messages.from_coordinator import StoreAnswer
 from recycle_plugin.core.messages.from_workers import StoreCall
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -117,6 +118,15 @@ def test_a_full_store_refuses_and_has_room_again():
     for number in range(fits):
         says(store, 0, 100 + number, "delete_key", [str(number)])
     assert store.used == 0
+
+
+@pytest.mark.parametrize("large, small", ((1, 0), (0, ENTRIES)), ids=("the largest value", "many small ones"))
+def test_what_was_set_can_be_read(large, small):
+    store, values = KeyValues(), {"large": bytes(MOST), "small": bytes(MOST // ENTRIES)}
+    for key, value in values.items():
+        assert says(store, 0, 0, "set", [key], value) == [(0, 0, ())]
+    keys = ["large"] * large + ["small"] * small
+    assert says(store, 0, 1, "get", keys) == [(0, 1, tuple(values[key] for key in keys))]
 
 
 def test_what_no_store_says_is_answered_and_changes_nothing():

@@ -71,8 +71,8 @@ class StoreAccess:
             raise WaitTimeout(f"the job has ended while {self._view} waited for the store's {_named(keys)}")
         if call == "wait":
             self._send(StoreCall(self._view.rank, number, "wait_no_more", tuple(keys), ()))
-            raise WaitTimeout(f"{self._view} waited {timeout_s:.0f} s for {_named(keys)}, which nobody has set")
-        raise WaitTimeout(f"{self._view} waited {timeout_s:.0f} s for the coordinator to {call} {_named(keys)}")
+            raise WaitTimeout(f"{self._view} waited {timeout_s:g} s for {_named(keys)}, which nobody has set")
+        raise WaitTimeout(f"{self._view} waited {timeout_s:g} s for the coordinator to {call} {_named(keys)}")
 
 
 def _named(keys: Sequence[str]) -> str:

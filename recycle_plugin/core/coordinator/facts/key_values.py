@@ -15,7 +15,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 SHARE = 64 << 20  # bytes of all keys and values
 EACH = 256  # bytes that a key or a wait counts for beside its own
-MOST = 8 << 20  # bytes of an answer: one message can carry them
+MOST = 8 << 20  # bytes of a value, and of the values in an answer: one message carries them and their heads
 Tell = Callable[[WorkerId, object], object]
 
 
@@ -77,7 +77,9 @@ class KeyValues:
     # --- the calls -------------------------------------------------------------------------------------
 
     def _set(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
-        self._put(dict(zip(call.keys, call.values, strict=True)), tell)
+        if len(call.keys) != len(call.values):
+            raise ValueError(f"{len(call.keys)} keys and {len(call.values)} values")
+        self._put(dict(zip(call.keys, call.values)), tell)
         return ()
 
     def _get(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
@@ -85,7 +87,7 @@ class KeyValues:
         missing = [key for key in call.keys if key not in self.values]
         if missing:
             raise ValueError(f"key {missing[0][:80]!r} was deleted")
-        if sum(len(self.values[key]) + EACH for key in call.keys) > MOST:
+        if sum(len(self.values[key]) for key in call.keys) > MOST:
             raise ValueError(f"these values have more than {MOST >> 20} MiB; ask for fewer at a time")
         return [self.values[key] for key in call.keys]
 
