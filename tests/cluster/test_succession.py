@@ -90,7 +90,9 @@ def strike(run, hosts, what: str, number: int = 1) -> None:
     """... the coordinator, for the ``number``-th time; returns once another one goes on."""
     first, stays = hosts.names[number - 1], psutil.Process(run.launcher.pid)
     if what == "supervisor":
-        (old,) = [each for each in stays.children(recursive=True) if each.name() == "recycle-super"]
+        # a struck one's successor is told of before it is there, and has its name a moment later
+        there = lambda: [each for each in stays.children(recursive=True) if each.name() == "recycle-super"]
+        (old,) = run.wait_for(there, "supervisor")
         old.kill()
         said = "was killed by signal 9: another one goes on"
         run.wait_for(lambda: run.output.count(said) == number, "another supervisor")
