@@ -10,7 +10,17 @@ import pytest
 from transformers import GPT2LMHeadModel
 
 from tests.support.cluster import ForkServer, Result
-from tests.support.hugging_face import PLAIN, RANKS, Start, accuracy, by_hand, evaluated_once, history, starting
+from tests.support.hugging_face import (
+    PLAIN,
+    RANKS,
+    Start,
+    accuracy,
+    by_hand,
+    evaluated_once,
+    evaluation_loss,
+    history,
+    starting,
+)
 
 STEPS, HELD = 30, 5
 RETURNS = {"samples": 8 * STEPS, "held": [HELD], "recycle": {"rejoin": "always"}}
@@ -97,16 +107,23 @@ def test_who_comes_back_draws_as_without_a_loss_by_the_same_rates(start, stage, 
 
 @pytest.mark.parametrize("stage, kill", [(1, [0, "evaluating", 8]), (3, [3, "evaluating", 11])])
 def test_a_replica_that_is_lost_in_an_evaluation_comes_back_and_evaluates(start, stage, kill):
-    arguments = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": STEPS}
-    result = start(stage=stage, kills=[kill], arguments=arguments, **RETURNS | {"held": [11]})
-    returned(result, *(range(2) if kill[0] < 2 else range(2, 4)))
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    arguments = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": STEPS} | saved
+    job = {"kills": [kill], "uneven": True, "dropout": 0.2}
+    result = start(stage=stage, arguments=arguments, **job, **RETURNS | {"held": [11]})
+    step = returned(result, *(range(2) if kill[0] < 2 else range(2, 4)))
     for record in result.records.values():
         evaluated_once(record)
         assert len(history(record, "eval_loss")) == STEPS // 3 + 2
     first, *others = result.records.values()
     assert all(history(each, name) == history(first, name) for each in others for name in ("loss", "eval_loss"))
     written = GPT2LMHeadModel.from_pretrained(result.folder / "model")
-    assert history(first, "eval_accuracy")[-1] == pytest.approx(accuracy(written), abs=1e-6)
+    assert history(first, "eval_accuracy")[-1] == pytest.approx(accuracy(written, uneven=True), abs=1e-6)
+    lost = 3 * (kill[2] // 3)  # the step behind which it is lost
+    for evaluated, loss in zip(range(3, STEPS + 1, 3), history(first, "eval_loss")[1:]):
+        gpt = GPT2LMHeadModel.from_pretrained(result.folder / "out" / f"checkpoint-{evaluated}")
+        ranks = RANKS // 2 if lost <= evaluated < step else RANKS
+        assert loss == pytest.approx(evaluation_loss(gpt, ranks, uneven=True), abs=1e-5), evaluated
 
 
 def test_who_comes_back_as_the_first_process_writes_stops_early_and_loads_the_best_model(start):

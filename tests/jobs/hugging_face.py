@@ -2,12 +2,13 @@
 
 RECYCLE_TEST_HUGGING_FACE holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of
 ZeRO; ``samples``, ``evaluated``: how many there are of each; ``uneven``: whether samples have labels on some of their
-tokens only; ``iterable``: whether those to train come as a stream; ``arguments``: more of TrainingArguments';
-``metrics``: whether predictions are gathered; ``kills``: [rank, where, number] of each process that kills itself, with
-the number of the process behind them if the rank's first one is not meant: in the "step" of that number, in its
-forward, 0 being the process's first one; as it is "beginning" to train, 0; "giving" its state to others, 0; in the
-"log" behind a step, before others have its loss; "evaluating", behind so many batches of all evaluations; or "writing",
-in the middle of the model's file of the checkpoint of that step; ``held``: the steps before which ranks wait for a file
+tokens only; ``dropout``: of the model; ``iterable``: whether those to train come as a stream; ``arguments``: more of
+TrainingArguments'; ``metrics``: whether predictions are gathered;
+``kills``: [rank, where, number] of each process that kills itself, with the number of the process behind them if the
+rank's first one is not meant: in the "step" of that number, in its forward, 0 being the process's first one; as it is
+"beginning" to train, 0; "giving" its state to others, 0; in the "log" behind a step, before others have its loss;
+"evaluating", behind so many batches of all evaluations; or "writing", in the middle of the model's file of the
+checkpoint of that step; ``held``: the steps before which ranks wait for a file
 ``goSTEP`` in the folder; ``resume``: a checkpoint that is gone on from, "last" for the last one there is, "deleted"
 in a process that has come back for one that is deleted as soon as the script has found it, or null;
 ``patience``: of EarlyStoppingCallback, or 0, and its ``threshold``; ``own``: whether the script has its own
@@ -142,7 +143,7 @@ def config() -> dict[str, Any]:
 
 
 def main() -> None:
-    gpt = model()
+    gpt = model(job["dropout"])
     arguments = {
         "output_dir": str(FOLDER / "out"),
         "per_device_train_batch_size": 2,

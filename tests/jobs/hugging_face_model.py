@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 WORDS, LENGTH = 128, 12
 FIRST_EVALUATED = 20  # the number of the first sample that jobs are evaluated on
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": WORDS}
-NOTHING_DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+DROPS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 class Samples(torch.utils.data.Dataset):
@@ -33,7 +33,8 @@ class Samples(torch.utils.data.Dataset):
         return {"input_ids": words, "labels": labels}
 
 
-def model() -> GPT2LMHeadModel:
+def model(dropout: float = 0.0) -> GPT2LMHeadModel:
     """The same weights in each process."""
     torch.manual_seed(3)
-    return GPT2LMHeadModel(GPT2Config(**SIZES, **NOTHING_DROPPED, bos_token_id=None, eos_token_id=None))
+    drops = dict.fromkeys(DROPS, dropout)
+    return GPT2LMHeadModel(GPT2Config(**SIZES, **drops, bos_token_id=None, eos_token_id=None))

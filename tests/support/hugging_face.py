@@ -22,6 +22,7 @@ JOB = {
     "samples": 96,
     "evaluated": 29,
     "uneven": False,
+    "dropout": 0.0,
     "arguments": {},
     "metrics": True,
     "kills": [],
@@ -71,7 +72,7 @@ PLAIN = {
     "train_sampling_strategy": "sequential",
 }
 """Arguments by which :func:`by_hand` can tell what comes out: gradients count as large as they are."""
-BATCH = 2
+BATCH, EVALUATED = 2, 3  # samples of a batch
 
 
 def by_hand(
@@ -126,6 +127,23 @@ def accuracy(gpt: torch.nn.Module, count: int = JOB["evaluated"], uneven: bool =
         found = gpt.eval()(input_ids=words).logits.argmax(-1)[:, :-1]
     counted = labels[:, 1:] != -100
     return float((found == labels[:, 1:])[counted].float().mean())
+
+
+def evaluation_loss(gpt: torch.nn.Module, ranks: int, uneven: bool) -> float:
+    """What stock's Trainer logs as ``eval_loss`` on that many ranks. A batch counts by its share of the labels that all
+    ranks have in its round, so the number depends on how many they are.
+    """
+    data = [*Samples(JOB["evaluated"], first=FIRST_EVALUATED, uneven=uneven)]
+    losses = list[float]()
+    with torch.no_grad():
+        for begin in range(0, len(data), ranks * EVALUATED):
+            rows = [data[place % len(data)] for place in range(begin, begin + ranks * EVALUATED)]
+            words, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+            counted = (labels != -100).sum()
+            for own in torch.arange(len(rows)).split(EVALUATED):
+                loss = gpt.eval()(input_ids=words[own], labels=labels[own], num_items_in_batch=counted).loss
+                losses += [loss.item() * ranks] * EVALUATED
+    return sum(losses[: len(data)]) / len(data)
 
 
 def evaluated_once(record: dict[str, Any], count: int = JOB["evaluated"], in_order: bool = True) -> None:
