@@ -17,6 +17,7 @@ from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.devices import kinds
@@ -304,6 +305,16 @@ def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
     drawn = act(0)._replace(kind="drawn")
     machine.transfer(drawn, packed((torch.arange(3.0), None)), Seat(1, 0), 0)
     assert unpacked(Inbox(receiver).wait(drawn))[0].tolist() == [0, 1, 2]
+
+
+def test_a_step_is_begun_with_the_backwards_whose_halves_follow_each_other(coordinator):
+    session, told = coordinator.session(0), []
+    operations = TorchOperations(session, Computing(CPU), None, None, None)
+    operations.fuse = told.append
+    machine = TorchMachine(session, Nothing(), operations, FaultScript((), Seat(0, 0)), *NO_STATE)
+    text = "1F0.0@1 1I0.0@1 1W0.0@1 1F0.1@1 1I0.1@1 1SG0.1>0.0@1 1W0.1@1 1I0.2@1 1W0.3@1 1REDUCE@1"
+    with machine.running(StepProgram(1, tuple(map(Instruction.parse, text.split())))):
+        assert told == [{MicroBatch(0, 0)}]
 
 
 # --- an instruction is over when the device is done with it ---------------------------------------------

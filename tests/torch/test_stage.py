@@ -224,6 +224,40 @@ def test_a_pending_weight_gradient_waits_while_its_micro_batch_is_run_once_more(
     assert runner.held() == {Datum("wgrad", runner.number, FIRST, STEP)}
 
 
+@pytest.mark.parametrize("block", (None, 1))
+@pytest.mark.parametrize("reentrant", (None, False))
+@pytest.mark.parametrize("place", ("first", "only"))
+def test_halves_that_follow_each_other_are_one_but_in_the_first_backward_and_in_exact_mode(place, reentrant, block):
+    """The first backward shows how much a W holds. The sums have the same bits, where they are not of blocks."""
+    apart, fused = Runner(place, True, reentrant, block), Runner(place, True, reentrant, block)
+    fused.stage.stage.fuse(frozenset({FIRST, SECOND}))
+    for one in (FIRST, SECOND):
+        whole = one is SECOND and block is None
+        for runner in (apart, fused):
+            runner.run(Op.F, one), runner.run(Op.I, one)
+            inner = runner.stage.store[Datum("inner", runner.number, one, STEP)]
+            assert (inner.pending is None) == (whole and runner is fused)
+        if whole:
+            with no_gradient_changes(fused):
+                fused.run(Op.W, one)
+        else:
+            fused.run(Op.W, one)
+        apart.run(Op.W, one)
+    assert fused.stage.stage.held.pending == apart.stage.stage.held.pending
+    assert same(fused.gradients(), apart.gradients())
+
+
+def test_a_backward_is_made_as_its_forward_was_whatever_program_follows():
+    calm, runner = Runner("first"), Runner("first")
+    for one in (calm, runner):
+        one.run(Op.F), one.run(Op.I), one.run(Op.W), one.run(Op.F, SECOND)
+    runner.stage.stage.fuse(frozenset({SECOND}))  # of the recovery from a failure
+    runner.run(Op.I, SECOND), calm.run(Op.I, SECOND)
+    assert same(runner.gradients(), calm.gradients())
+    runner.run(Op.W, SECOND), calm.run(Op.W, SECOND)
+    assert same(runner.gradients(), calm.gradients())
+
+
 @pytest.mark.parametrize("after", ("its activation", "its forward", "the gradient of its output"))
 def test_a_weight_gradient_leaves_what_its_input_gradient_needs_once_more(after):
     calm, runner = Runner("middle"), Runner("middle")

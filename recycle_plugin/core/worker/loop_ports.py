@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.step_batches import LiveShare, StepBatches
@@ -44,6 +45,14 @@ class StepProgram:
     givers: Mapping[Datum, Seat] = field(default_factory=dict)
     share: LiveShare = LiveShare()
     applied: bool = False
+
+    @property
+    def back_to_back(self) -> frozenset[MicroBatch]:
+        """The micro-batches whose W comes right after their I."""
+        pairs = pairwise(self.instructions)
+        return frozenset(
+            [w.works_on for i, w in pairs if w.op is Op.W and i.op is Op.I and i.micro_batch == w.micro_batch]
+        )
 
 
 class Planner(Protocol):

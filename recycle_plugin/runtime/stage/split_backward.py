@@ -32,7 +32,8 @@ a split. A layer is fused from then on in three cases:
   halves at once;
 * its parameters have hooks, which must see the gradient when, and as often as, in stock.
 
-Layers that are not converted stay fused inside I: correct, but with less to overlap.
+Layers that are not converted stay fused inside I: correct, but with less to overlap. So is a micro-batch whose W comes
+right after its I (runtime/stage/stage.py): its forward runs outside of :meth:`DeferredWeights.forward`.
 """
 
 from __future__ import annotations

@@ -60,11 +60,14 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class Stash:
-    """What F leaves for the backward: received activations (the graph's leaves), outputs and loss with their graph."""
+    """What F leaves for the backward: received activations (the graph's leaves), outputs and loss with their graph, and
+    what splits that; None: I computes all gradients.
+    """
 
     inputs: Tensors
     outputs: Tensors
     loss: torch.Tensor | None
+    deferred: DeferredWeights | None
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,11 @@ class Inner:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward computes with: a loaded batch, and received activations, the leaves of the graph."""
+    """What a forward computes with: a loaded batch, received activations, and what splits its backward."""
 
     loaded: LoadedBatch
     inputs: Tensors  # leaves of the graph
+    deferred: DeferredWeights | None
 
 
 class Stage:
@@ -114,6 +118,7 @@ class Stage:
         self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
         self.held = HeldBytes(model.module)
+        self._back_to_back: frozenset[MicroBatch] = frozenset()
         self.loss_scale = 1.0  # multiplies losses before the backward
         # what has been checked for changing no state: the forward, and the halves of a backward
         self._watched = {"forward"} if tried else set()
@@ -127,6 +132,10 @@ class Stage:
         if self._blocks is not None:
             assert blocks is not None, "exact mode has blocks"
             self._blocks.resize(blocks)
+
+    def fuse(self, back_to_back: frozenset[MicroBatch]) -> None:
+        """Split no backward of these micro-batches in forwards to come: apart, I and W only cost the host more."""
+        self._back_to_back = back_to_back
 
     # --- compute -----------------------------------------------------------------------------------
 
@@ -173,18 +182,22 @@ class Stage:
         """
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
-        given = ForwardInputs(loaded, tuple([tensor.requires_grad_(differentiable(tensor)) for tensor in moved]))
-        outputs, loss = (
-            self._watched_forward(key, given)
-            if "forward" not in self._watched and key[0] > 0
-            else self._computed(key, given)
-        )
+        inputs = tuple([tensor.requires_grad_(differentiable(tensor)) for tensor in moved])
+        given = ForwardInputs(loaded, inputs, self._splitting(key[1]))
+        watched = "forward" not in self._watched and key[0] > 0
+        outputs, loss = self._watched_forward(key, given) if watched else self._computed(key, given)
         if model.last:
             assert loss is not None, "the last stage makes the loss"
-            return (), Stash(given.inputs, (), self._scaled(loss / model.scale)), model.told(loss)
-        stash = Stash(given.inputs, outgoing(outputs), None)
+            return (), Stash(inputs, (), self._scaled(loss / model.scale), given.deferred), model.told(loss)
+        stash = Stash(inputs, outgoing(outputs), None, given.deferred)
         made = packed(outputs, self._own_memory(key[0], stash.outputs))
         return tuple([tensor.detach() for tensor in made]), stash, None
+
+    def _splitting(self, micro_batch: MicroBatch) -> DeferredWeights | None:
+        """Return what splits a backward; it always splits the first, to measure what W holds, and all in exact mode."""
+        # where a fused I would hold all gradients beside their sums
+        fused = micro_batch in self._back_to_back and self._blocks is None and self.held.pending is not None
+        return None if fused else self._deferred
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times its scale, at least in fp32: in fp16 most scales would make it infinite."""
@@ -194,7 +207,7 @@ class Stage:
 
     def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
         """Compute outputs and loss; again if layers had to be fused, since the forward differentiates through them."""
-        unfit = self._deferred.hooked() if self._deferred is not None else ()
+        unfit = given.deferred.hooked() if given.deferred is not None else ()
         while True:
             if unfit:
                 self._fused(unfit)
@@ -209,7 +222,7 @@ class Stage:
                     "once more for each time that the forward is run: use torch.autograd.grad, "
                     "or give backward() inputs=[...] without parameters"
                 ) from failed
-            unfit = self._deferred.unfit(inner.asked) if self._deferred is not None else ()
+            unfit = given.deferred.unfit(inner.asked) if given.deferred is not None else ()
             if not unfit and failed is not None:
                 raise failed
             if not unfit:
@@ -221,7 +234,7 @@ class Stage:
         model, (step, micro_batch) = self._model, key
         # an evaluation has a negative step; a boundary-only forward has a graph too: layers may want one, and without
         # it torch may choose other kernels
-        split = NOTHING if self._deferred is None else self._deferred.forward()
+        split = NOTHING if given.deferred is None else given.deferred.forward()
         with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
             outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
             if not model.last:
@@ -232,7 +245,7 @@ class Stage:
     def backward(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
         """Compute both gradients at once; returns what goes to the previous stage."""
         with self._summing(key), self._drawing(key), self._watching("both"):
-            with self._hold() as pending:
+            with _hold(stash) as pending:
                 made = self._differentiate(stash, grads)
             if pending is not None:
                 pending.run()
@@ -242,7 +255,7 @@ class Stage:
         """Compute the input's gradient; the weights' work waits for :meth:`backward_weight`."""
         early = empty(self._made) if self._blocks is not None else None
         aside = NOTHING if early is None else self._aside(early)
-        with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
+        with self._drawing(key), self._watching("input"), aside, _hold(stash) as pending:
             made = self._differentiate(stash, grads)
         self._collect()
         if self.held.pending is None:
@@ -273,7 +286,7 @@ class Stage:
         layers.
         """
         aside = swapped(self._made, empty(self._made))
-        with self._drawing(key), aside, resting_hooks(self._parameters), self._hold():
+        with self._drawing(key), aside, resting_hooks(self._parameters), _hold(stash):
             return self._differentiate(stash, grads)
 
     def backward_weight(self, key: Key, inner: Inner) -> None:
@@ -311,9 +324,6 @@ class Stage:
     def _drawing(self, key: Key) -> AbstractContextManager[Any]:
         """Return a context in which the backward's hooks and functions draw keyed numbers, other than the forward's."""
         return self._randomness(key[1], key[0], "input")
-
-    def _hold(self) -> AbstractContextManager[PendingWeights | None]:
-        return NOTHING if self._deferred is None else self._deferred.hold()
 
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
         if self._model.last:
@@ -410,6 +420,10 @@ class Stage:
     def _collect(self) -> None:
         if self._masters is not None:
             self._masters.collect()
+
+
+def _hold(stash: Stash) -> AbstractContextManager[PendingWeights | None]:
+    return NOTHING if stash.deferred is None else stash.deferred.hold()
 
 
 def _run_engine(outputs: Tensors, wanted: Tensors) -> None:

@@ -232,6 +232,7 @@ class TorchMachine:
         """A context for a step's program: a membership change interrupts it, and is not handled in a collective."""
         between, self._session.hooks.between_steps = self._session.hooks.between_steps, None
         self.control_view.begun = max(self.control_view.begun, program.step)
+        self.operations.fuse(program.back_to_back)
         try:
             yield program.instructions
             self.reach(f"step.end@{program.step}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
-from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
@@ -30,7 +30,7 @@ class TorchOperations:
 
     ``timeline``: what the device has run, and when. ``agree(instruction)`` returns when all workers of the seat have
     the sum, before it replaces the contributions. ``source`` returns data by step and micro-batch. ``applied(step)`` is
-    called after each step.
+    called after each step. ``fuse(micro_batches)``: I is to compute all gradients of these.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class TorchOperations:
         self._view, self._stage, self.stepping = session.view, stage, stepping
         self._source, self._applied = source, applied
         self.agree: Callable[[Instruction], object] = bool
+        self.fuse: Callable[[frozenset[MicroBatch]], object] = bool
         self.timeline = Timeline(stage.device, lambda: session.waiting.timeout_s)
         self._table: Mapping[Op, Operation] = {
             Op.LOAD: self._load,

@@ -88,6 +88,8 @@ class Parts:
         self.hash = BackgroundHash(self.state, self._tell_hash)
         self.stepping = self._make_stepping(blocks, scale)
         self.operations = TorchOperations(session, self.stage, self.stepping, self.feed.batch, self._applied)
+        if isinstance(self.stage, Stage) and not settings.trace:  # costs are measured from traces, of I and of W
+            self.operations.fuse = self.stage.fuse
         check_heeded(settings.secret_file, settings.tls, os.environ)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self.log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None

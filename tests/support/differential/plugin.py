@@ -2,7 +2,7 @@
 
 A micro-batch is run by its own replica's workers, but for one that is rerouted in each step, and for those of a worker
 that dies in mid-step: its peer runs them again, as far as they were.  Some forwards and input gradients are run bare,
-as for a peer that has lost them.
+as for a peer that has lost them. The weight gradients of some micro-batches follow their input gradients at once.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Seat:
         )
         self.order: list[MicroBatch] = []  # of this step's sums
         self.waiting: list[MicroBatch] = []  # between I and W
+        self.at_once: frozenset[MicroBatch] = frozenset()  # W comes right after I
         self.begins = True  # has run no forward yet
 
     def _randomness(self, micro_batch: MicroBatch, step: int, half: str = "") -> Any:
@@ -93,7 +94,7 @@ class Plugin:
             for stage in range(self.count)
             for replica in range(REPLICAS)
         }
-        self._draw = random.Random(course.seed)
+        self._draw, self._at_once = random.Random(course.seed), random.Random(course.seed)
         self._dead: Worker | None = None
 
     def step(self, step: int) -> Outcome:
@@ -101,6 +102,8 @@ class Plugin:
         for seat in self.seats.values():
             seat.module.train()
             seat.order, seat.waiting = [], []
+            seat.at_once = frozenset(self._at_once.sample(BATCH, len(BATCH) // 2))
+            seat.stage.stage.fuse(seat.at_once)
         self._by, self._done = self._takers(), {}
         moves = list(self._moves())
         strikes = self._draw.randrange(len(moves)) if self.course.dies and step == self.course.steps else None
@@ -208,6 +211,9 @@ class Plugin:
         worker = self._by[number, micro_batch]
         seat, key = self.seats[worker], (self._now, micro_batch)
         self._feed_grad(worker, micro_batch)
+        at_once = micro_batch in seat.at_once
+        if at_once:
+            self._drain(worker, 0)
         self.journal.now = self._now, micro_batch, False
         made = seat.stage.backward_input(key) if self.course.mode == "split" else seat.stage.backward(key)
         self.journal.now = None
@@ -216,6 +222,8 @@ class Plugin:
         seat.order.append(micro_batch)
         if self.course.mode == "split":
             seat.waiting.append(micro_batch)
+        if at_once:
+            self._drain(worker, 0)
         if number and self._again():
             other = self._anybody(number)
             self._feed(other, micro_batch)
