@@ -20,7 +20,7 @@ sum.
 
 Not counted: what a micro-batch holds (core/vocabulary/profile.py) and boundary tensors, which depend on layers; and
 results of the script's last collectives, 4 MiB for each process group (runtime/collectives/outcomes.py).
-scripts/bench_memory.py compares all of this with measured bytes.
+tests/cluster/test_memory.py compares all of this with measured bytes.
 """
 
 from __future__ import annotations
