@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recycle_plugin.commands.given import of_run
 from recycle_plugin.core.coordinator.succession import LEAST
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import spread, stages_at_risk
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read_measured
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
@@ -44,17 +44,12 @@ class ConfiguredJob:
     policy: Policy
     costs: CostModel
     origin: str
-    profile: Profile | None
     hosts: dict[str, tuple[Seat, ...]]
     spare_slots: int
     clipping: float
     samples: int
     mismatch: str
     measured: tuple[StageBytes, ...] = ()
-
-    @property
-    def knows_bytes(self) -> bool:
-        return self.profile is not None or bool(self.measured)
 
     @property
     def replicas(self) -> int:
@@ -147,13 +142,13 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
     if half(config) == FP16:
         settings = settings.in_fp16(clip)
     policy = settings.policy(settings.waits_for_norm(clip), found.pp)
-    costs, origin, taken, measured = costs_of(found, settings, shape, samples)
+    costs, origin, measured = costs_of(found, settings, shape)
     if not any((*costs.forward, *costs.input, *costs.weight)):
         raise ValueError(
             f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more"
         )
     hosts, spare = placement(found.hostfile, shape, settings.placement)
-    known = costs, origin, taken, hosts, spare, clip, samples, mismatch, measured
+    known = costs, origin, hosts, spare, clip, samples, mismatch, measured
     return ConfiguredJob(config, settings, shape, policy, *known)
 
 
@@ -212,47 +207,18 @@ def clipping(config: dict[str, Any], path: str) -> float:
 
 
 def costs_of(
-    found: argparse.Namespace, settings: Settings, shape: Topology, samples: int
-) -> tuple[CostModel, str, Profile | None, tuple[StageBytes, ...]]:
-    """Return the cost model, its source in words, the profile behind it or None, and the bytes measured by a run. The
-    command line overrides the config. Raises ValueError for a profile that does not fit the job.
+    found: argparse.Namespace, settings: Settings, shape: Topology
+) -> tuple[CostModel, str, tuple[StageBytes, ...]]:
+    """Return the cost model, its source in words, and the bytes measured by a run. The command line overrides the
+    config. Raises ValueError for costs of another number of stages.
     """
-    if found.profile is None:
-        costs, taken, measured = settings.cost_model(shape, samples), settings.profile(), settings.measured()
-        origin = (
-            taken.title
-            if taken
-            else f"of each stage, as {settings.costs} has them"
-            if settings.costs
-            else "equal, F = I = W = 1 ms: no profile given"
-        )
-        return costs, origin, taken, measured
-    given, measured = profile_of(found.profile)
-    if isinstance(given, CostModel):
-        if given.stages != shape.stages:
-            raise ValueError(f"--profile {found.profile}: costs of {given.stages} stages, and --pp is {shape.stages}")
-        return given, f"of each stage, as {found.profile} has them", None, measured
-    if given.micro_batch != samples:
-        raise ValueError(
-            f"--profile {found.profile}: measured with micro-batches of {given.micro_batch}, "
-            f"and the job's have {samples}; measure again with recycle profile --micro-batch {samples}"
-        )
-    try:
-        return given.costs(shape.stages, shape.replicas, not settings.split_backward), given.title, given, ()
-    except ValueError as error:
-        raise ValueError(f"--pp {shape.stages}: {error}; lower --pp") from None
-
-
-def profile_of(path: str) -> tuple[Profile | CostModel, tuple[StageBytes, ...]]:
-    """Read a profile, or costs of each stage with a run's measured bytes. Raises ValueError if ``path`` has neither."""
-    try:
-        return read_measured(path)
-    except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} has ")
-        raise ValueError(
-            f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote, or of a run's "
-            "costs.json"
-        ) from None
+    if found.profile is not None:
+        costs, measured = of_run(found.profile, shape.stages)
+        return costs, f"of each stage, as {found.profile} has them", measured
+    costs, given = settings.cost_model(shape), settings.given_costs()
+    if given is None:
+        return costs, "equal, F = I = W = 1 ms: no costs given", ()
+    return costs, f"of each stage, as {settings.costs} has them", given.memory
 
 
 def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tuple[Seat, ...]], int]:

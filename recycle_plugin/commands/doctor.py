@@ -25,7 +25,7 @@ Say which failures a job survives, how much slower each makes it, what is refuse
 To see what a setting costs, run it again without it.  Nothing is started, and neither torch nor DeepSpeed is
 imported.
 
-recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
+recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile costs.json
 recycle doctor ds_config.json --run runs/train
 recycle doctor --megatron --num-layers 24 --pipeline-model-parallel-size 4 ...
 
@@ -66,7 +66,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument(
         "--profile",
         metavar="FILE",
-        help="costs and bytes from a traced run's costs.json, or of recycle profile --out (default: the config's)",
+        help="costs and bytes from a traced run's costs.json (default: the config's)",
     )
     made.add_argument(
         "--run",

@@ -25,15 +25,12 @@ PARTS = {
     "host": "host",
 }
 OF_A_PARAMETER = ("weights", "masters", "optimizer", "undo", "sum", "contributions", "new", "second", "scaled", "work")
-NO_PROFILE = (
-    "of each stage: not known without a profile: --run RUN_DIR takes what a traced run has measured of its own model, "
-    "--profile FILE what recycle profile --out FILE says of a GPT"
-)
+NO_RUN = "of each stage: not known without a run: --run RUN_DIR takes what a traced run has measured of its own model"
 
 
 def memory(job: ConfiguredJob) -> Section:
     """Return the section on the memory of a worker: how much makes a loss cheap, bytes of a parameter and of each
-    stage. The bytes of a stage are known only from a profile or a run of the model. Raises PlanError.
+    stage. The bytes of a stage are known only from a run of the model. Raises PlanError.
     """
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
@@ -45,8 +42,8 @@ def memory(job: ConfiguredJob) -> Section:
         data["activation_cap"], said = _enough(job)
         lines = (said, *lines)
     table = list(_moments(each))
-    if not job.knows_bytes:
-        return Section("memory", "Memory of a worker", data, (NO_PROFILE, *lines), (), tuple(table))
+    if not job.measured:
+        return Section("memory", "Memory of a worker", data, (NO_RUN, *lines), (), tuple(table))
     rows, room = held_bytes(job), _room(job)
     lines = (
         *_origin(job, room),
@@ -63,40 +60,31 @@ def memory(job: ConfiguredJob) -> Section:
         *((str(stage), *(f"{row[part] / size:.2f}" for part in PARTS)) for stage, row in enumerate(rows)),
     ]
     table += ["", name, *aligned(stages, tuple(range(1, len(stages[0]))))]
-    data |= {"measured": bool(job.measured), "device": room.device, "host": room.host, "stages": rows}
+    data |= {"measured": True, "device": room.device, "host": room.host, "stages": rows}
     return Section("memory", "Memory of a worker", data, lines, wrong, tuple(table))
 
 
 class Room(NamedTuple):
-    """Bytes of a worker's device, and of a host for all its workers; None: not known. ``apart``: separate memories."""
+    """Bytes of a worker's device, None if that is the host, and of a host for all its workers."""
 
     device: int | None
-    host: int | None
-    apart: bool = True
+    host: int
 
 
 def _room(job: ConfiguredJob) -> Room:
-    if not job.measured:
-        assert job.profile is not None, "one of the two knows bytes"
-        return Room(job.profile.device_bytes, None)
-    apart = job.measured[0].apart
     devices, hosts = ([getattr(each, name) for each in job.measured] for name in ("device_bytes", "host_bytes"))
-    return Room(min(devices) if apart else None, min(hosts), apart)
+    return Room(min(devices) if job.measured[0].apart else None, min(hosts))
 
 
 def _origin(job: ConfiguredJob, room: Room) -> Iterator[str]:
     """Yield lines on the source of these bytes, and on the memory that they have to fit into."""
-    device = "the profile does not say how much the device has" if room.device is None else _has("device", room.device)
-    if not job.measured:
-        yield device
-        return
     first = job.measured[0]
     yield (
         f"measured, in the run of the costs, on {first.device}: state, gradients, what a micro-batch holds, boundary "
         "tensors; the rest follows from these and from the settings here"
     )
-    host = f"{_has('host', room.host or 0)} for all its workers, beside what their processes take"
-    yield f"{device}; {host}" if room.apart else host
+    host = f"{_has('host', room.host)} for all its workers, beside what their processes take"
+    yield host if room.device is None else f"{_has('device', room.device)}; {host}"
     if first.samples != job.samples:
         yield f"measured with micro-batches of {first.samples}, and the job's have {job.samples}: run it with these"
     if (first.masters > 0) != (_dtype(job) != "fp32"):
@@ -121,7 +109,7 @@ def _enough(job: ConfiguredJob) -> tuple[dict, str]:
         low, high = (low, middle) if period(middle) <= goal else (middle + 1, high)
     least = period(high)
     cost = "nothing" if least <= free else times(least / free)
-    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.knows_bytes else ""
+    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.measured else ""
     data = {"least": high, "period_one_lost_us": now, "period_one_lost_us_changed": least}
     held = f"{SECTION}.activation_cap {shown(job.settings.activation_cap)}"
     if now <= goal:
@@ -153,9 +141,7 @@ def _dtype(job: ConfiguredJob) -> str:
     from recycle_plugin.adapters.deepspeed.refusals import FP16, half
 
     asked = half(job.config)
-    if job.profile is not None or asked is None:
-        return job.profile.dtype if job.profile is not None else "fp32"
-    return "fp16" if asked == FP16 else "bf16"
+    return "fp32" if asked is None else "fp16" if asked == FP16 else "bf16"
 
 
 def _blocks(job: ConfiguredJob) -> int | None:
@@ -178,10 +164,8 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
 
 def _too_full(job: ConfiguredJob, rows: list[dict], room: Room) -> Iterator[str]:
     """Yield a line for each host whose workers together need more memory than it has."""
-    if room.host is None:
-        return
     for host, seats in job.hosts.items():
-        need = sum(rows[seat.stage]["host" if room.apart else "peak"] for seat in seats)
+        need = sum(rows[seat.stage]["peak" if room.device is None else "host"] for seat in seats)
         if need > room.host:
             yield (
                 f"{clipped(host)}: its workers take {gib(need)} together, of {gib(room.host)}; put fewer on it, or set "
@@ -206,17 +190,10 @@ class _Stage(NamedTuple):
 
 def _stages(job: ConfiguredJob) -> Iterator[_Stage]:
     settings = job.settings.undo, _blocks(job), _scales(job)
-    if job.measured:
-        for stage, each in enumerate(job.measured):
-            # While an I runs, its input and its output both exist. Each weight gets a new gradient.
-            both = min(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage])
-            yield _Stage(WorkerBytes.of_run(each, *settings), both + each.largest + 2 * each.boundary, each.boundary)
-        return
-    profile, stages = job.profile, job.stages
-    assert profile is not None, "one of the two knows bytes"
-    known = zip(profile.worker_bytes(stages, *settings), profile.working_bytes(stages))
-    for stage, (worker, working) in enumerate(known):
-        yield _Stage(worker, working, profile.boundary_bytes * (stage < stages - 1))
+    for stage, each in enumerate(job.measured):
+        # While an I runs, its input and its output both exist. Each weight gets a new gradient.
+        both = min(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage])
+        yield _Stage(WorkerBytes.of_run(each, *settings), both + each.largest + 2 * each.boundary, each.boundary)
 
 
 def held_bytes(job: ConfiguredJob) -> list[dict]:

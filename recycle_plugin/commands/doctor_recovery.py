@@ -19,7 +19,7 @@ from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import SECTION
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
-NO_BYTES = "bytes over the boundaries, and the time of a recovery: not known without a profile (--profile FILE)"
+NO_BYTES = "bytes over the boundaries, and the time of a recovery: not known without a run (--run RUN_DIR)"
 GUESSES = f"assumed: checkpoints and logs are read at {STORAGE_BYTES_PER_S / 1e9:g} GB/s"
 INTERVAL = (
     f"how often a checkpoint is made follows from what the last ones have cost ({SECTION}.checkpoint.overhead), so it "
@@ -32,15 +32,19 @@ def recovery(job: ConfiguredJob) -> Section:
     helped, help_text = _help(job, any(len(each) < job.stages - 1 for each in found.logged))
     lines = [INTERVAL, help_text]
     data: dict = {"every": list(EVERY), "help": helped, "boundaries": found.setting, "budget": found.budget}
-    if job.profile is None:
+    if not job.measured:
         also = f"; {SECTION}.log.boundaries chooses once steps were measured" * (found.setting == AUTO)
         lines += [f"{in_words(found.logged[0], job.stages)}{also}", NO_BYTES]
     else:
-        crossing = crossing_bytes(job.profile, len(job.shape.batch))
-        data |= {"boundary_bytes": crossing, "disk_bytes": found.free, "chosen": list(map(_as_data, found.chosen))}
+        crossing = crossing_bytes(job.measured, len(job.shape.batch))
+        data |= {
+            "boundary_bytes": list(crossing),
+            "disk_bytes": found.free,
+            "chosen": list(map(_as_data, found.chosen)),
+        }
         lines += [
-            f"logged in a step: {crossing / 1e6:.4g} MB over each boundary, both ways, "
-            f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {found.disk}",
+            f"logged in a step: up to {max(crossing) / 1e6:.4g} MB over a boundary, both ways, "
+            f"{sum(crossing) / 1e6:.4g} MB in all, by its senders; {found.disk}",
             *map(str, found.chosen),
             GUESSES,
             "times are without the start of the next process",
@@ -70,7 +74,7 @@ class Choices:
         log = job.settings.log or LogSettings()
         setting, (free, disk) = log.of_stages(job.stages), _disk(log)
         room = min((each for each in (log.budget_bytes, free) if each is not None), default=None)
-        lines = [] if job.profile is None else [_line(job, every) for every in EVERY]
+        lines = [_line(job, every) for every in EVERY] if job.measured else []
         chosen = tuple(choose(line, setting, room) for line in lines)
         logged = tuple(each.logged for each in chosen) or (at_start(setting, _hosts(job)),) * len(EVERY)
         return cls(setting, log.budget_bytes, free, disk, logged, chosen)
@@ -122,7 +126,7 @@ def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
 
 def _line(job: ConfiguredJob, every: int) -> Line:
     batch, split = len(job.shape.batch), job.settings.split_backward
-    return expected(job.costs, job.profile, split, batch, _hosts(job), every)
+    return expected(job.costs, job.measured, split, batch, _hosts(job), every)
 
 
 def _hosts(job: ConfiguredJob) -> tuple[str, ...]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from recycle_plugin.core.vocabulary import costs_file
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Plan, Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
 
 COSTS_HELP = (
@@ -43,7 +43,7 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 @dataclass(frozen=True)
 class JobArguments:
     """A job as the arguments describe it: shape, live seats, costs and their unit. ``scale``: integers of ``costs`` in
-    one ``unit``. ``profile``: the source of the costs, if they are from a profile.
+    one ``unit``.
     """
 
     view: ClusterView
@@ -52,7 +52,6 @@ class JobArguments:
     unit: str
     scale: int
     origin: str
-    profile: Profile | None = None
 
     def shown(self, value: int) -> int | float:
         """Return a value of the cost model as a number of ``unit``."""
@@ -95,25 +94,38 @@ def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse.
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--costs", metavar="TICKS", help=f"costs: {COSTS_HELP} (default: F=1,I=1,W=1)")
-    source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
+    source.add_argument("--profile", metavar="FILE", help="costs from a traced run's costs.json")
     return source
 
 
-def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | None = None) -> JobArguments:
+def job(
+    found: argparse.Namespace, milliseconds: bool = False, taken: tuple[CostModel, str] | None = None
+) -> JobArguments:
     """Return the job that :func:`add_job`'s arguments describe. ``milliseconds``: a tick of ``--costs`` is 1 ms;
-    otherwise it has no length. ``taken``: the profile to use if the arguments name none.
+    otherwise it has no length. ``taken``: costs in microseconds, and their source, if the arguments name none.
     """
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is not None:
-        taken = read(found.profile)
+        taken = of_run(found.profile, found.pp).costs, f"of each stage, as {found.profile} has them"
     if taken is None:
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
         return JobArguments(
             view, model, techniques(found), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
-    costs = taken.costs(shape.stages, shape.replicas, found.no_split)
-    return JobArguments(view, costs, techniques(found), "us", 1, taken.title, taken)
+    return JobArguments(view, taken[0], techniques(found), "us", 1, taken[1])
+
+
+def of_run(path: str, stages: int) -> costs_file.StageCosts:
+    """Return the contents of ``--profile``. Raises ValueError for no file of costs, or of another number of stages."""
+    try:
+        found = costs_file.read(path)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} has ")
+        raise ValueError(f"--profile {path}: {said}; give the path of a traced run's costs.json") from None
+    if found.costs.stages != stages:
+        raise ValueError(f"--profile {path}: costs of {found.costs.stages} stages, and --pp is {stages}")
+    return found
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:

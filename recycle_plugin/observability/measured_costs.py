@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.costs_file import MEMORY
 from recycle_plugin.core.vocabulary.instruction import Op
-from recycle_plugin.core.vocabulary.profile import MEMORY
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 

@@ -1,4 +1,4 @@
-"""The line of stages for planner/log_selection.py: by a job's costs and profile, or as its workers have measured it."""
+"""The line of stages for planner/log_selection.py: by an earlier run's costs, or as its workers have measured it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.log_figures import StageFigures
-from recycle_plugin.core.vocabulary.profile import Profile
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.planner.log_selection import Line
 
 STORAGE_BYTES_PER_S = 1e9  # assumed, for checkpoints and logs that a worker reads
@@ -15,19 +15,18 @@ ENOUGH = 3  # steps that every worker must have measured
 
 
 def expected(
-    costs: CostModel, profile: Profile | None, split: bool, batch: int, hosts: Sequence[str], every: int
+    costs: CostModel, memory: Sequence[StageBytes], split: bool, batch: int, hosts: Sequence[str], every: int
 ) -> Line:
-    """Return the line by ``costs``, for steps of ``batch`` micro-batches; without a ``profile`` it has no bytes."""
+    """Return the line by ``costs`` and the measured ``memory`` of each stage, for steps of ``batch`` micro-batches."""
     stages = len(costs.forward)
-    sizes = [0] * stages if profile is None else profile.state_bytes(stages)
     return Line(
         recompute_s=work_s(costs, split, batch),
-        boundary_bytes=(crossing_bytes(profile, batch),) * (stages - 1),
+        boundary_bytes=crossing_bytes(memory, batch),
         failure=(1 / stages,) * stages,
         hosts=tuple(hosts),
-        load_s=max(sizes) / STORAGE_BYTES_PER_S,
+        load_s=max(each.weights + each.masters + each.optimizer for each in memory) / STORAGE_BYTES_PER_S,
         every=every,
-        network_bytes_per_s=STORAGE_BYTES_PER_S if profile is None else profile.across.bytes_per_us * 1e6,
+        network_bytes_per_s=STORAGE_BYTES_PER_S,
         read_bytes_per_s=STORAGE_BYTES_PER_S,
     )
 
@@ -41,9 +40,9 @@ def work_s(costs: CostModel, split: bool, batch: int) -> tuple[float, ...]:
     )
 
 
-def crossing_bytes(profile: Profile | None, batch: int) -> int:
-    """Return the bytes that cross a boundary in a step of ``batch`` micro-batches, both ways; 0 without a profile."""
-    return 0 if profile is None else 2 * batch * profile.boundary_bytes
+def crossing_bytes(memory: Sequence[StageBytes], batch: int) -> tuple[int, ...]:
+    """Return the bytes that cross each boundary in a step of ``batch`` micro-batches, both ways."""
+    return tuple(2 * batch * each.boundary for each in memory[:-1])
 
 
 def measured(figures: Collection[StageFigures], hosts: Sequence[str], every: int) -> Line | None:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from recycle_plugin.authentication.tls import NoCertificate, Tls
+from recycle_plugin.core.vocabulary import costs_file
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.costs_file import StageCosts
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read_measured
-from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings.contradictions import refuse_contradictions, refuse_shrinking
 from recycle_plugin.settings.field_types import (
@@ -42,7 +42,7 @@ from recycle_plugin.settings.field_types import (
 from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, LogSettings
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
-COSTS = "the path of a file that recycle profile --out wrote, or that has the costs of each stage"
+COSTS = "the path of a file that has the costs of each stage, such as a traced run's costs.json"
 
 
 class Settings(BaseModel):
@@ -311,8 +311,8 @@ class Settings(BaseModel):
     costs: Folder | None = setting(
         None,
         f"{COSTS}, or null",
-        "The costs of instructions, for the planner: a file that `recycle profile --out` wrote, which also "
-        "has bytes, or one with the microseconds of each stage, such as a traced run's `costs.json` or "
+        "The costs of instructions, for the planner: a file with the microseconds of each stage, such as a "
+        "traced run's `costs.json`, which also has bytes, or "
         '{"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}. Null: the same for all.',
     )
     checkpoint: CheckpointSettings | None = setting(
@@ -374,27 +374,16 @@ class Settings(BaseModel):
                 raise SettingsError("tls", error.wrong, error.fix) from None
         return settings
 
-    def given_costs(self) -> Profile | CostModel | None:
+    def given_costs(self) -> StageCosts | None:
         """Return the contents of the file ``costs``. Raises :class:`SettingsError` if it can't be read."""
-        return self._given()[0]
-
-    def measured(self) -> tuple[StageBytes, ...]:
-        """Return a run's measured bytes of each stage if ``costs`` has them. Raises as :meth:`given_costs` does."""
-        return self._given()[1]
-
-    def _given(self) -> tuple[Profile | CostModel | None, tuple[StageBytes, ...]]:
         if self.costs is None:
-            return None, ()
+            return None
         try:
-            return read_measured(self.costs)
+            return costs_file.read(self.costs)
         except OSError as error:
             raise SettingsError("costs", f"{self.costs}: {error.strerror}", f"write {COSTS}") from None
         except ValueError as error:
             raise SettingsError("costs", " ".join(str(error).split()), f"write {COSTS}") from None
-
-    def profile(self) -> Profile | None:
-        """Return the profile if ``costs`` names one, else None. Raises as :meth:`given_costs` does."""
-        return found if isinstance(found := self.given_costs(), Profile) else None
 
     def in_fp16(self, clipping: float) -> Settings:
         """Return these settings for an fp16 job: losses are scaled, and steps that overflow are skipped. Overflows are
@@ -452,32 +441,17 @@ class Settings(BaseModel):
     def fault_script(self, seat: Seat, incarnation: int = 0) -> FaultScript:
         return FaultScript(self.fault_list, seat, incarnation)
 
-    def cost_model(self, shape: Topology, samples: int) -> CostModel:
-        """Return costs in microseconds for a job of ``shape`` with micro-batches of ``samples``. Raises
-        :class:`SettingsError` for costs of another number of stages, and for a profile of another job.
-        """
-        found = self.given_costs()
-        if isinstance(found, Profile):
-            return self._profiled(found, shape, samples)
-        if found is not None and found.stages != shape.stages:
+    def cost_model(self, shape: Topology) -> CostModel:
+        """Return costs in microseconds for a job of ``shape``. Raises SettingsError for another number of stages."""
+        if (found := self.given_costs()) is None:
+            return CostModel.uniform(shape.stages, 1000, 1000, 1000)
+        if (stages := found.costs.stages) != shape.stages:
             raise SettingsError(
                 "costs",
-                f"{self.costs} has costs of {found.stages} stages, and the job has {shape.stages}",
+                f"{self.costs} has costs of {stages} stages, and the job has {shape.stages}",
                 f"write lists of {shape.stages}",
             )
-        return found or CostModel.uniform(shape.stages, 1000, 1000, 1000)
-
-    def _profiled(self, found: Profile, shape: Topology, samples: int) -> CostModel:
-        if found.micro_batch != samples:
-            raise SettingsError(
-                "costs",
-                f"measured with micro-batches of {found.micro_batch}, and the job's have {samples}",
-                f"measure again with recycle profile --micro-batch {samples}",
-            )
-        try:
-            return found.costs(shape.stages, shape.replicas, fused=not self.split_backward)
-        except ValueError as error:
-            raise SettingsError("costs", str(error), "name the profile of this job's model") from None
+        return found.costs
 
 
 def reference() -> str:

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.lab.planner.analytic import SHAPES, profile
+from recycle_plugin.lab.planner.profile import Profile
 from recycle_plugin.lab.simulator.peers import PeerJob, recycle
 from recycle_plugin.lab.training.compose import CONFIGS
 
@@ -60,17 +60,13 @@ def settings(name: str, arguments: Sequence[str] | None = None) -> SimpleNamespa
 
 
 def job_of(model: Mapping[str, Any], replicas: int, stages: int, micro_batches: int) -> PeerJob:
-    """A job of a config's model entry: ``profile`` (a measured file) or ``preset`` (analytic), ``micro_batch``
-    sequences.
-    """
+    """A job of a config's model entry: ``preset`` (analytic), ``micro_batch`` sequences."""
     return PeerJob(
         model["name"], Topology(replicas, stages, micro_batches), profile_of(model), model.get("memory_bytes", 40e9)
     )
 
 
 def profile_of(model: Mapping[str, Any]) -> Profile:
-    if model.get("profile"):
-        return read(model["profile"])
     return profile(
         SHAPES[model["preset"]], micro_batch=model["micro_batch"], checkpointing=model.get("checkpointing", False)
     )

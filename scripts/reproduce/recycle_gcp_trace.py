@@ -292,10 +292,7 @@ def draw(
     folder: Path, model: Mapping[str, Any], config: SimpleNamespace, steady: Table, jobs: Mapping, runs: Mapping
 ) -> None:
     name, drawn = model["name"], config.drawn if config.drawn in config.micro_batches else config.micro_batches[0]
-    title = (
-        f"{name} on 24 GPUs, DP=6 x PP=4: ours (simulated, {jobs[name, drawn].profile.origin} costs) beside published "
-        "curves"
-    )
+    title = f"{name} on 24 GPUs, DP=6 x PP=4: ours (simulated, analytic costs) beside published curves"
     figure, axes = common.canvas(3, 1, 12.5, 3.6, title, heights=(1.25, 1.15, 0.55))
     draw_steady(axes[0][0], model, config, steady)
     draw_trace(axes[1][0], jobs[name, drawn], runs[name, drawn], model, drawn)

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from recycle_plugin.core.vocabulary.profile import read
 from recycle_plugin.lab.checks import killed
 from recycle_plugin.lab.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries, on_gpu, stages
@@ -71,11 +70,6 @@ def test_keyed_randomness_that_is_not_keyed_fails(place, monkeypatch):
     monkeypatch.setattr(gpu_figures, "keyed", lambda seed, device: torch.no_grad())
     (row,) = gpu_figures.rng(place)
     assert row.passed is False and "other masks" in row.text
-
-
-def test_a_profile_is_written(place, one_thread):
-    (row,) = gpu_figures.profile(place)
-    assert row.passed and read(gpu_figures.profile_path(place, "gpt_tiny")).origin == "measured"
 
 
 def test_a_layers_backward_is_timed_split_and_fused(place, one_thread):

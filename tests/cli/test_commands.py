@@ -67,7 +67,6 @@ BAD = {
     "docs": "nothing",
     "settings": "nothing",
     "simulate": "--pp 2 --dp 2 --micro-batches 2 --mtbf soon",
-    "profile": "--preset nothing",
     "campaign": "--seeds 0",
 }
 

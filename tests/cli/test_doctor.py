@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, medium, small_profile
+from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, of_a_run
 
 DOCUMENT = (Path(__file__).parents[2] / "recycle_plugin/docs/planning.md").read_text()
 
@@ -29,9 +28,8 @@ def test_a_job_that_needs_no_change(doctor) -> None:
 def test_a_job_with_much_to_change(doctor, surroundings) -> None:
     surroundings["deepspeed"] = "0.18.2"
     del surroundings["megatron-core"]
-    profile.write(small_profile(600 * MIB), "small.json")
     config = {**SIZES, "amp": {"enabled": True}, "recycle": {"activation_cap": 6}}
-    assert doctor(config, "--pp 2 --dp 3 --profile small.json", {"a": 2, "b": 2, "c": 4}) == (1, MUCH)
+    assert doctor(config, f"--pp 2 --dp 3 {of_a_run(600 * MIB)}", {"a": 2, "b": 2, "c": 4}) == (1, MUCH)
 
 
 def test_the_documents_example(doctor) -> None:
@@ -47,7 +45,7 @@ def test_the_documents_example(doctor) -> None:
 )
 def test_text_fits_a_page_whatever_the_names(doctor, config, profiled) -> None:
     hosts = {f"a-very-long-name-of-a-host-{number}.in.a.cluster.example.org": 6 for number in range(9)}
-    more = medium("medium.json") if profiled else ""
+    more = of_a_run(80 << 30, 6) if profiled else ""
     _, text = doctor(config, f"--pp 6 --dp 9 {more}", hosts)
     assert max(map(len, text.splitlines())) <= 100 and "--json has" in text
 
@@ -324,13 +322,13 @@ def test_micro_batches_as_deepspeed_counts_them(doctor, sizes, more, count) -> N
 
 
 @pytest.mark.parametrize("where", ["config", "command line"])
-def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
-    profile.write(small_profile(2048 * MIB), tmp_path / "small.json")
-    section, more = ({"costs": "small.json"}, "") if where == "config" else ({}, "--profile small.json")
+def test_bytes_come_from_the_run(doctor, where) -> None:
+    named = of_a_run(2048 * MIB)
+    section, more = ({"costs": "costs.json"}, "") if where == "config" else ({}, named)
     found = data(
         doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": 3, **section}}, f"--pp 2 --dp 3 {more}"
     )
-    row = found["memory"]["stages"][1]
+    row = found["memory"]["stages"][0]
     assert row == {
         "each": 200 * MIB,
         "state": 24 * MIB,
@@ -339,13 +337,13 @@ def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
         "contributions": 8 * MIB,
         "kept": 2 * 9 * MIB,
         "activations": 600 * MIB,
-        "working": 142 * MIB,
+        "working": 86 * MIB,
         "between": 56 * MIB,
-        "computing": 64 * MIB + 760 * MIB,
+        "computing": 64 * MIB + 704 * MIB,
         "summing": 64 * MIB + 8 * MIB + 4 * MIB,  # the second buffer, and a piece that comes back from the host
         "stepping": 56 * MIB + 8 * MIB,  # what Adam works with
-        "today": 824 * MIB - 2 * 3 * MIB,  # less is kept
-        "peak": 824 * MIB,
+        "today": 768 * MIB - 2 * 3 * MIB,  # less is kept
+        "peak": 768 * MIB,
         "host": 2 * 9 * MIB,
     }
     assert found["memory"]["device"] == 2048 * MIB and found["change"] == []
@@ -359,32 +357,26 @@ def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
         ({"fp16": {"enabled": True}}, "host_snapshot", 18, 26),
     ),
 )
-def test_bytes_of_a_parameter_need_no_profile(doctor, section, undo, between, peak) -> None:
+def test_bytes_of_a_parameter_need_no_run(doctor, section, undo, between, peak) -> None:
     config = {**HEALTHY, **section, "recycle": {"enabled": True, "undo": undo}}
     found = data(doctor, config, "--pp 2 --dp 3")["memory"]["bytes_a_parameter"]
     assert found["between steps"]["all"] == between and max(of["all"] for of in found.values()) == peak
 
 
-def test_the_cap_that_would_fit_fits_and_one_more_does_not(doctor, tmp_path) -> None:
-    profile.write(small_profile(900 * MIB), tmp_path / "small.json")
+def test_the_cap_that_would_fit_fits_and_one_more_does_not(doctor) -> None:
+    of_a_run(900 * MIB)
 
     def change(cap: int) -> list[str]:
         return data(
             doctor,
             {**HEALTHY, "recycle": {"enabled": True, "activation_cap": cap}},
-            "--pp 2 --dp 3 --profile small.json",
+            "--pp 2 --dp 3 --profile costs.json",
         )["change"]
 
-    assert change(5) == ["stages 0-1: 1.20 GiB of 0.88 GiB; use more stages, or set recycle.activation_cap to 3"]
+    assert change(5) == ["stages 0-1: 1.14 GiB of 0.88 GiB; use more stages, or set recycle.activation_cap to 3"]
     assert change(3) == [] and change(4) != []
-    profile.write(small_profile(300 * MIB), tmp_path / "small.json")
-    assert change(1) == ["stages 0-1: 0.41 GiB of 0.29 GiB; use more stages"]
-
-
-def test_a_profile_without_the_devices_memory(doctor, tmp_path) -> None:
-    profile.write(small_profile(None), tmp_path / "small.json")
-    code, text = doctor(HEALTHY, "--pp 2 --dp 3 --profile small.json")
-    assert code == 0 and "the profile does not say how much the device has" in text
+    of_a_run(300 * MIB)
+    assert change(1) == ["stages 0-1: 0.36 GiB of 0.29 GiB; use more stages"]
 
 
 def test_a_host_with_a_worker_of_every_replica_ends_a_job_of_whole_replicas(doctor):
@@ -401,7 +393,7 @@ def test_a_host_with_a_worker_of_every_replica_ends_a_job_of_whole_replicas(doct
 
 FINE = """\
 --pp 2 --dp 2: 4 workers, 4 micro-batches of each replica in a step
-costs: equal, F = I = W = 1 ms: no profile given
+costs: equal, F = I = W = 1 ms: no costs given
 
 What it survives
   workers: any 1; at best 2 of 4, if one is left in every stage
@@ -424,8 +416,8 @@ Versions here
   megatron-core  0.16.0  needs >=0.16,<0.17
 
 Memory of a worker
-  of each stage: not known without a profile: --run RUN_DIR takes what a traced run has measured of
-    its own model, --profile FILE what recycle profile --out FILE says of a GPT
+  of each stage: not known without a run: --run RUN_DIR takes what a traced run has measured of its
+    own model
   recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
   bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
     keeps the last sum until it hears of the commit
@@ -444,7 +436,7 @@ Nothing has to change.
 
 MUCH = """\
 --pp 2 --dp 3: 6 workers, 6 micro-batches of each replica in a step
-costs: small, fp32, micro-batch 1; MEASURED: a device, 2026-01-01
+costs: of each stage, as costs.json has them
 
 What it survives
 ! recycle.enabled is false: the stock engine runs, and any loss ends the job; set it to true
@@ -458,17 +450,17 @@ What it survives
   c     4-5    1.1 2.1  is survived
 
 Predicted slowdown
-  lost                               step  slower  bound
-  nobody                         381.1 ms   1.00x  1.00x
-  one worker, at worst: stage 1  561.1 ms   1.47x  1.47x
-  one worker, at best: stage 0   541.1 ms   1.42x  1.42x
-  2 workers of stage 1            1101 ms   2.89x  2.89x
-  2 workers, spread: stages 0-1  561.1 ms   1.47x  1.47x
-  any whole replica              561.1 ms   1.47x  1.47x
-  all replicas but one            1101 ms   2.89x  2.89x
-  host c                          1101 ms   2.89x  2.89x
-  host a                          1081 ms   2.84x  2.84x
-  host b                         561.1 ms   1.47x  1.47x
+  lost                              step  slower  bound
+  nobody                          381 ms   1.00x  1.00x
+  one worker, at worst: stage 1   561 ms   1.47x  1.47x
+  one worker, at best: stage 0    541 ms   1.42x  1.42x
+  2 workers of stage 1           1101 ms   2.89x  2.89x
+  2 workers, spread: stages 0-1   561 ms   1.47x  1.47x
+  any whole replica               561 ms   1.47x  1.47x
+  all replicas but one           1101 ms   2.89x  2.89x
+  host c                         1101 ms   2.89x  2.89x
+  host a                         1081 ms   2.84x  2.84x
+  host b                          561 ms   1.47x  1.47x
 
 What is refused
 ! amp.enabled: only fp32, bf16 and fp16 are supported yet; remove the amp section, and set
@@ -482,13 +474,16 @@ Versions here
   megatron-core  not installed  needs >=0.16,<0.17
 
 Memory of a worker
-! stages 0-1: 1.39 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 1
-  the device has 0.59 GiB
+! stages 0-1: 1.34 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 2
+  measured, in the run of the costs, on cuda: state, gradients, what a micro-batch holds, boundary
+    tensors; the rest follows from these and from the settings here
+  the device has 0.59 GiB; the host has 1024.00 GiB for all its workers, beside what their processes
+    take
   kept: boundary tensors of two steps, after one loss; activations: at the cap; running: what an
     instruction needs, an estimate
   between: steps; today, with all workers, and peak, after one loss: the most within one; host:
     beside these, where the device is not the host
-  recycle.activation_cap 6 is enough: from 3 micro-batches (0.59 GiB) on one loss costs 1.47x
+  recycle.activation_cap 6 is enough: from 2 micro-batches (0.39 GiB) on one loss costs 1.47x
   bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
     keeps the last sum until it hears of the commit
                  committed  between steps  computing  summing  stepping
@@ -504,8 +499,8 @@ Memory of a worker
 
   GiB
   stage  state  undo   sum  contributions  kept  activations  running  between  today  peak  host
-  0       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05   1.38  1.39  0.02
-  1       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05   1.38  1.39  0.02
+  0       0.02  0.02  0.01           0.01  0.02         1.17     0.08     0.05   1.33  1.34  0.02
+  1       0.02  0.02  0.01           0.01  0.02         1.17     0.08     0.05   1.33  1.33  0.02
 
 4 things to change, marked with !
 """
@@ -514,11 +509,11 @@ Memory of a worker
 # --- exact mode ------------------------------------------------------------------------------------------
 
 
-def test_what_exact_mode_costs_shows_beside_the_same_job_without_it(doctor, tmp_path) -> None:
-    profile.write(small_profile(2048 * MIB), tmp_path / "small.json")
+def test_what_exact_mode_costs_shows_beside_the_same_job_without_it(doctor) -> None:
+    named = of_a_run(2048 * MIB)
     sizes = {**HEALTHY, "gradient_accumulation_steps": 8}
     plain, exact, halves = (
-        data(doctor, {**sizes, "recycle": {"enabled": True, **more}}, "--pp 2 --dp 3 --profile small.json")
+        data(doctor, {**sizes, "recycle": {"enabled": True, **more}}, f"--pp 2 --dp 3 {named}")
         for more in ({}, {"exact": True}, {"exact": 4})
     )
     for mine, theirs in zip(exact["slowdown"]["cases"], plain["slowdown"]["cases"], strict=True):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core.vocabulary import profile
-from tests.support.doctor import HEALTHY, small_profile
+from tests.support.doctor import HEALTHY, of_a_run
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 SHAPE = "--pp 2 --dp 2"
@@ -59,18 +58,9 @@ ZERO = json.dumps({"forward": [0, 0], "input": [0, 0], "weight": [0, 0]})
         (HEALTHY, f"{SHAPE} --hostfile bad", '--hostfile bad, line 1: "a 4"; write lines such as worker-1 slots=4'),
         (HEALTHY, f"{SHAPE} --hostfile binary", "--hostfile binary: no text; give the path"),
         (HEALTHY, f"{SHAPE} --profile nowhere", "--profile nowhere: No such file or directory; give the path"),
-        (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no costs: no name, no origin, no device"),
+        (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no costs: no forward, no input, no weight"),
         (HEALTHY, f"{SHAPE} --profile binary", "--profile binary: no costs: 'utf-8' codec"),
-        (
-            {**HEALTHY, "train_micro_batch_size_per_gpu": 4},
-            f"{SHAPE} --profile small.json",
-            "measure again with recycle profile --micro-batch 4",
-        ),
-        (
-            HEALTHY,
-            "--pp 8 --dp 2 --profile small.json",
-            "--pp 8: 4 layers for 8 stages: a stage needs at least one layer; lower --pp",
-        ),
+        (HEALTHY, "--pp 8 --dp 2 --profile costs.json", "--profile costs.json: costs of 2 stages, and --pp is 8"),
         (
             {**HEALTHY, "recycle": {"enabled": True, "faults": ["kill 7.0 before 0F0.0@2"]}},
             SHAPE,
@@ -89,7 +79,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments,
     for name, text in {"few": "a slots=3", "twice": "a slots=2\na slots=2", "bad": "a 4", "zero.json": ZERO}.items():
         Path(name).write_text(text)
     Path("binary").write_bytes(b"\xff\xfe\xff")
-    profile.write(small_profile(None), "small.json")
+    of_a_run()
     assert_refused(capsys, ["doctor", "ds.json", *arguments.split()], says)
 
 

@@ -111,7 +111,7 @@ def test_it_is_said_whose_bytes_these_are_and_of_what_else(doctor, surroundings)
     assert "measured with micro-batches of 4, and the job's have 1" in text
     assert "measured without fp32 masters, and the job is in bf16" in text
     Path("costs.json").write_text(json.dumps(COSTS))
-    assert "of each stage: not known without a profile" in doctor(HEALTHY, JOB)[1]
+    assert "of each stage: not known without a run" in doctor(HEALTHY, JOB)[1]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core.vocabulary import profile
-from recycle_plugin.lab.planner import analytic
 
 EXAMPLE = "plan --pp 4 --dp 3 --micro-batches 6 --costs F=1,I=1,W=1,comm=0,step=3"
 UNSPLIT = "--no-split --no-stagger"
@@ -132,12 +130,12 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--dp 0", "replicas is 0"),
         ("--png /no/such/folder/x.png", "No such file"),
         ("--profile /no/such/file", "No such file"),
+        ("--profile two.json", "costs of 2 stages, and --pp is 4"),
     ],
 )
 def test_errors_are_one_line(capsys, tmp_path, monkeypatch, more: str, says: str) -> None:
     monkeypatch.chdir(tmp_path)
-    if "--profile gpt" in more:
-        profile.write(analytic.preset(more.split()[-1]), more.split()[-1])
+    Path("two.json").write_text(json.dumps({name: [1000, 1000] for name in ("forward", "input", "weight")}))
     arguments = ["plan", "--pp", "4", "--dp", "3", "--micro-batches", "6"] + more.split()
     assert main(arguments) == 2
     said = capsys.readouterr().err

@@ -11,9 +11,9 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.costs_file import read
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.core.vocabulary.profile import read_measured
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.observability import report
@@ -53,7 +53,7 @@ def test_a_traced_run_leaves_them_for_the_doctor(folder, tmp_path, capsys):
     assert not (folder / "costs.json").exists(), "there is no trace"
     trace(folder)
     report.write(folder)
-    assert read_measured(folder / "costs.json")[0] == COSTS
+    assert read(folder / "costs.json").costs == COSTS
     (config := tmp_path / "ds_config.json").write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 1, "recycle": {"enabled": True}, "gradient_clipping": 0})
     )
@@ -80,7 +80,7 @@ def test_what_stages_hold_is_there_if_each_has_said_it(folder, stages):
         file.writelines(f"{json.dumps(said | held | {'stage': stage, 'weights': stage})}\n" for stage in stages)
     trace(folder)
     report.write(folder)
-    costs, memory = read_measured(folder / "costs.json")
+    costs, memory = read(folder / "costs.json")
     if len(stages) < 2:
         assert (costs, memory) == (COSTS, ())
         return
@@ -97,4 +97,4 @@ def test_work_that_was_run_again_after_a_loss_is_in_no_cost(folder):
             late.ran(Span(Seat(1, 1), Instruction.parse(f"1{name}@6"), at, 103_100_000))
     late.close()
     report.write(folder)
-    assert read_measured(folder / "costs.json")[0] == COSTS
+    assert read(folder / "costs.json").costs == COSTS

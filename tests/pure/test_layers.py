@@ -60,7 +60,8 @@ BELOW = {
     "commands": {*OBSERVES, *RUNTIME, "observability", "settings", "adapters", "versions"},
     "cli": {"commands", "errors", "settings", "versions"},
     "docs": set(),
-    "lab.simulator": {*CORE, "planner"},
+    "lab.planner": CORE,
+    "lab.simulator": {*CORE, "planner", "lab.planner"},
     "lab.runs": {"core.vocabulary", "observability", "launch"},
     "lab.experiments": {"core.vocabulary", "observability", "lab.runs"},
     "lab": {
@@ -73,6 +74,7 @@ BELOW = {
         "commands",
         "cli",
         "versions",
+        "lab.planner",
         "lab.simulator",
         "lab.experiments",
     },
@@ -83,6 +85,7 @@ FRAMEWORKS = {"torch", "deepspeed", "megatron"}
 FOREIGN = {
     "core": {*FRAMEWORKS, "numpy", "matplotlib", "rich"},
     "planner": FRAMEWORKS,
+    "lab.planner": FRAMEWORKS,
     "lab.simulator": FRAMEWORKS,
     "render": FRAMEWORKS,
     "observability": FRAMEWORKS,

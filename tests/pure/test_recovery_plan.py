@@ -19,11 +19,11 @@ from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, pr
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
-from recycle_plugin.core.vocabulary.machine_constants import by_name
 from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn, counted, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.planner.machine_costs import by_name
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import lowered, plan, recover
 from recycle_plugin.planner.closure import Rows

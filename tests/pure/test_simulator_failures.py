@@ -17,10 +17,10 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
-from recycle_plugin.core.vocabulary.machine_constants import LOCAL, by_name
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.planner.machine_costs import LOCAL, by_name
 from recycle_plugin.lab.simulator import ExactWorld, predict, train
 from recycle_plugin.lab.simulator.campaign import initial_weights
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob

@@ -10,9 +10,9 @@ import pytest
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.machine_constants import LOCAL, by_name
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.planner.machine_costs import LOCAL, by_name
 from recycle_plugin.lab.simulator import traces
 from recycle_plugin.lab.simulator.history import MembershipChange, SimulatedTrainer, StepPeriods, pattern
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob

@@ -17,9 +17,9 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.core.vocabulary.machine_constants import LOCAL
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
+from recycle_plugin.lab.planner.machine_costs import LOCAL
 from recycle_plugin.lab.simulator import simulate
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import plan

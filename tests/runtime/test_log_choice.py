@@ -81,10 +81,10 @@ def test_a_choice_follows_the_interval_and_says_so_when_it_changes():
     assert [details["boundaries"] for _, _, details in session.said] == [(0, 1), (1,), (0, 1)]
 
 
-def test_a_profile_chooses_before_anything_is_measured():
+def test_an_earlier_run_chooses_before_anything_is_measured():
     session = Told(0, 1, 2)
     assert choice(session, LINE, boundaries="auto", budget=15_000).choose(brought(steps=0), EVERY) == (1,)
-    assert "(by the profile; " in session.texts("log_boundaries")[0]
+    assert "(by an earlier run; " in session.texts("log_boundaries")[0]
 
 
 def test_a_list_stays_whatever_it_takes():

@@ -1,19 +1,16 @@
 """The door: what a section may say, and the one line that every mistake gets."""
 
 import json
-from dataclasses import replace
 from math import inf, nan
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.lab.planner import analytic
 from recycle_plugin.settings.schema import Settings, reference
 from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import GONE, SettingsError
@@ -30,7 +27,7 @@ def message(section) -> str:
     return str(caught.value)
 
 
-OF_A_PROFILE = "write the path of a file that recycle profile --out wrote, or that has the costs of each stage"
+OF_COSTS = "write the path of a file that has the costs of each stage, such as a traced run's costs.json"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
 METRICS = 'write an address and a port such as "127.0.0.1:9400", or null'
 REJOIN = 'write a whole number, not negative, "always" or "never"'
@@ -47,7 +44,7 @@ BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 
         ([], 'recycle: [] is a list; write an object such as {"enabled": true}'),
         ({"split_backwards": True}, "recycle.split_backwards: no such key; did you mean split_backward?"),
         ({"log": {"folders": "x"}}, "recycle.log.folders: no such key; did you mean folder?"),
-        ({"costs": {"forward_ms": 3}}, f'recycle.costs: {{"forward_ms": 3}} is an object; {OF_A_PROFILE}, or null'),
+        ({"costs": {"forward_ms": 3}}, f'recycle.costs: {{"forward_ms": 3}} is an object; {OF_COSTS}, or null'),
         ({"enabled": "yes"}, 'recycle.enabled: "yes" is a string; write true or false'),
         ({"enabled": 1}, "recycle.enabled: 1 is a whole number; write true or false"),
         ({"enabled": None}, "recycle.enabled: null is not possible; write true or false"),
@@ -127,9 +124,9 @@ BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 
         ({"faults": ["kill 0.1 before 1F0.2@5"]}, "recycle.faults: only the plugin's engine injects faults, and"),
         (
             {"costs": "/no/such/profile.json"},
-            f"recycle.costs: /no/such/profile.json: No such file or directory; {OF_A_PROFILE}",
+            f"recycle.costs: /no/such/profile.json: No such file or directory; {OF_COSTS}",
         ),
-        ({"costs": 3}, f"recycle.costs: 3 is a whole number; {OF_A_PROFILE}, or null"),
+        ({"costs": 3}, f"recycle.costs: 3 is a whole number; {OF_COSTS}, or null"),
         (
             {"enabled": 2, "trace": 3, "foo": 1},
             "recycle.enabled: 2 is a whole number; write true or false (also wrong: recycle.trace, recycle.foo)",
@@ -229,18 +226,6 @@ def test_a_cap_for_another_number_of_stages():
     assert str(caught.value) == "recycle.activation_cap: 2 entries for 3 stages; write one number, or a list of 3"
 
 
-@pytest.fixture
-def measured(tmp_path):
-    """``measured(cap=…, **changes)``: settings with a profile of 24 layers on a device of 80 GiB, changed so."""
-
-    def settings(cap=None, **changes) -> Settings:
-        path = tmp_path / "profile.json"
-        profile.write(replace(analytic.preset("gpt3_medium"), **changes), path)
-        return Settings.from_section({"activation_cap": cap, "costs": str(path)})
-
-    return settings
-
-
 @pytest.mark.parametrize(
     "written, size",
     [
@@ -256,39 +241,12 @@ def test_a_size_in_bytes(written, size):
     assert Settings.from_section({"keep_bytes": written}).keep_bytes == size
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_costs_from_a_profile(measured, split):
-    settings = measured().model_copy(update={"split_backward": split})
-    costs = settings.cost_model(Topology(6, 4, 8), 1)
-    assert costs == analytic.preset("gpt3_medium").costs(4, 6, fused=not split)
-    assert bool(costs.backward) is not split and min(costs.activation_bytes) > 0
-
-
-def test_the_profile_of_another_job(measured):
-    for shape, samples, expected in (
-        (
-            Topology(2, 4, 8),
-            3,
-            "measured with micro-batches of 1, and the job's have 3; measure again with recycle profile --micro-batch "
-            "3",
-        ),
-        (
-            Topology(2, 30, 8),
-            1,
-            "24 layers for 30 stages: a stage needs at least one layer; name the profile of this job's model",
-        ),
-    ):
-        with pytest.raises(SettingsError) as caught:
-            measured().cost_model(shape, samples)
-        assert str(caught.value) == f"recycle.costs: {expected}"
-
-
 @pytest.mark.parametrize("text", [b"", b"{", b'{"layers": 3}', b"\0", b"\xff\xfe", b"[" * 100_000, b"3"], ids=len)
-def test_a_file_that_is_no_profile(tmp_path, text):
+def test_a_file_that_has_no_costs(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_bytes(text)
     said = message({"costs": str(path)})
-    assert said.startswith(f"recycle.costs: {path} has no costs: ") and said.endswith(f"; {OF_A_PROFILE}")
+    assert said.startswith(f"recycle.costs: {path} has no costs: ") and said.endswith(f"; {OF_COSTS}")
     assert "\n" not in said
 
 
@@ -309,7 +267,7 @@ def test_a_fault_strikes_the_process_that_it_names():
 
 
 def test_costs_default_to_one_millisecond_each():
-    costs = Settings().cost_model(Topology(2, 3, 4), 1)
+    costs = Settings().cost_model(Topology(2, 3, 4))
     assert costs.forward == costs.input == costs.weight == (1000, 1000, 1000)
     assert costs.communication == costs.dispatch == 0 and costs.reduce == costs.step == (0, 0, 0)
 
@@ -322,11 +280,11 @@ def stage_costs(folder, **costs: object) -> Settings:
 def test_costs_of_each_stage_in_a_file(tmp_path):
     given = {"forward": [1500, 2000], "input": [3000, 3000], "weight": [1000, 900], "step": [0, 250]}
     settings = stage_costs(tmp_path, **given, communication=100, dispatch=20, tie=7)
-    costs = settings.cost_model(Topology(2, 2, 4), 1)
+    costs = settings.cost_model(Topology(2, 2, 4))
     assert (costs.forward, costs.input, costs.weight) == ((1500, 2000), (3000, 3000), (1000, 900))
     assert (costs.step, costs.communication, costs.dispatch, costs.tie) == ((0, 250), 100, 20, 7)
     with pytest.raises(SettingsError) as caught:
-        settings.cost_model(Topology(2, 3, 4), 1)
+        settings.cost_model(Topology(2, 3, 4))
     assert str(caught.value) == (
         f"recycle.costs: {tmp_path}/costs.json has costs of 2 stages, and the job has 3; write lists of 3"
     )

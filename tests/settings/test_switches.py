@@ -114,7 +114,7 @@ def test_each_cost_changes_the_plan(name: str, tmp_path: Path) -> None:
     for given in costs, dear:
         (tmp_path / "costs.json").write_text(json.dumps({key: each for key, each in asdict(given).items() if each}))
         settings = Settings.from_section({"enabled": True, "costs": str(tmp_path / "costs.json")})
-        assert settings.cost_model(shape, 1) == given
+        assert settings.cost_model(shape) == given
         planned = plan(shape.full(), given, settings.policy(False, shape.stages))
         assert predict(planned, given).period_us <= planned.period_us
         periods.append(planned.period_us)

@@ -15,7 +15,6 @@ STAGES = {
     "undo": {"undo: snapshot", "undo: host_snapshot", "undo: inverse"},
     "copies": {"copies"},
     "rng": {"keyed forwards"},
-    "profile": {"gpt_tiny"},
 }
 
 

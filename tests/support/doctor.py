@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core.vocabulary import profile
-from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire
-from recycle_plugin.lab.planner import analytic
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
 ON = {"recycle": {"enabled": True}}
@@ -60,33 +57,30 @@ def data(doctor, config: dict, arguments: str, hosts: dict[str, int] | None = No
     return found
 
 
-def medium(path: str) -> str:
-    """The arguments that name an analytic profile of GPT-3 Medium, which is written to ``path``."""
-    profile.write(analytic.preset("gpt3_medium"), path)
-    return f"--profile {path}"
+def costs(device_bytes: int | None, stages: int = 2, samples: int = 1) -> dict:
+    """A run's costs.json, of stages of two layers each: 10 ms for each of F, I and W of a layer, whose boundary tensor,
+    gradient and weights have 1, 4 and 4 MiB. ``device_bytes``: None: of a run on the host.
+    """
+    stage = {
+        "weights": 8 * MIB,
+        "masters": 0,
+        "optimizer": 16 * MIB,
+        "frozen": 0,
+        "gradient": 8 * MIB,
+        "largest": 4 * MIB,
+        "boundary": MIB,
+        "device": "cpu" if device_bytes is None else "cuda",
+        "device_bytes": device_bytes or 1 << 40,
+        "host_bytes": 1 << 40,
+        "samples": samples,
+    }
+    each = {"forward": 20_000, "input": 20_000, "weight": 20_000, "step": 1000}
+    each |= {"activation_bytes": 200 * MIB, "pending_bytes": 80 * MIB}
+    memory = [stage | {"boundary": MIB * (number < stages - 1)} for number in range(stages)]
+    return {name: [value] * stages for name, value in each.items()} | {"memory": memory}
 
 
-def small_profile(device_bytes: int | None) -> Profile:
-    part = LayerProfile(10_000, 10_000, 10_000, 19_000, 500, MIB, 100 * MIB, 40 * MIB)
-    nothing = LayerProfile(0, 0, 0, 0, 0, 0, 0, 0)
-    return Profile(
-        "small",
-        "measured",
-        "a device",
-        "2026-01-01",
-        "by hand",
-        "fp32",
-        1,
-        8,
-        False,
-        4,
-        nothing,
-        part,
-        nothing,
-        MIB,
-        4,
-        Wire(1, 1e5),
-        Wire(1, 1e5),
-        1,
-        device_bytes,
-    )
+def of_a_run(device_bytes: int | None = None, stages: int = 2) -> str:
+    """The arguments that name :func:`costs`, which are written to costs.json."""
+    Path("costs.json").write_text(json.dumps(costs(device_bytes, stages)))
+    return "--profile costs.json"

@@ -23,9 +23,9 @@ from recycle_plugin.core.coordinator.facts.restarts import FIRST_S
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
-from recycle_plugin.core.vocabulary.machine_constants import START_UP_S
 from recycle_plugin.core.vocabulary.roster import Member
 
+START_UP_S = 9.0  # from a process's start until its model is ready, unmeasured: 4 to 8 s with small models
 NAMED = 3  # workers or numbers named in an event
 MEASURED, ASSUMED, UNKNOWN = "", "assumed", "not known"
 

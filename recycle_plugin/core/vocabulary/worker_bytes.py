@@ -18,7 +18,7 @@ Exact mode has contributions in one buffer for each block (core/vocabulary/block
 add them up. After a loss a worker has more micro-batches and blocks, and else no more. Shared weights have one more
 sum.
 
-Not counted: what a micro-batch holds (core/vocabulary/profile.py) and boundary tensors, which depend on layers; and
+Not counted: what a micro-batch holds and boundary tensors, which depend on layers; and
 results of the script's last collectives, 4 MiB for each process group (runtime/collectives/outcomes.py).
 tests/cluster/test_memory.py compares all of this with measured bytes.
 """
@@ -35,8 +35,6 @@ MASTERS = {"fp32": 0, "bf16": 4, "fp16": 4}
 GRADIENT = 4
 ADAM = 8
 """Bytes of a parameter; Adam has m and v in fp32."""
-STATE_BYTES = {dtype: WEIGHTS[dtype] + MASTERS[dtype] + ADAM + GRADIENT for dtype in WEIGHTS}
-"""Bytes of a parameter with Adam and one gradient: what training without this plugin takes too."""
 EXACT_BUCKET = 1 << 22  # numbers that exact mode copies at once, in whole parameters
 SUM_PIECE = 1 << 20  # numbers that go through the host at once, and that exact mode adds at once
 

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-COMMANDS = {word: f"recycle_plugin.lab.commands.{word}" for word in ("demo", "simulate", "profile", "campaign")}
+COMMANDS = {word: f"recycle_plugin.lab.commands.{word}" for word in ("demo", "simulate", "campaign")}
 """{subcommand: module}"""

@@ -11,6 +11,7 @@ from typing import Any
 from recycle_plugin.commands.given import JobArguments, add_job, job
 from recycle_plugin.commands.parsers import command
 from recycle_plugin.lab.commands import failure
+from recycle_plugin.lab.planner.profile import Profile
 
 DESCRIPTION = """\
 Simulate hours of training under a failure trace: throughput over time, averages, and what every change cost.
@@ -73,9 +74,11 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(found: argparse.Namespace) -> int:
     """Simulate, print the result, and return the exit code. Raises ValueError for bad input."""
     from recycle_plugin import planner
-    from recycle_plugin.core.vocabulary import machine_constants as machine
+    from recycle_plugin.lab.planner import analytic
+    from recycle_plugin.lab.planner import machine_costs as machine
 
-    given = given_job(found)
+    profile = analytic.preset(found.preset) if found.preset else None
+    given = given_job(found, profile)
     found.machine = found.machine or ("local" if given.unit == "ms" else "cluster")
     costs = machine.by_name(found.machine)
     if found.fault:
@@ -86,7 +89,7 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
     changes, length_s = failures(found, len(given.view.live))
     try:
-        result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed)
+        result = simulate(given, profile, costs, changes, length_s, not found.no_normalise, found.seed)
     except planner.PlanError as error:
         raise ValueError(str(error)) from None
     result["machine"] = {"name": found.machine, **asdict(costs)}
@@ -94,11 +97,10 @@ def run(found: argparse.Namespace) -> int:
     return 0
 
 
-def given_job(found: argparse.Namespace) -> JobArguments:
-    """Return the job that the arguments describe. Raises ValueError for bad input."""
-    from recycle_plugin.lab.planner import analytic
-
-    return job(found, milliseconds=True, taken=analytic.preset(found.preset) if found.preset else None)
+def given_job(found: argparse.Namespace, profile: Profile | None) -> JobArguments:
+    """Return the job that the arguments, and the ``profile`` of --preset, describe. Raises ValueError for bad input."""
+    taken = None if profile is None else (profile.costs(found.pp, found.dp, found.no_split), profile.title)
+    return job(found, milliseconds=True, taken=taken)
 
 
 def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
@@ -128,18 +130,26 @@ def span(text: str, name: str) -> float:
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
-def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
+def simulate(
+    given: JobArguments,
+    profile: Profile | None,
+    costs: Any,
+    changes: list,
+    length_s: float,
+    normalise: bool,
+    seed: int,
+) -> dict:
     """Simulate a job's hours and return everything to print: times in seconds, throughput in samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
 
     shape = given.view.topology
-    states = () if given.profile is None else given.profile.state_bytes(shape.stages)
+    states = () if profile is None else profile.state_bytes(shape.stages)
     copies = [costs.copy.transfer_us(size) for size in states]
     trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed)
     history = trainer.run(changes, length_s)
     stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B)).of(given.view)
-    samples = shape.replicas * shape.micro_batches * (1 if given.profile is None else given.profile.micro_batch)
+    samples = shape.replicas * shape.micro_batches * (1 if profile is None else profile.micro_batch)
 
     def rate(period_us: int) -> float:
         return 1e6 * samples / period_us

@@ -1,19 +1,16 @@
-"""Stages of ``scripts/on_gpu`` that measure one process on the device: splits, undo, copies, randomness, profiles."""
+"""Stages of ``scripts/on_gpu`` that measure one process on the device: splits, undo, copies, randomness."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from recycle_plugin import cli
-from recycle_plugin.core.vocabulary.profile import read
 from recycle_plugin.lab.checks.rows import Row, judged
-from recycle_plugin.lab.commands import measure_gpt
 from recycle_plugin.lab.gpu.copies import bandwidths
+from recycle_plugin.lab.gpu.layer_times import layer_times
 from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
@@ -42,15 +39,15 @@ def split(place: StagePlace) -> list[Row]:
     rows = []
     for name, batch in models(place).items():
         for checkpointing in (False, True):
-            taken = measure_gpt.layer(name, batch, where, torch.bfloat16, checkpointing, repeat)
-            ratio = (taken.input_us + taken.weight_us) / taken.backward_us
+            taken = layer_times(name, batch, where, torch.bfloat16, checkpointing, repeat)
+            ratio = (taken.input + taken.weight) / taken.fused
             figures = {
                 "ratio": round(ratio, 4),
-                "input_us": round(taken.input_us, 1),
-                "weight_us": round(taken.weight_us, 1),
-                "fused_us": round(taken.backward_us, 1),
+                "input_us": round(taken.input, 1),
+                "weight_us": round(taken.weight, 1),
+                "fused_us": round(taken.fused, 1),
             }
-            text = f"split is {ratio:.3f} x fused, {taken.backward_us / 1e3:.3f} ms"
+            text = f"split is {ratio:.3f} x fused, {taken.fused / 1e3:.3f} ms"
             called = f"{name}{', checkpointing' * checkpointing}"
             slow = f"{text}; at most {GOAL} is the goal" if ratio > GOAL else ""
             rows.append(
@@ -163,21 +160,3 @@ def _milliseconds(device: Device, work: Callable[[], object]) -> float:
     work()
     device.event("what is timed").wait(60)
     return 1e3 * (time.perf_counter() - begun)
-
-
-def profile_path(place: StagePlace, name: str) -> Path:
-    """Return the path of a model's profile, for ``recycle plan --profile``."""
-    return place.out / "profiles" / f"{name}.json"
-
-
-def profile(place: StagePlace) -> list[Row]:
-    """Write a profile of each model in bf16, as ``recycle profile`` does."""
-    rows = []
-    for name, batch in models(place).items():
-        path = profile_path(place, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        options = ["--model", name, "--micro-batch", str(batch), "--dtype", "bf16", "--device", place.device]
-        code = cli.main(["profile", *options, "--repeat", "1" if place.rehearsal else "15", "--out", str(path)])
-        text = f"{path.relative_to(place.out)}, of {read(path).title}" if code == 0 else ""
-        rows.append(judged(name, "" if code == 0 else "recycle profile has failed", text, "see output.txt beside"))
-    return rows

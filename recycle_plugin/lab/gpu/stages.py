@@ -47,7 +47,6 @@ STAGES = {
         GpuStage("undo", 30, 200, gpu_figures.undo),
         GpuStage("copies", 20, 120, gpu_figures.copies),
         GpuStage("rng", 10, 120, gpu_figures.rng),
-        GpuStage("profile", 90, 500, gpu_figures.profile),
     )
 }
 

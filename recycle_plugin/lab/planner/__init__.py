@@ -1,1 +1,1 @@
-"""Analytic profiles of named models, for the planner."""
+"""Analytic profiles of named models, and the costs of changes on a machine."""

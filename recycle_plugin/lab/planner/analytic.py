@@ -1,42 +1,36 @@
 """An analytic A100, for use without a GPU to measure: costs of GPT layers from counted operations and bytes.
 
-The title of every profile made here says ANALYTIC, and it has ASSUMPTIONS with it. Those were fixed before any
-comparison and not tuned to one.
+The title of every profile made here says ANALYTIC. Assumptions, fixed before any comparison, not tuned to one:
+
+* A100 SXM, 312 TFLOP/s dense bf16, 2.0e12 bytes/s of memory (NVIDIA's data sheet). Matrix products achieve 50% of the
+  peak, which allows for everything else of a layer; memory traffic of the optimizer achieves 80%.
+* A layer of hidden size h has 12 h^2 weights in products; a product of n weights on t tokens costs 2 n t in F, in I
+  and in W each. Scores and values cost 4 s h per token in F (the causal half is not skipped), twice that in I, none
+  in W.
+* Activation checkpointing runs F again inside I. A fused backward costs I + W: whether W repeats nothing is ours to
+  measure.
+* Held by a layer for each token, without checkpointing: 34 h bytes (Korthikanti et al. 2022, eq. 2, with scores
+  recomputed as FlashAttention does); with it 2 h bytes. Pending for W: inputs and output gradients of the four
+  products, 32 h bytes.
+* The head multiplies by the vocabulary (V h weights, not tied) and holds 6 V bytes a token (bf16 and fp32 logits);
+  the embedding reads and writes memory only.
+* Adam in mixed precision moves 30 bytes a parameter. Gradients are summed in fp32 by a ring over 80 Gbit/s (10 GB/s,
+  90% achieved, 30 us; each GPU has its own line), after the last W of the stage and not hidden behind compute;
+  boundary tensors are bf16 on the same line. Inside a host NVLink, 300 GB/s each way, 80% achieved, 5 us.
+* Tensor parallelism t: products and optimizer divide by t; each layer adds two all-reduces of the boundary tensor
+  over NVLink to F and two to I (and F's again to I under checkpointing).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire, ring_us
+from recycle_plugin.lab.planner.profile import LayerProfile, Profile, Wire, ring_us
 
 WRITTEN = "2026-11-21"
-ASSUMPTIONS = (
-    "A100 SXM, 312 TFLOP/s dense bf16, 2.0e12 bytes/s of memory (NVIDIA's data sheet). Matrix products achieve 50% "
-    "of the peak, which allows for everything else of a layer; memory traffic of the optimizer achieves 80%.",
-    "A layer of hidden size h has 12 h^2 weights in products; a product of n weights on t tokens costs 2 n t in F, "
-    "in I and in W each. Scores and values cost 4 s h per token in F (the causal half is not skipped), twice that "
-    "in I, none in W.",
-    "Activation checkpointing runs F again inside I. A fused backward costs I + W: whether W repeats nothing is "
-    "ours to measure.",
-    "Held by a layer for each token, without checkpointing: 34 h bytes (Korthikanti et al. 2022, eq. 2, with scores "
-    "recomputed as FlashAttention does); with it 2 h bytes. Pending for W: inputs and output gradients of the four "
-    "products, 32 h bytes.",
-    "The head multiplies by the vocabulary (V h weights, not tied) and holds 6 V bytes a token (bf16 and fp32 "
-    "logits); the embedding reads and writes memory only.",
-    "Adam in mixed precision moves 30 bytes a parameter. Gradients are summed in fp32 by a ring over 80 Gbit/s (10 "
-    "GB/s, 90% achieved, 30 us; each GPU has its own line), after the last W of the stage and not hidden behind "
-    "compute; boundary tensors are bf16 on the same line. Inside a host NVLink, 300 GB/s each way, 80% achieved, 5 "
-    "us.",
-    "Tensor parallelism t: products and optimizer divide by t; each layer adds two all-reduces of the boundary "
-    "tensor over NVLink to F and two to I (and F's again to I under checkpointing).",
-)
-
-
 DEVICE = "A100 80 GB, 80 Gbit/s between hosts"
 FLOPS, PRODUCT_SHARE = 312e12, 0.5  # of the device per second, and the share of them that is achieved
 MEMORY_BYTES_PER_S, MEMORY_SHARE = 2.0e12, 0.8  # likewise
-DEVICE_BYTES = 80 << 30
 INSIDE, ACROSS = Wire(5, 0.8 * 300_000), Wire(30, 0.9 * 10_000)
 
 
@@ -89,25 +83,16 @@ def profile(shape: GptShape, micro_batch: int = 1, checkpointing: bool = False) 
     boundary = 2 * tokens * h
     return Profile(
         name=f"{shape.name} ({shape.parameters / 1e9:.3g}B parameters)",
-        origin="analytic",
-        device=DEVICE,
-        date=WRITTEN,
-        command="recycle_plugin/lab/planner/analytic.py",
-        dtype="bf16",
+        source=f"ANALYTIC: {DEVICE}, {WRITTEN}",
         micro_batch=micro_batch,
-        sequence=shape.sequence,
         checkpointing=checkpointing,
         layers=shape.layers,
         first=_embedding(tokens, (v + shape.sequence) * h, h, shape.tensor),
         layer=_layer(shape, tokens, boundary, checkpointing),
         last=_head(tokens, v * h, v, h, shape.tensor),
         boundary_bytes=boundary,
-        gradient_bytes_each=4,
-        inside=INSIDE,
         across=ACROSS,
         gpus_per_worker=shape.tensor,
-        device_bytes=DEVICE_BYTES,
-        assumptions=ASSUMPTIONS,
     )
 
 

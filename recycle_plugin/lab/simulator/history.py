@@ -31,9 +31,9 @@ from itertools import count
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.machine_constants import MachineCosts
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.lab.planner.machine_costs import MachineCosts
 from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.lab.simulator.predict import predict
 

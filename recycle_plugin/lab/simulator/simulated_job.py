@@ -20,11 +20,11 @@ from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
-from recycle_plugin.core.vocabulary.machine_constants import MachineCosts
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, surviving, unfinished
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.lab.planner.machine_costs import MachineCosts
 from recycle_plugin.lab.simulator.virtual import Conditions, VirtualState, VirtualWorld
 
 

@@ -34,7 +34,7 @@ def planning(parts: Parts) -> tuple[bool, CostModel, Policy]:
     """Return whether steps of the worker that has ``parts`` wait for the norm, and the costs and policy of plans."""
     settings, framework, topology = parts.settings, parts.framework, parts.topology
     waits = settings.waits_for_norm(framework.clipping)
-    costs = settings.cost_model(topology, framework.micro_batch_size)
+    costs = settings.cost_model(topology)
     return waits, costs, settings.policy(waits, topology.stages)
 
 

@@ -19,7 +19,7 @@ from recycle_plugin.runtime.control.session import Session
 
 class LogChoice:
     """One worker's choice of what the job logs, by the settings ``boundaries`` and ``budget`` (bytes), measured by
-    ``meter``. ``planned(every)``: the line by a profile, for ``every`` steps between checkpoints; None to use
+    ``meter``. ``planned(every)``: the line by an earlier run, for ``every`` steps between checkpoints; None to use
     measurements. ``state_bytes()``: bytes of this worker's state.
     """
 
@@ -66,7 +66,7 @@ class LogChoice:
             self._say_unknown(now, len(hosts))
             return now
         chosen = choose_anew(line, now, budget) if self._auto else selection(line, now, budget)
-        self._say(chosen, "measured" if planned is None else "by the profile")
+        self._say(chosen, "measured" if planned is None else "by an earlier run")
         self._compare(sum(each.figures.logged for each in found))
         self._steady = chosen.logged == now
         return chosen.logged

@@ -62,18 +62,17 @@ class StageLog:
         session: Session,
         settings: Settings,
         shape: Callable[[], Topology],
-        micro_batch_size: int,
         state: StageState,
     ) -> LogChoice:
         """Return the choice of what a job of ``shape()``, which its script may change, logs."""
         assert settings.log is not None, "the settings that have asked for this log"
-        profile = settings.profile()
+        given = settings.given_costs()
 
         def planned(every: int) -> Line | None:
-            if profile is None:
+            if given is None or not given.memory:
                 return None
-            costs, batch = settings.cost_model(shape(), micro_batch_size), len(shape().batch)
-            return expected(costs, profile, settings.split_backward, batch, stage_hosts(session.view.roster), every)
+            batch, hosts = len(shape().batch), stage_hosts(session.view.roster)
+            return expected(given.costs, given.memory, settings.split_backward, batch, hosts, every)
 
         def state_bytes() -> int:
             return sum(tensor.nbytes for tensor in state.tensors().values())

@@ -327,8 +327,7 @@ class Trainer:
     def _log_choice(self) -> LogChoice | None:
         if self._parts.log is None:
             return None
-        size = self._framework.micro_batch_size
-        return self._parts.log.choice(self._session, self._settings, lambda: self.topology, size, self.state)
+        return self._parts.log.choice(self._session, self._settings, lambda: self.topology, self.state)
 
     def _begin_training(self) -> None:
         """Record that the first step begins, once."""

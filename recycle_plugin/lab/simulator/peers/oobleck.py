@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from recycle_plugin.core.vocabulary.profile import LayerProfile
-from recycle_plugin.core.vocabulary.worker_bytes import STATE_BYTES
+from recycle_plugin.lab.planner.profile import STATE_BYTES, LayerProfile
 from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
@@ -114,13 +113,11 @@ def least_nodes(job: PeerJob) -> int:
         for stage, count in enumerate(cut):
             held = job.parts[begin : begin + count]
             begin += count
-            state = (
-                STATE_BYTES[job.profile.dtype] * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
-            )
+            state = STATE_BYTES * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
             fits &= state + (nodes - stage) * sum(layer.activation_bytes for layer in held) <= job.memory_limit
         if fits:
             return nodes
-    raise ValueError(f"{job.name} fits no pipeline of {job.profile.device}")
+    raise ValueError(f"{job.name} fits no pipeline of its accelerator")
 
 
 def instantiate(

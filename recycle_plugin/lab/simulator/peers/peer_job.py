@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.machine_constants import CLUSTER, MachineCosts
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.planner.machine_costs import CLUSTER, MachineCosts
+from recycle_plugin.lab.planner.profile import LayerProfile, Profile
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S
 

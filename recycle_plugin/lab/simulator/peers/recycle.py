@@ -50,7 +50,7 @@ class Recycle:
     horizon_s: float = 600.0
     name: str = "ReCycle, ours"
     source: str = "recycle_plugin.planner, the runtime's own"
-    validated: str = "plans verified, period from the plan; transitions: core/vocabulary/machine_constants.py"
+    validated: str = "plans verified, period from the plan; transitions: lab/planner/machine_costs.py"
     store: PlanStore = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from recycle_plugin.core.vocabulary.profile import Wire
-
-START_UP_S = 9.0  # from a process's start until its model is ready, unmeasured: 4 to 8 s with small models
+from recycle_plugin.core.coordinator.recovery_ways import START_UP_S
+from recycle_plugin.lab.planner.profile import Wire
 
 
 @dataclass(frozen=True)

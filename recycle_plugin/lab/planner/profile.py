@@ -1,0 +1,150 @@
+"""Profiles: what the parts of a model cost on a device, and from them the cost of each stage of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from recycle_plugin.core.vocabulary.cost import MOST_BYTES, CostModel
+from recycle_plugin.core.vocabulary.cut_text import shown
+from recycle_plugin.core.vocabulary.worker_bytes import ADAM, GRADIENT, MASTERS, WEIGHTS
+
+STATE_BYTES = WEIGHTS["bf16"] + MASTERS["bf16"] + ADAM + GRADIENT
+"""Of a parameter with Adam and one gradient: what training without this plugin takes too."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link between two workers: ``latency_us`` microseconds, and ``bytes_per_us`` bytes per microsecond (MB/s).
+    Raises ValueError for a negative latency or no bandwidth.
+    """
+
+    latency_us: float
+    bytes_per_us: float
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.latency_us) and _is_number(self.bytes_per_us) and self.bytes_per_us > 0):
+            raise ValueError(
+                f"a link of {shown(self.latency_us)} us and {shown(self.bytes_per_us)} bytes/us: write a latency of at "
+                "least 0, and a bandwidth above 0"
+            )
+
+    def transfer_us(self, size: int) -> int:
+        """Return the microseconds that one tensor of ``size`` bytes takes on an idle link."""
+        return round(self.latency_us + size / self.bytes_per_us)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """The costs of one layer (or embedding, or head with its loss) for one micro-batch: microseconds, bytes, numbers.
+    ``backward_us``: both gradients at once. ``activation_bytes``: held from F to I; ``pending_bytes``: from I to W.
+    ``step_us``: optimizer step of its parameters. Raises ValueError for a value that is negative or not finite.
+    """
+
+    forward_us: float
+    input_us: float
+    weight_us: float
+    backward_us: float
+    step_us: float
+    parameters: int
+    activation_bytes: int
+    pending_bytes: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not _is_number(value):
+                raise ValueError(f"{name} is {shown(value)}: write a number from 0 to {MOST_BYTES}")
+
+    @property
+    def compute_us(self) -> float:
+        """The microseconds of F, I and W together."""
+        return self.forward_us + self.input_us + self.weight_us
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of a model on a device: ``layers`` times ``layer`` between ``first`` (embedding) and ``last``.
+
+    ``boundary_bytes``: one boundary tensor. ``across``: the link between workers, which carries the reduction too.
+    ``gpus_per_worker``: a tensor-parallel group shares one seat. ``source``: who says so.
+    """
+
+    name: str
+    source: str
+    micro_batch: int
+    checkpointing: bool
+    layers: int
+    first: LayerProfile
+    layer: LayerProfile
+    last: LayerProfile
+    boundary_bytes: int
+    across: Wire
+    gpus_per_worker: int = 1
+
+    @property
+    def title(self) -> str:
+        """One line about the profile that names its source."""
+        saved = ", activation checkpointing" if self.checkpointing else ""
+        return f"{self.name}, bf16, micro-batch {self.micro_batch}{saved}; {self.source}"
+
+    def split(self, stages: int) -> tuple[int, ...]:
+        """Return the number of transformer layers of each stage. Layers are dealt one by one to the least loaded stage,
+        embedding and head counted. Raises ValueError for too many ``stages``.
+        """
+        if self.layers < stages:
+            raise ValueError(f"{self.layers} layers for {stages} stages: a stage needs at least one layer")
+        load = [self.layer.compute_us] * stages
+        load[0] += self.first.compute_us
+        load[-1] += self.last.compute_us
+        count = [1] * stages
+        for _ in range(self.layers - stages):
+            least = min(range(stages), key=lambda stage: (load[stage], stage))
+            count[least] += 1
+            load[least] += self.layer.compute_us
+        return tuple(count)
+
+    def parts(self, stages: int) -> tuple[tuple[LayerProfile, ...], ...]:
+        """Return the layers of each stage, with embedding and head. Raises ValueError for too many ``stages``."""
+        rows = [(self.layer,) * count for count in self.split(stages)]
+        rows[0] = (self.first, *rows[0])
+        rows[-1] = (*rows[-1], self.last)
+        return tuple(rows)
+
+    def costs(self, stages: int, replicas: int, fused: bool = False) -> CostModel:
+        """Return the cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring. ``fused``: B as
+        measured; otherwise I + W. Each worker has a host of its own.
+        """
+        rows = self.parts(stages)
+
+        def each(name: str) -> tuple[int, ...]:
+            return tuple(round(sum(getattr(part, name) for part in row)) for row in rows)
+
+        gradients = [GRADIENT * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows]
+        return CostModel(
+            each("forward_us"),
+            each("input_us"),
+            each("weight_us"),
+            communication=self.across.transfer_us(self.boundary_bytes),
+            reduce=tuple(ring_us(self.across, size, replicas) for size in gradients),
+            step=each("step_us"),
+            backward=each("backward_us") if fused else (),
+            activation_bytes=each("activation_bytes"),
+            pending_bytes=each("pending_bytes"),
+        )
+
+    def state_bytes(self, stages: int) -> tuple[int, ...]:
+        """Return the bytes per stage that a copy of a worker moves: parameters, Adam's state and one gradient."""
+        return tuple(
+            STATE_BYTES * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages)
+        )
+
+
+def ring_us(wire: Wire, size: int, members: int) -> int:
+    """Return the microseconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) / n of them in 2 (n - 1) hops."""
+    if members < 2:
+        return 0
+    return round(2 * (members - 1) * (wire.latency_us + size / members / wire.bytes_per_us))
+
+
+def _is_number(value: object) -> bool:
+    """Return whether ``value`` is a number from 0 to MOST_BYTES; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_BYTES
