@@ -42,6 +42,9 @@ class TlsSocket:
     def setsockopt(self, level: int, option: int, value: int) -> None:
         self._socket.setsockopt(level, option, value)
 
+    def getsockopt(self, level: int, option: int, length: int) -> bytes:
+        return self._socket.getsockopt(level, option, length)
+
     def getsockname(self) -> tuple:
         return self._socket.getsockname()
 

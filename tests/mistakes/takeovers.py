@@ -47,7 +47,7 @@ def newest_alone(self, before, workers, more):
     return before(newest, workers, more)
 
 
-instead("a worker whose turn has come through goes home again", Tries, "are_over", seen=249)(
+instead("a worker whose turn has come through goes home again", Tries, "are_over", seen=579)(
     lambda self, answer: answer is not None
 )
 
@@ -60,12 +60,12 @@ instead("nobody that has turned in vain is sent back", Turned, "send_back", seen
 # --- what it knows ------------------------------------------------------------------------------------
 
 
-instead("what follows goes out before who stands by knows", Mirror, "_may_go", seen=13)(
+instead("what follows goes out before who stands by knows", Mirror, "_may_go", seen=15)(
     lambda self, news: self._is_agreed()
 )
 
 
-@around("what who stands by elsewhere has is not waited for", Mirror, "_may_go", seen=13)
+@around("what who stands by elsewhere has is not waited for", Mirror, "_may_go", seen=9)
 def not_elsewhere(self, before, news):
     away = [each for each in self._followers if each.address]
     self._followers = [each for each in self._followers if not each.address]
@@ -105,7 +105,7 @@ def dead(self, before, line, message):
         before(self, line, message)
 
 
-@mistake("others are given up while nothing gets out", seen=223)
+@mistake("others are given up while nothing gets out", seen=220)
 def given_up(monkeypatch) -> None:
     monkeypatch.setattr(Mirror, "holds_up", property(lambda self: False))
     monkeypatch.setattr(stalls, "_unless_deaf", lambda state, suspicions: suspicions)  # which saves most of them

@@ -8,13 +8,15 @@ from random import Random
 import pytest
 
 from recycle_plugin.core.coordinator.lines import Effects
+from recycle_plugin.core.coordinator.mirror import GONE_S, Turned
 from recycle_plugin.core.coordinator.succession import AGAIN_S, Electorate, Succession
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import decode
 from recycle_plugin.core.messages.from_coordinator import ForkStandby, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Ready
+from recycle_plugin.core.messages.line_end import AT_HOME_S, HEALS_S, TRY_S, Tries
 from recycle_plugin.core.messages.mirroring import Knows, StandsBy
-from recycle_plugin.core.vocabulary.deadlines import lease_s
+from recycle_plugin.core.vocabulary.deadlines import Deadlines, lease_s
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from tests.support.membership import job, member
 
@@ -28,6 +30,33 @@ def roster(ranks: set[int]) -> Roster:
 
 def of(ranks: set[int]) -> set[WorkerId]:
     return {WorkerId(rank) for rank in ranks}
+
+
+# --- where an end turns --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("silent, alone_s", ((False, AT_HOME_S), (True, HEALS_S)), ids=("closed", "silent"))
+def test_no_try_at_home_puts_off_the_first_one_elsewhere(silent, alone_s):
+    """Each try at home takes all the time that it may; afterwards both addresses have the same."""
+    tries, now, begun = Tries(100.0, 30.0, True, 2.0, silent), 100.0, []
+    while now < 100.0 + 2 * AT_HOME_S:
+        begun.append((tries.next(now, True), now))
+        now += tries.lasts_s(now)
+    assert next(at for goes, at in begun if goes) == 100.0 + alone_s
+    assert tries.lasts_s(100.0 + alone_s) == TRY_S
+
+
+def test_a_silent_host_is_left_when_others_would_be_given_up():
+    deadlines = Deadlines(heartbeat_timeout_s=3.0)
+    assert lease_s(deadlines) + HEALS_S == deadlines.heartbeat_timeout_s
+
+
+def test_ends_on_the_old_host_are_awaited_unless_it_is_silent_to_every_worker():
+    turned: Turned[object] = Turned()
+    for rank, silent in ((1, True), (2, True), (3, False)):
+        awaits = turned.gone_s
+        turned.add(object(), Hello(rank, "worker", 100 + rank, HOSTS[rank], silent=silent), None)
+    assert awaits == 0.0 and turned.gone_s == GONE_S
 
 
 # --- the electorate ------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Leas
 from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import CutOff
-from recycle_plugin.runtime.control.heartbeats import SCRIPT
+from recycle_plugin.runtime.control import heartbeats as heartbeats_module
+from recycle_plugin.runtime.control.heartbeats import SCRIPT, Heartbeats
 from tests.support.coordinator import generation
 
 
@@ -90,6 +91,22 @@ def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
     session.waiting.for_lease("0REDUCE@4")
     answering.join(10)
     assert session.heartbeats.has_lease and len(coordinator.heard) == 1
+
+
+def test_the_end_of_the_promise_and_a_late_answer_are_told(coordinator, monkeypatch):
+    """At the former a silent host is left, at the latter a silent process."""
+    monkeypatch.setattr(heartbeats_module, "ANSWER_S", 0.2)
+    told: queue.Queue[bool] = queue.Queue()
+
+    def tell(long: bool) -> None:
+        told.put(long)
+        if long:
+            threading.Event().wait()  # its daemon thread does nothing more
+
+    Heartbeats(coordinator.session(0).view, lambda message: None, tell).start(0.1, 60.0)
+    assert told.get(timeout=10) is False
+    while not told.get(timeout=10):
+        pass
 
 
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):

@@ -368,7 +368,7 @@ async def test_time_goes_on_where_another_hosts_clock_shows_another_one(monkeypa
     following = Coordinator(0, lambda event, now: said.append((event, now)), SECRET, known=known)
     entrance = Entrance("127.0.0.1", 0, following._door, lambda control: None, following._warn)
     entrance.open()
-    await following.lead(entrance, "")
+    await following.lead(entrance, "", 0.0)
     try:
         following.fail("the test is over")
         assert following._now() == last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,6 +14,8 @@ import pytest
 
 from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.core.coordinator.mirror import STANDBY
+from recycle_plugin.core.messages import line_end
+from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Note
 from recycle_plugin.core.messages.mirroring import StandsBy
 from recycle_plugin.runtime.control import connections
@@ -83,6 +86,55 @@ def test_it_breaks_after_the_jobs_deadline(pair, ends, stood_by):
         near._learn(StandsBy(1, "10.77.0.9", 9, 1.0))
     pair.cut(THERE)
     assert near.receive(PATIENCE_S) is None and near.broken is not None
+
+
+NOTE = Note(0, "a note", "that nobody reads", {})
+SILENT_S = 0.4
+
+
+def stands_by(near: SocketControl, host: str, port: int) -> None:
+    near.line = 1  # it was welcomed
+    near._learn(StandsBy(1, host, port, SILENT_S))
+
+
+def until_given_up(near: SocketControl) -> None:
+    """Ask again and again, as heartbeats do."""
+    deadline = time.monotonic() + PATIENCE_S
+    while near.broken is None and time.monotonic() < deadline:
+        near.give_up("nothing is heard", only_silent=True)
+        time.sleep(SILENT_S / 10)
+
+
+def test_a_process_that_answers_nothing_is_no_silent_host(pair, ends):
+    """Its kernel acknowledges what it does not read."""
+    near, _ = ends
+    stands_by(near, "10.77.0.9", 9)
+    for _ in range(20):
+        near.send(NOTE)
+        time.sleep(SILENT_S / 10)
+        near.give_up("nothing is heard", only_silent=True)
+    assert near.broken is None
+    near.give_up("nothing is heard")
+    assert near.broken is not None and not near.broken.silent
+
+
+def test_a_silent_host_is_left_once_its_line_had_time_to_heal_and_the_next_one_hears_why(pair, ends, monkeypatch):
+    """No process takes the coordinator's place there: who has died would have closed its connections."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", FOREVER_S)
+    near, _ = ends
+    with on(pair, HERE, lambda: socket.create_server((pair.address(HERE), 0))) as listener:
+        stands_by(near, *listener.getsockname())
+        pair.cut(THERE)
+        near.send(NOTE)
+        until_given_up(near)
+        assert near.broken is not None and near.broken.silent
+        with ThreadPoolExecutor(1) as threads:
+            turned = threads.submit(on, pair, HERE, lambda: near.resume(Hello(1, "worker", 2, HERE), PATIENCE_S))
+            next_one = SocketControl(answered(listener.accept()[0], Port.CONTROL))
+            hello = next_one.receive(PATIENCE_S)
+            next_one.send(Welcome("a job", line=1))
+            assert turned.result(PATIENCE_S) is not None and hello.silent
+        next_one.close()
 
 
 def test_a_cut_line_is_no_death_within_the_deadline(pair, ends):

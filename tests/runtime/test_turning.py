@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Knows, SentBack, StandsBy
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.connections import SocketControl, connect
+from recycle_plugin.runtime.control.framed import Disconnected
 from tests.support.secret import answered, way, written
 
 PATIENCE_S = 60.0
@@ -136,6 +137,18 @@ def test_who_is_sent_back_by_who_stands_by_comes_home(home, listening, monkeypat
     assert elsewhere.hellos.get(timeout=PATIENCE_S).line == 4
 
 
+def test_a_host_that_refuses_was_not_silent_for_long(home, listening, monkeypatch):
+    """Others on that host may still come to the next coordinator, which waits for them."""
+    monkeypatch.setattr(line_end, "HEALS_S", 0.1)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2")
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    coordinator.gone()
+    near._break(Disconnected("nothing comes", silent=True))
+    assert near.resume(HELLO, PATIENCE_S) is not None and near.address == elsewhere.address
+    assert not elsewhere.hellos.get(timeout=PATIENCE_S).silent
+
+
 class Noted:
     """A lock that tells when somebody waits for it."""
 
@@ -221,7 +234,6 @@ def test_who_listens_may_die_before_it_has_let_anybody_in():
 def test_a_worker_that_starts_as_the_coordinators_host_dies_finds_the_next_one(listening, monkeypatch, tmp_path):
     """Its supervisor has told it where that is to be looked for, too."""
     monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
-    monkeypatch.setattr(session, "TRY_S", 0.1)
     home, elsewhere = listening("127.0.0.1"), listening("127.0.0.2")
     home.gone()
     addresses = ",".join("{}:{}".format(*each.address) for each in (home, elsewhere))

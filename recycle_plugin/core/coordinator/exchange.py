@@ -25,7 +25,6 @@ from recycle_plugin.core.messages.mirroring import Turns
 
 TOKEN = 16  # bytes of the secret with which a connection's other end goes on
 BACK_S = 60.0  # how long connections' other ends may take to come to a new coordinator
-GONE_S = 1.0  # the same for ends on a host that has probably died
 DEPOSED = (
     "fewer than half of the last membership's workers can be reached, and a standby on another host may go on with the "
     "others: this coordinator ends, and with it each worker that can't reach the standby"
@@ -96,10 +95,10 @@ class Exchange:
     def membership(self) -> Membership:
         return self._board.membership
 
-    def _goes_on(self, gone: str = "") -> None:
-        """Wait for the other ends of a dead coordinator's connections; only shortly on its host if that is ``gone``."""
+    def _goes_on(self, gone: str = "", gone_s: float = 0.0) -> None:
+        """Wait for the other ends of a dead coordinator's connections: for ``gone_s`` on host ``gone``, if any."""
         for number, line in self._board.lines.items():
-            back_s = GONE_S if gone and line.hello.host == gone else BACK_S
+            back_s = gone_s if gone and line.hello.host == gone else BACK_S
             self._later(back_s, self._see_whether_back, number)
 
     def _follows(self) -> None:

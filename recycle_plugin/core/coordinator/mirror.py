@@ -21,7 +21,7 @@ from recycle_plugin.core.coordinator.facts.output import Event
 from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.succession import Electorate
-from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
+from recycle_plugin.core.coordinator.switchboard import NEWS, WORKER, News, Switchboard
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello
@@ -33,6 +33,7 @@ LATE_S = 2.0  # how long a standby may take to take news in
 STEP_S = 30.0  # how long a standby may take until it is in step
 HELD_S = 0.5  # more than the usual time of a standby to take news in
 TURNED_S = 5.0  # how long a standby counts an end while the coordinator goes on: others may turn later
+GONE_S = 1.0  # how long ends on the host of a coordinator that was left may take to turn, too
 AGREE_S = 10.0  # how long enough workers may take to confirm a term
 
 
@@ -304,6 +305,11 @@ class Turned(Generic[End]):
     def add(self, control: End, hello: Hello, known: Known | None) -> None:
         """Count an end. Look at it (:meth:`send_back`) every ``TURNED_S`` from then on."""
         self._ends[control] = hello, -1 if known is None else known.count
+
+    @property
+    def gone_s(self) -> float:
+        """The seconds for ends on the coordinator's host to come: none if that is silent to every worker that has."""
+        return 0.0 if all(hello.silent for _, hello in self if hello.role == WORKER) else GONE_S
 
     def elect(self, port: int, known: Known | None) -> bool:
         """Return whether these elect the standby that listens at ``port``."""

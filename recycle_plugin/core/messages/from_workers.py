@@ -26,7 +26,8 @@ class Hello:
     ``standby``. ``pid``, ``host``: of the sender. ``incarnation``: which process of its rank a worker is. ``line``: the
     connection that it continues, -1 for a new one; ``heard``: the messages received over that; ``token``: the
     Welcome's. ``term``: the last term that the sender knows of (core/coordinator/succession.py). ``port``: where a
-    standby on another host listens; 0 on the coordinator's host.
+    standby on another host listens; 0 on the coordinator's host. ``silent``: the sender has turned to a standby since
+    nothing at all came from the coordinator's host.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Hello:
     token: str = ""
     term: int = 0
     port: int = 0
+    silent: bool = False
 
 
 @dataclass(frozen=True)

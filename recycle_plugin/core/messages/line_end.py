@@ -12,9 +12,14 @@ from recycle_plugin.core.messages.from_coordinator import Generation, Generation
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
 from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, StandsBy, Turns
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 
 AT_HOME_S = 1.5  # seconds for which the old address alone is tried, before a standby on another host is
+# The same if the host is silent. A process that dies closes its connections, so none takes its place there; but the
+# line may heal. With the lease, this is heartbeat_timeout_s.
+HEALS_S = LATE_S + TICK_S
 TRY_S = 1.0  # seconds for each of the two in turn after that
+HEALING_TRY_S = 0.25  # seconds for each try of a silent host: what is lost of a call is sent again after 1 s only
 APART = 2  # times the silence after which the coordinator is taken for dead: others find so later
 NOBODY = StandsBy(0, "", 0, 0.0)
 
@@ -36,9 +41,10 @@ class LineEnd:
         if self.line >= 0 and not isinstance(message, UNCOUNTED):
             self._kept.add(frame)
 
-    def _again(self, hello: Hello) -> Hello:
-        """Return the ``hello`` that continues this connection."""
-        return replace(hello, line=self.line, heard=self._heard.count, token=self._token, term=self._term.term)
+    def _again(self, hello: Hello, silent: bool = False) -> Hello:
+        """Return the ``hello`` that continues this connection. ``silent``: nothing comes from the other end's host."""
+        mine = replace(hello, line=self.line, heard=self._heard.count, token=self._token)
+        return replace(mine, term=self._term.term, silent=silent)
 
     def _since(self, welcome: Welcome) -> list[bytes]:
         """Go on with the connection that ``welcome`` answers for; return the frames to send once more."""
@@ -108,16 +114,29 @@ class LineEnd:
 
 
 class Tries:
-    """The tries to connect again since ``began`` (s): at the same address, then there and ``elsewhere`` in turn."""
+    """The tries to connect again since ``began`` (s): at the same address, then there and ``elsewhere`` in turn.
+    ``silent``: nothing came from the host of that address.
+    """
 
-    def __init__(self, began: float, timeout_s: float, elsewhere: bool, silent_s: float) -> None:
-        self._began, self.goes_elsewhere = began, False
+    def __init__(self, began: float, timeout_s: float, elsewhere: bool, silent_s: float, silent: bool = False) -> None:
+        self._alone_until, self._alone_s = (
+            began + (HEALS_S if silent else AT_HOME_S),
+            HEALING_TRY_S if silent else TRY_S,
+        )
+        self.goes_elsewhere = False
         self.until = began + timeout_s + (APART * silent_s if elsewhere else 0.0)  # others may come there later
 
     def next(self, now: float, elsewhere: bool) -> bool:
         """Return whether the next try goes elsewhere, if there is such an address by now."""
-        self.goes_elsewhere = elsewhere and not self.goes_elsewhere and now >= self._began + AT_HOME_S
+        self.goes_elsewhere = elsewhere and not self.goes_elsewhere and now >= self._alone_until
         return self.goes_elsewhere
+
+    def lasts_s(self, now: float) -> float:
+        """Return the seconds for a try that begins ``now``, if there are two addresses: at the first one it ends when
+        the other one's turn comes.
+        """
+        left_s = self._alone_until - now
+        return min(self._alone_s, left_s) if left_s > 0.0 else TRY_S
 
     def are_over(self, answer: object | None) -> bool:
         """Return whether a try that has come through, with an ``answer`` or without, is the last: it was refused, or

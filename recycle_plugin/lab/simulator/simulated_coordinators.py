@@ -76,14 +76,10 @@ class SimulatedCoordinator(Exchange, Process):
         self.over = board.over is not None
         Exchange.__init__(self, board, known)
 
-    def begin(self, gone: str = "") -> None:
-        """Begin to coordinate. ``gone``: the host that is gone, if any."""
-        self._goes_on(gone)
+    def begin(self, gone: str = "", gone_s: float = 0.0) -> None:
+        """Begin to coordinate. ``gone``: the host that is gone, if any, whose ends are awaited for ``gone_s``."""
+        self._goes_on(gone, gone_s)
         self._tick()
-
-    def moved(self, gone: str) -> None:
-        """Begin as a former standby on another host than the one that is ``gone``."""
-        self.begin(gone)
 
     def took_over(self) -> None:
         """Begin as a former standby on the coordinator's host."""
@@ -307,7 +303,7 @@ class SimulatedStandby(Process):
         if self._side is not None:
             self._side.close()
         self.takeovers.moves(self, made, known)
-        made.moved(gone)
+        made.begin(gone, self._turned.gone_s)
         for side, hello in self._turned:
             made.answer(side, hello)
         self.takeovers.reach("leads")

@@ -12,7 +12,7 @@ from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.kept import BEATS, UNCOUNTED
-from recycle_plugin.core.messages.line_end import TRY_S, LineEnd, Tries
+from recycle_plugin.core.messages.line_end import LineEnd, Tries
 from recycle_plugin.core.messages.mirroring import StandsBy
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class SimulatedEnd(LineEnd):
         self.token = ""
         self._early: list[object] = []  # what was said before it was welcomed
         self._side: Side | None = None
+        self._silent = False  # whether its tries began since nothing at all came from there
         self._tries: Tries | None = self._begin_to_try(CONNECT_S)  # while it is not connected
         self._going: Address = self.address
         self._heard_s = self._reached_s = takeovers.now_s
@@ -159,7 +160,7 @@ class SimulatedEnd(LineEnd):
 
     def _begin_to_try(self, timeout_s: float) -> Tries:
         elsewhere = self._elsewhere(self.hello.role, self.address) is not None
-        return Tries(self._takeovers.now_s, timeout_s, elsewhere, self._term.silent_s)
+        return Tries(self._takeovers.now_s, timeout_s, elsewhere, self._term.silent_s, self._silent)
 
     def _try(self) -> None:
         tries = self._tries
@@ -175,15 +176,13 @@ class SimulatedEnd(LineEnd):
         name = self.hello.role, self.hello.rank
         side = self._takeovers.call(name, self.hello.rank, self._going)
         if side is None:
-            silent_s = (
-                (ATTEMPT_S if elsewhere is None else TRY_S)
-                if self._takeovers.is_silent(self.hello.rank, self._going)
-                else 0.0
-            )
-            self._takeovers.cluster.later(int(silent_s * SECOND) + RETRY_US, self._try)
+            silent = self._takeovers.is_silent(self.hello.rank, self._going)
+            self._silent = self._silent and (silent or self._going == elsewhere)
+            try_s = ATTEMPT_S if elsewhere is None else tries.lasts_s(self._takeovers.now_s)
+            self._takeovers.cluster.later(int(try_s * silent * SECOND) + RETRY_US, self._try)
             return
         self._side, side.hear, side.breaks = side, self._hear, self._breaks
-        side.send(self._again(self.hello) if self.line >= 0 else self.hello)
+        side.send(self._again(self.hello, self._silent) if self.line >= 0 else self.hello)
 
     def _answered(self, side: Side, message: object) -> None:
         tries = self._tries
@@ -255,13 +254,14 @@ class SimulatedEnd(LineEnd):
                 self._takeovers.one.heard(self, self._heard.count, message, whole)
             self._news(whole)
 
-    def _breaks(self, side: Side) -> None:
+    def _breaks(self, side: Side, silent: bool = False) -> None:
         if side is not self._side or self.dead:
             return
         self._side = None
         if self._tries is not None:
             self._go_on_trying(None)
         else:
+            self._silent = silent
             self._tries = self._begin_to_try(RESUME_S)
             self._try()
 
@@ -284,10 +284,11 @@ class SimulatedEnd(LineEnd):
             return
         worker = self.hello.role == "worker"
         silent = now_s > self._heard_s + self._term.silent_s + ANSWER_S if worker else self._is_unheard
-        if (last := self._last_word()) is not None and (silent or now_s > self._reached_s + self._term.silent_s):
+        cut = now_s > self._reached_s + self._term.silent_s
+        if (last := self._last_word()) is not None and (silent or cut):
             side.send(last)
             side.close()
-            self._breaks(side)
+            self._breaks(side, cut)
         elif worker and now_s > self._heard_s + cut_off_s:
             self._give_up_all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import termios
 import time
 from contextlib import suppress
@@ -15,9 +16,9 @@ from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import LIMIT
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.core.messages.line_end import TRY_S, Tries
+from recycle_plugin.core.messages.line_end import Tries
 from recycle_plugin.core.messages.mirroring import StandsBy
-from recycle_plugin.runtime.control.framed import Framed
+from recycle_plugin.runtime.control.framed import Framed, is_silence
 from recycle_plugin.runtime.system import forked
 
 RETRY_S = 0.05  # s between attempts to connect
@@ -26,6 +27,7 @@ SILENT_S = 30.0  # how long the other end's host may be silent before the job's 
 PROBE_S = 5  # s between the kernel's probes of a silent host
 LONGEST_S = 1e6  # the most that fits the kernel's counter
 PIECE = 1 << 18  # bytes per read
+LAST_ACK = 56  # where tcpi_last_ack_recv, in ms, is in the kernel's struct tcp_info
 
 
 @dataclass(frozen=True)
@@ -94,19 +96,21 @@ class SocketControl(Framed):
         if self._way is None:
             return None
         self.close()
-        home = self._way
-        tries = Tries(time.monotonic(), timeout_s, self._there(hello) is not None, self._term.silent_s)
-        while (left_s := tries.until - time.monotonic()) > 0:
+        home, silent, now = self._way, self.broken is not None and self.broken.silent, time.monotonic()
+        tries = Tries(now, timeout_s, self._there(hello) is not None, self._term.silent_s, silent)
+        while (left_s := tries.until - (now := time.monotonic())) > 0:
             elsewhere = self._there(hello)  # the last term may have changed
-            way = elsewhere if tries.next(time.monotonic(), elsewhere is not None) and elsewhere is not None else home
+            way = elsewhere if tries.next(now, elsewhere is not None) and elsewhere is not None else home
+            try_s = ATTEMPT_S if elsewhere is None else tries.lasts_s(now)
             try:
-                fresh = SocketControl(way.go(min(left_s, ATTEMPT_S if elsewhere is None else TRY_S)), way, self._limit)
+                fresh = SocketControl(way.go(min(left_s, try_s)), way, self._limit)
             except NoSecret:
                 break
-            except OSError:  # no process listens, or the listener has died meanwhile
+            except OSError as error:  # no process listens, or the listener has died meanwhile
+                silent = silent and (way is elsewhere or is_silence(error))
                 time.sleep(RETRY_S)
                 continue
-            fresh.send(self._again(hello))
+            fresh.send(self._again(hello, silent))
             welcome = self._answer(fresh, tries.until)
             if isinstance(welcome, Welcome):
                 self._stand(fresh, welcome, way)
@@ -161,6 +165,18 @@ class SocketControl(Framed):
             return any(ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
         except (OSError, ValueError):  # it is closed
             return True
+
+    @property
+    def _is_host_silent(self) -> bool:
+        """Whether bytes wait for an acknowledgement, and none has come for half of the term's silence. Heartbeats are
+        closer together, and a live host's kernel acknowledges them, whatever its processes do.
+        """
+        try:
+            told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK + 4)
+        except OSError:
+            return False
+        (last_ms,) = struct.unpack_from("I", told, LAST_ACK)
+        return self.held_up and last_ms > 500 * self._term.silent_s
 
     def fileno(self) -> int:
         """Return the socket's descriptor, -1 once it is closed."""

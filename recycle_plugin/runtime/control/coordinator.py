@@ -150,8 +150,10 @@ class Coordinator(Exchange):
         self._follows()
         self._begin()
 
-    async def lead(self, entrance: Entrance, gone: str) -> None:
-        """Go on as a former standby at ``entrance``, to which others have turned. Host ``gone`` is probably dead."""
+    async def lead(self, entrance: Entrance, gone: str, gone_s: float) -> None:
+        """Go on as a former standby at ``entrance``, to which others have turned. Host ``gone`` is probably dead: ends
+        there may take ``gone_s`` seconds to come.
+        """
         self._entrance = entrance
         try:
             self._heartbeats = await HeartbeatListener.listen(
@@ -160,7 +162,7 @@ class Coordinator(Exchange):
         except OSError as error:
             self._warn(f"it can't receive heartbeats by datagram ({error.strerror})")
         entrance.answer = self._answer
-        self._begin(gone)
+        self._begin(gone, gone_s)
 
     def claim_anew(self) -> None:
         """Claim the folders that the dead coordinator had claimed."""
@@ -169,9 +171,9 @@ class Coordinator(Exchange):
         if board.job is not None and board.claimed and (taken := self._claim(board.job, board.job_id)):
             self.fail(taken)
 
-    def _begin(self, gone: str = "") -> None:
+    def _begin(self, gone: str = "", gone_s: float = 0.0) -> None:
         self._alone_from = self._now() + (BACK_S if self._board.lines else 0.0)
-        self._goes_on(gone)
+        self._goes_on(gone, gone_s)
         self._tick()
         self._watching = asyncio.create_task(self._watch_checkpoints())
 

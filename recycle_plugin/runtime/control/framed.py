@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from dataclasses import dataclass
+from errno import EHOSTDOWN, EHOSTUNREACH, ENETUNREACH
 from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -28,13 +29,21 @@ UNSENT = 4 * LIMIT  # bytes that may wait for an end that takes nothing
 
 @dataclass(frozen=True)
 class Disconnected:
-    """Why a connection is broken. ``unreadable``: the bytes that came, if they were no message."""
+    """Why a connection is broken. ``unreadable``: the bytes that came, if they were no message. ``silent``: nothing at
+    all came from the other end's host.
+    """
 
     why: str
     unreadable: Unreadable | None = None
+    silent: bool = False
 
     def __str__(self) -> str:
         return self.why
+
+
+def is_silence(error: OSError) -> bool:
+    """Return whether ``error`` says that nothing comes from the other host."""
+    return isinstance(error, TimeoutError) or error.errno in (EHOSTDOWN, EHOSTUNREACH, ENETUNREACH)
 
 
 class Control(Protocol):
@@ -104,9 +113,9 @@ class Control(Protocol):
         its end, since others hear of its loss at once.
         """
 
-    def give_up(self, why: str, unheard: int = 0) -> None:
+    def give_up(self, why: str, unheard: int = 0, only_silent: bool = False) -> None:
         """Break the connection if :meth:`resume` may turn to another process, and the other end has not confirmed
-        ``unheard`` messages; receiving then finds it broken.
+        ``unheard`` messages; receiving then finds it broken. ``only_silent``: only if the other end's host is silent.
         """
 
     def bear_silence(self, silent_s: float) -> None:
@@ -219,13 +228,15 @@ class Framed(LineEnd):
                 return super()._is_news(message)
         return super()._is_news(message)
 
-    def give_up(self, why: str, unheard: int = 0) -> None:
+    def give_up(self, why: str, unheard: int = 0, only_silent: bool = False) -> None:
         with self._sending:  # or resume, in another thread, could make a new connection meanwhile
             last = self._last_word()
-            if self.broken is None and last is not None and self._kept.count - self._kept.dropped >= unheard:
+            silent = self._is_host_silent
+            heard = self._kept.count - self._kept.dropped < unheard or (only_silent and not silent)
+            if self.broken is None and last is not None and not heard:
                 self._add(encode(last))
                 self._push(0.0)
-                self._break(Disconnected(why))
+                self._break(Disconnected(why, silent=silent))
 
     def bear_silence(self, silent_s: float) -> None:
         pass
@@ -268,7 +279,7 @@ class Framed(LineEnd):
                 return False
             self._await(select.POLLIN, deadline)
         except OSError as error:
-            self._break(Disconnected(error.strerror or str(error)))
+            self._break(Disconnected(error.strerror or str(error), silent=is_silence(error)))
         else:
             if data:
                 self._frames.feed(data)
@@ -300,6 +311,11 @@ class Framed(LineEnd):
 
     def _shut(self) -> None:
         """Wake all that wait, at both ends. Bytes that have come can still be read, then follows the end."""
+
+    @property
+    def _is_host_silent(self) -> bool:
+        """Whether the other end's host is silent; the caller holds ``_sending``."""
+        return False
 
     def _release(self) -> None:
         """Close the descriptors, once no thread uses them. May be called again."""

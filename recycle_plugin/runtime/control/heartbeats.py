@@ -20,19 +20,19 @@ from recycle_plugin.core.worker.control_view import ControlView
 
 SCRIPT = "the training script"
 UNKNOWN = "what has just changed"
-ANSWER_S = 1.0  # s that an answer may be late before the coordinator counts as silent
+ANSWER_S = 1.0  # s that an answer may be late before the coordinator counts as silent, if its host is not
 
 
 class Heartbeats:
     """The heartbeats of the worker with this ``view`` of the job. Only the main thread reports what it is at.
 
     ``done``: how many instructions the worker has finished. ``lease_until``: the end of the lease in seconds of
-    time.monotonic, infinite before :meth:`start`. ``silent`` is called, in a thread, if the coordinator does not
-    answer.
+    time.monotonic, infinite before :meth:`start`. ``silent(long)`` is called, in a thread, if the coordinator does
+    not answer: at the lease's end, and with ``long`` again and again from ANSWER_S later on.
     """
 
     def __init__(
-        self, view: ControlView, send: Callable[[object], None], silent: Callable[[], object] = lambda: None
+        self, view: ControlView, send: Callable[[object], None], silent: Callable[[bool], object] = lambda long: None
     ) -> None:
         self._view, self._send, self._silent = view, send, silent
         self._at: tuple[At, object] = (ELSEWHERE, SCRIPT)
@@ -112,9 +112,16 @@ class Heartbeats:
     def _beat_on(self, every_s: float) -> None:
         while True:
             self.beat()
-            time.sleep(every_s)
-            if time.monotonic() > max(self.lease_until, self._connected + self._lease_s) + ANSWER_S:
-                self._silent()
+            again = time.monotonic() + every_s
+            while (now := time.monotonic()) < again:
+                due = self._answer_due
+                time.sleep((due if now < due < again else again) - now)
+                if (late_s := time.monotonic() - self._answer_due) > 0.0:
+                    self._silent(late_s > ANSWER_S)
+
+    @property
+    def _answer_due(self) -> float:
+        return max(self.lease_until, self._connected + self._lease_s)
 
 
 def _doing(at: At, what: object) -> Activity:

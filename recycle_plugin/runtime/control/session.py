@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_workers import (
     Vanishing,
     WantResult,
 )
-from recycle_plugin.core.messages.line_end import TRY_S, Tries
+from recycle_plugin.core.messages.line_end import Tries
 from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary.deadlines import WORKER_BEAT_S, Deadlines, lease_s, paced_s
 from recycle_plugin.core.vocabulary.describe import named
@@ -222,9 +222,11 @@ class Session:
         self.heartbeats.connected_anew()
         return stands
 
-    def _turn(self) -> None:
-        """Turn to the standby on another host, if there is one, since the coordinator is silent."""
-        self._control.give_up("nothing is heard of the coordinator")
+    def _turn(self, long: bool) -> None:
+        """Turn to the standby on another host, if there is one, since the coordinator's host is silent, or the
+        coordinator for ``long``.
+        """
+        self._control.give_up("nothing is heard of the coordinator", only_silent=not long)
 
     def _listen(self) -> None:
         while (message := self._control.receive(LISTEN_S)) is not None or self._goes_on():
@@ -298,10 +300,10 @@ def connect_from_environment(
     began = time.monotonic()
     tries = Tries(began, CONNECT_S, False, 0.0)
     while True:
-        way = ways[tries.next(time.monotonic(), len(ways) > 1)]
-        last = time.monotonic() >= tries.until
+        now = time.monotonic()
+        way, last = ways[tries.next(now, len(ways) > 1)], now >= tries.until
         try:
-            control = connect(way, CONNECT_S if len(ways) == 1 else TRY_S)
+            control = connect(way, CONNECT_S if len(ways) == 1 else tries.lasts_s(now))
             answer_s = RESUME_S if tries.goes_elsewhere else CONNECT_S  # a standby may never lead
             made = Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation, answer_s=answer_s)
             _made.append(made)

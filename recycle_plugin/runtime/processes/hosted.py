@@ -132,15 +132,17 @@ class Hosted:
         secret: SecretFile,
         told: Callable[[Event], None],
         guard: int,
+        gone_s: float,
         hand_over: Callable[[Callable[[InLoop, Hello], None]], None],
     ) -> Hosted:
         """Go on at the ``entrance`` of this host, in place of a coordinator on another host, after
-        enough workers have turned here. ``hand_over`` passes their connections, and later ones, to a function.
+        enough workers have turned here. Ends on the old host may take ``gone_s`` seconds to come. ``hand_over`` passes
+        connections of those that have turned, and later ones, to a function.
         """
         address, gone = entrance.address, known.board.succession.host
         known.board.moves(host_name())
         coordinator, telling = cls._following(address, known, secret, told, guard)
-        await coordinator.lead(entrance, gone)
+        await coordinator.lead(entrance, gone, gone_s)
         hand_over(coordinator.answer)
         where = "{}:{}".format(*address)
         why = f"the coordinator on host {gone} is silent, and more than half of the workers have turned to {where}"

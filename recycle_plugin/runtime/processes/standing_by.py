@@ -110,7 +110,7 @@ async def _elsewhere(
     await asyncio.wait((alone,))
     call_this(HOST)
     entrance, told = candidate.entrance, partial(tell_folder, guard)
-    hosted = await Hosted.lead(entrance, known, secret, told, os.getppid(), candidate.hand_over)
+    hosted = await Hosted.lead(entrance, known, secret, told, os.getppid(), candidate.gone_s, candidate.hand_over)
     guard.tell(leads=entrance.address)
     return hosted
 
@@ -197,6 +197,11 @@ class Candidate:
     def send_all_back(self) -> None:
         """Send back all that have turned here: this process never leads."""
         self._turned.send_all_back()
+
+    @property
+    def gone_s(self) -> float:
+        """The seconds for ends on the old coordinator's host to come here, too."""
+        return self._turned.gone_s
 
     def hand_over(self, answer: Callable[[InLoop, Hello], None]) -> None:
         """Pass all connections that have turned here, and later ones, to ``answer``."""
