@@ -42,8 +42,8 @@ from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides, requires
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.packed_data import of_each, pack
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import unfinished
@@ -206,10 +206,9 @@ def of_step(job: JobSpec, ranks: dict[Seat, int], step: int) -> Iterator[object]
     order, batch = list(ranks.items()), len(job.shape.batch)
     random.Random(step).shuffle(order)
     for number in range(HEARTBEATS):
-        for _, rank in order:
-            yield Heartbeat(
-                rank, HEARTBEATS * step + number, 2 * step + number, Activity(COMPUTES, f"{rank}F0.0@{step}"), step
-            )
+        for seat, rank in order:
+            doing = Activity(COMPUTES, Instruction(Op.F, seat.stage, MicroBatch(0, 0), step))
+            yield Heartbeat(rank, HEARTBEATS * step + number, 2 * step + number, doing, step)
     for seat, rank in order:
         if seat.stage == job.stages - 1:
             losses = {f"{seat.replica}.{index}": 1.0 for index in range(job.micro_batches)}

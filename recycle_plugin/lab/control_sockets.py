@@ -28,7 +28,8 @@ from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Ready, S
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.vocabulary.deadlines import SUPERVISOR_BEAT_S, WORKER_BEAT_S, paced_s
-from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
@@ -149,7 +150,8 @@ class _Workers:
 
     def _beat(self, rank: int) -> None:
         self._number += 1
-        self._say(Heartbeat(rank, self._number, self._number, Activity(COMPUTES, f"{rank}F0.0@1"), 1))
+        instruction = Instruction(Op.F, self._seats[rank].stage, MicroBatch(0, 0), 1)
+        self._say(Heartbeat(rank, self._number, self._number, Activity(COMPUTES, instruction), 1))
 
     def _watch(self, rank: int) -> None:
         self._supervisors[rank].send(SupervisorHeartbeat(rank, False, time.monotonic()), DEADLINE_S)

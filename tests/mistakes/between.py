@@ -11,6 +11,7 @@ from recycle_plugin.core.coordinator import commits, departures, ends, generatio
 from recycle_plugin.core.coordinator.facts.barriers import Barriers
 from recycle_plugin.core.coordinator.facts.places import Places
 from recycle_plugin.core.vocabulary import iterator_draws
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.evaluation_route import runner
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.worker import checkpoint_saving
@@ -111,7 +112,7 @@ def named_early(loop, control_view, place, files, recover):
         yield from files.publish(control_view.number)
     while True:
         try:
-            yield from loop.barrier(place, {})
+            yield from loop.barrier(Barrier(Meets.SCRIPT, place), {})
             return ""
         except Interrupted:
             yield from recover()
@@ -122,7 +123,7 @@ def not_waited_for(loop, control_view, place, files, recover):
     while True:
         try:
             yield from files.write(control_view.number)
-            yield from loop.barrier(place, {})
+            yield from loop.barrier(Barrier(Meets.SCRIPT, place), {})
             return (yield from files.publish(control_view.number)) if control_view.is_first else ""
         except Interrupted:
             yield from recover()
@@ -139,10 +140,12 @@ def own_verdict(loop, control_view, place, files, recover):
         yield from loop.settle()
         try:
             error = yield from files.write(control_view.number)
-            written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
+            written = yield from loop.barrier(
+                Barrier(Meets.SCRIPT, place), checkpoint_saving._said(control_view, error)
+            )
             if control_view.is_first and not written.values:
                 error = yield from files.publish(control_view.number)
-            yield from loop.barrier(f"the end of {place}", {})
+            yield from loop.barrier(Barrier(Meets.SAVED, place), {})
             return error
         except Interrupted:
             yield from recover()
@@ -156,12 +159,14 @@ def removed_early(loop, control_view, place, files, recover):
             error = yield from files.write(control_view.number)
             if error:
                 yield from files.discard(control_view.number)
-            written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
+            written = yield from loop.barrier(
+                Barrier(Meets.SCRIPT, place), checkpoint_saving._said(control_view, error)
+            )
             why = checkpoint_saving.why_not(written)
             if control_view.is_first and not why:
                 error = yield from files.publish(control_view.number)
             return why or checkpoint_saving.why_not(
-                (yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {}))
+                (yield from loop.barrier(Barrier(Meets.SAVED, place), checkpoint_saving._said(control_view, error)))
             )
         except Interrupted:
             yield from recover()

@@ -8,7 +8,6 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed, End, Generation, Over, Resume
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
-    CheckpointLoaded,
     Exited,
     Leaving,
     Left,
@@ -16,27 +15,29 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
     Terminate,
 )
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from tests.support.membership import agree, holds, resumed, said, started, step
 
+HERE, LAST = Barrier(Meets.SCRIPT, "here"), Barrier(Meets.SCRIPT, "the last save")
 
-def arrive(membership, generation: int, ranks, place: str = "here") -> list[BarrierPassed]:
-    return [
-        met
-        for rank in ranks
-        for met in said(
-            membership.receive(BarrierReached(rank, generation, place, {str(rank): rank}), 0.0), BarrierPassed
-        )
-    ]
+
+def arrive(membership, generation: int, ranks, barrier: Barrier = HERE) -> list[BarrierPassed]:
+    reached = [BarrierReached(rank, generation, barrier, {str(rank): rank}) for rank in ranks]
+    return [met for each in reached for met in said(membership.receive(each, 0.0), BarrierPassed)]
+
+
+def from_checkpoint(rank: int) -> BarrierReached:
+    return BarrierReached(rank, 0, Barrier(Meets.LOADED), {})
 
 
 def test_all_meet_when_the_last_one_arrives_and_know_what_each_has_brought():
     membership = started()
     step(membership, 0, 1)
     assert arrive(membership, 0, [2, 0, 1]) == []
-    assert arrive(membership, 0, [3]) == [BarrierPassed("here", {"0": 0, "1": 1, "2": 2, "3": 3}, 4)]
+    assert arrive(membership, 0, [3]) == [BarrierPassed(HERE, {"0": 0, "1": 1, "2": 2, "3": 3}, 4)]
     assert arrive(membership, 0, [0, 1, 2]) == []  # the next one at the same place needs all again
 
 
@@ -48,7 +49,7 @@ def at_its_end():
     (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
     for number in range(1, end.step):
         step(membership, 0, number)
-    assert arrive(membership, 0, [0, 1, 3], "the last save") == []
+    assert arrive(membership, 0, [0, 1, 3], LAST) == []
     return membership, end.step - 1
 
 
@@ -56,9 +57,7 @@ def test_a_death_in_the_last_save_before_a_planned_end_makes_everybody_save_once
     membership, last = at_its_end()
     (generation,) = said(membership.receive(Exited(2, -9, 0.0), 0.0), Generation)
     agree(membership, generation.number, dict.fromkeys((0, 1, 3), last))
-    assert [met.values.keys() for met in arrive(membership, generation.number, [0, 1, 3], "the last save")] == [
-        {"0", "1", "3"}
-    ]
+    assert [met.values.keys() for met in arrive(membership, generation.number, [0, 1, 3], LAST)] == [{"0", "1", "3"}]
     for rank in (0, 1, 3):
         out = membership.receive(Left(rank), 0.0)
     assert said(out, Over) == [Over(0)]
@@ -78,14 +77,14 @@ def test_who_comes_to_save_when_a_stage_is_lost_at_a_planned_end_does_not_wait_f
         step(membership, 0, number)
     for rank in (2, 3):
         assert not said(membership.receive(Exited(rank, -9, 0.0), 0.0), End), "they may have nothing more to do"
-    out = membership.receive(BarrierReached(0, membership.generation, "the last save", {}), 0.0)
+    out = membership.receive(BarrierReached(0, membership.generation, LAST, {}), 0.0)
     assert [each.reason for each in said(out, End)] == ["stage 1 has no live worker left. No checkpoint was saved"]
 
 
 def test_places_do_not_mix():
     membership = started()
-    assert arrive(membership, 0, [0, 1], "a") + arrive(membership, 0, [2, 3], "b") == []
-    assert [met.place for met in arrive(membership, 0, [0, 1], "b")] == ["b"]
+    assert arrive(membership, 0, [0, 1], HERE) + arrive(membership, 0, [2, 3], LAST) == []
+    assert [met.barrier for met in arrive(membership, 0, [0, 1], LAST)] == [LAST]
 
 
 def test_a_death_before_all_have_arrived_makes_everybody_arrive_once_more():
@@ -100,12 +99,16 @@ def test_a_death_before_all_have_arrived_makes_everybody_arrive_once_more():
 
 @pytest.mark.parametrize("order", ("met", "generation"))
 def test_a_worker_hears_of_the_meeting_or_of_the_change_whichever_came_first(order):
-    line, met, generation = ControlView(0), BarrierPassed("here", {}, 4), Generation(1, (), 0, "loss", 0.0)
-    assert line.barrier_passed("here", 0) is None
+    line, met, generation = (
+        ControlView(0),
+        BarrierPassed(HERE, {}, 4),
+        Generation(1, (), 0, "loss", 0.0),
+    )
+    assert line.barrier_passed(HERE, 0) is None
     for message in (met, generation) if order == "met" else (generation,):
         line.take(message)
-    assert line.barrier_passed("here", 0) == (met if order == "met" else False)
-    assert line.barrier_passed("here", 0) is False
+    assert line.barrier_passed(HERE, 0) == (met if order == "met" else False)
+    assert line.barrier_passed(HERE, 0) is False
     with pytest.raises(Interrupted):
         line.check()
 
@@ -113,12 +116,12 @@ def test_a_worker_hears_of_the_meeting_or_of_the_change_whichever_came_first(ord
 def test_a_newcomer_is_not_through_what_the_members_have_met_at_before_it_was_one():
     """Scripts come to a place of the same name again."""
     newcomer, generation = ControlView(0, 1), Generation(1, (), 0, "return", 0.0)
-    for message in (BarrierPassed("here", {}, 4), generation, Resume(1, 4)):
+    for message in (BarrierPassed(HERE, {}, 4), generation, Resume(1, 4)):
         newcomer.take(message)
     newcomer.adopt(generation)
-    assert newcomer.barrier_passed("here", 1) is None
-    newcomer.take(BarrierPassed("here", {}, 5))
-    assert newcomer.barrier_passed("here", 1) == BarrierPassed("here", {}, 5)
+    assert newcomer.barrier_passed(HERE, 1) is None
+    newcomer.take(BarrierPassed(HERE, {}, 5))
+    assert newcomer.barrier_passed(HERE, 1) == BarrierPassed(HERE, {}, 5)
 
 
 @pytest.mark.parametrize("loaded", (1, 2, 9))
@@ -127,8 +130,8 @@ def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
     for number in (1, 2, 3):
         step(membership, 0, number)
     for rank in (0, 1, 2):
-        assert membership.receive(CheckpointLoaded(rank, 0), 0.0).messages == []
-    (generation,) = said(membership.receive(CheckpointLoaded(3, 0), 0.0), Generation)
+        assert membership.receive(from_checkpoint(rank), 0.0).messages == []
+    (generation,) = said(membership.receive(from_checkpoint(3), 0.0), Generation)
     for rank in range(4):
         out = membership.receive(SurvivorReport(rank, 1, loaded, "plan", holds(rank), {}, True), 0.0)
     assert resumed(out) == [(generation.number, loaded)] and not said(out, Committed)
@@ -138,7 +141,7 @@ def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
 def test_a_death_while_loading_changes_nothing_of_that():
     membership = started()
     step(membership, 0, 1)
-    membership.receive(CheckpointLoaded(0, 0), 0.0)
+    membership.receive(from_checkpoint(0), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     for rank in (0, 1, 3):
         out = membership.receive(SurvivorReport(rank, 1, 7, "plan", holds(rank), {}, True), 0.0)
@@ -150,7 +153,7 @@ def test_a_death_while_loading_changes_nothing_of_that():
 def test_different_checkpoints_end_the_job(others):
     membership = started()
     for rank in range(4):
-        membership.receive(CheckpointLoaded(rank, 0), 0.0)
+        membership.receive(from_checkpoint(rank), 0.0)
     for rank in range(4):
         stepped, loaded = others if rank > 1 else (7, True)
         out = membership.receive(SurvivorReport(rank, 1, stepped, "plan", {}, {}, loaded), 0.0)
@@ -161,7 +164,7 @@ def test_different_checkpoints_end_the_job(others):
 def test_who_has_loaded_another_checkpoint_than_most_goes():
     membership = started()
     for rank in range(4):
-        membership.receive(CheckpointLoaded(rank, 0), 0.0)
+        membership.receive(from_checkpoint(rank), 0.0)
     for rank in range(4):
         out = membership.receive(SurvivorReport(rank, 1, 8 if rank == 3 else 7, "plan", {}, {}, True), 0.0)
     (lost,) = [event for event in out.events if event.kind == "lost"]
@@ -210,7 +213,7 @@ def test_sigterm_to_everything_at_once_ends_the_job_as_planned(first):
 def meet(membership: Membership, generation: int) -> None:
     """All come to a barrier, behind which they plan for another size."""
     for rank in range(4):
-        membership.receive(BarrierReached(rank, generation, "set_train_batch_size()", {}), 0.0)
+        membership.receive(BarrierReached(rank, generation, Barrier(Meets.SCRIPT, "set_train_batch_size()"), {}), 0.0)
 
 
 def test_all_plan_for_another_batch_size_before_anybody_goes_on():
@@ -229,12 +232,12 @@ def test_all_plan_for_another_batch_size_before_anybody_goes_on():
     assert not membership.receive(Resized(0, 0, 1, 4, 77), 0.0).events, "that is what it has said before"
 
 
-@pytest.mark.parametrize("place", ["another batch size", "the state of a checkpoint"])
-def test_a_scripts_barrier_is_another_one_than_those_at_which_all_regroup_whatever_its_name(place):
+@pytest.mark.parametrize("meets", [Meets.RESIZED, Meets.LOADED])
+def test_a_scripts_barrier_is_another_one_than_those_at_which_all_regroup_whatever_its_name(meets):
     membership = started()
     step(membership, 0, 1)
-    assert arrive(membership, 0, [0, 1, 3], place) == []
-    for message in (Resized(2, 0, 5, 20, 77), CheckpointLoaded(2, 0)):
+    assert arrive(membership, 0, [0, 1, 3], Barrier(Meets.SCRIPT, meets)) == []
+    for message in (Resized(2, 0, 5, 20, 77), from_checkpoint(2)):
         assert not said(membership.receive(message, 0.0), Generation)
 
 
@@ -257,9 +260,9 @@ def test_who_has_come_to_one_beside_its_training_is_still_there_behind_another_o
     step(membership, 0, 1)
 
     def written(rank: int) -> list[BarrierPassed]:
-        reached = BarrierReached(rank, 0, "the end of a checkpoint", {}, beside=True)
+        reached = BarrierReached(rank, 0, Barrier(Meets.WRITTEN, "automatic_step3"), {})
         return said(membership.receive(reached, 0.0), BarrierPassed)
 
     assert not any(map(written, (0, 1, 3)))
-    assert len(arrive(membership, 0, [0, 1, 2, 3], "an evaluation")) == 1
+    assert len(arrive(membership, 0, [0, 1, 2, 3], HERE)) == 1
     assert len(written(2)) == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput
-from recycle_plugin.core.messages.activity import COMPUTES, WAITS, Activity
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_workers import (
     Crashed,
     Exited,
@@ -19,7 +19,7 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
-from tests.support.membership import agree, member, started, step
+from tests.support.membership import agree, computes, member, started, step
 
 Outputs = Iterator[CoordinatorOutput]
 LAST = 3  # the rank that something happens to
@@ -87,7 +87,7 @@ SAID = {
     Cause.TOGETHER: [together],
     Cause.SILENT: [lambda: owing(lambda rank: None if rank == LAST else SupervisorHeartbeat(rank, False, 0.0))],
     Cause.STOPPED: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, rank == LAST, 0.0))],
-    Cause.STUCK: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, False, 0.0), Activity(COMPUTES, "1F0.1@2"))],
+    Cause.STUCK: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, False, 0.0), computes("1F0.1@2"))],
 }
 
 

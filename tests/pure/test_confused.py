@@ -69,12 +69,10 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.said import SUPERVISOR, OfWorker
 from recycle_plugin.core.messages.typed import names_of
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
-from recycle_plugin.core.vocabulary.evaluation_route import END as EVALUATED
-from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.iterator_draws import ALL_ENDED
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
@@ -105,7 +103,7 @@ TEXTS = (
         "a b",
         "saving",
     ),
-    *("start", "committed", "lost", "end", "fault", "written", "restored", "seat", "rank", "\ud800", f"{ALL_ENDED} x"),
+    *("start", "committed", "lost", "end", "fault", "written", "restored", "seat", "rank", "\ud800"),
 )
 NUMBERS = (-1, 0, 1, 2, 3, 7, 99, 10**9, 1 << 1000)
 PLAIN = (None, 1, "x", [1, "x"], {"x": {}})
@@ -380,15 +378,28 @@ def test_100_000_words_of_confused_workers_cost_at_most_themselves() -> None:
     fuzzed(1_000, 100_000)
 
 
+SAVING, EVALUATED = Barrier(Meets.SCRIPT, "saving"), Barrier(Meets.EVALUATED, number=1)
 IMPOSSIBLE = (
     (Stepped(RANK, 0, 9), "its Stepped is of step 9, and only step 0 is committed"),
     (Stepped(RANK, 5, 1), "it names generation 5, and the newest is 0"),
-    (BarrierReached(RANK, 5, "saving", {}), "it names generation 5"),
-    (BarrierReached(RANK, 0, end_of(1), {"0.0": "1.0"}), "its message does not fit this job: BarrierReached("),
-    (BarrierReached(RANK, 0, end_of(1), {"0": 1.0}), "its message does not fit this job: BarrierReached("),
-    (BarrierReached(RANK, 0, "saving", {"one": "full"}), "its message does not fit this job: BarrierReached("),
-    (BarrierReached(RANK, 0, "saving", {str(RANK + 1): ""}), "its message does not fit this job: BarrierReached("),
-    (BarrierReached(RANK, 0, f"{EVALUATED} x", {}), "its message does not fit this job: BarrierReached("),
+    (BarrierReached(RANK, 5, SAVING, {}), "it names generation 5"),
+    (
+        BarrierReached(RANK, 0, EVALUATED, {"0.0": "1.0"}),
+        "its message does not fit this job: BarrierReached(",
+    ),
+    (
+        BarrierReached(RANK, 0, EVALUATED, {"0": 1.0}),
+        "its message does not fit this job: BarrierReached(",
+    ),
+    (
+        BarrierReached(RANK, 0, SAVING, {"one": "full"}),
+        "its message does not fit this job: BarrierReached(",
+    ),
+    (
+        BarrierReached(RANK, 0, SAVING, {str(RANK + 1): ""}),
+        "its message does not fit this job: BarrierReached(",
+    ),
+    (BarrierReached(RANK, 0, Barrier(Meets.RESIZED), {}), "its message does not fit this job: BarrierReached("),
     (OutOfData(RANK, 0, 3), "its OutOfData is of step 3"),
     (Vanishing(RANK, 1), "its Vanishing is of step 1"),
     (Contribution(RANK, 3, "loss", {"0.0": 1.0}, 2), "its Contribution is of step 3"),
@@ -470,7 +481,7 @@ def unpackable(size: int) -> str:
     (
         lambda size: Missing(RANK, 0, unpackable(size), "0.0"),
         lambda size: Fatal(RANK, "x" * size),
-        lambda size: BarrierReached(RANK, 0, "saving", {str(RANK): "x" * size}),
+        lambda size: BarrierReached(RANK, 0, SAVING, {str(RANK): "x" * size}),
         lambda size: SurvivorReport(RANK, 1, 0, "plan", {f"{unpackable(size)} 0@1": ""}),
     ),
     ids=("complaint", "end", "barrier", "report"),

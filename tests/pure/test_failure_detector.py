@@ -20,13 +20,13 @@ from recycle_plugin.core.messages.from_workers import (
 )
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from tests.support.membership import agree, said, started
+from tests.support.membership import agree, computes, said, started
 from tests.support.played import DEADLINE_S, HEARTBEAT_S, IDLE_S, Played
 
 
 def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced():
     played = Played().first_step()
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     played.live_for(DEADLINE_S - 0.5)
     assert played.events == []
     played.live_for(1.0)
@@ -40,7 +40,7 @@ def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced()
 
 def test_a_long_step_of_many_instructions_is_progress():
     played = Played().first_step()
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     for _ in range(20):
         played.live_for(DEADLINE_S - 0.5)
         played.done[2] += 1
@@ -49,14 +49,14 @@ def test_a_long_step_of_many_instructions_is_progress():
 
 def test_whoever_waits_for_a_slow_peer_is_not_to_blame():
     played = Played().first_step()
-    played.at[0] = Activity(COMPUTES, "0F0.0@2")
+    played.at[0] = computes("0F0.0@2")
     played.live_for(10 * IDLE_S, instructions=(0,))
     assert played.events == []
 
 
 def test_the_deadline_of_slow_steps_is_three_of_them():
     played = Played().steps(range(1, 6), 4.0)
-    played.at[2] = Activity(COMPUTES, "1F0.1@6")
+    played.at[2] = computes("1F0.1@6")
     played.live_for(11.5)
     assert played.events == []
     played.live_for(1.0)
@@ -65,7 +65,7 @@ def test_the_deadline_of_slow_steps_is_three_of_them():
 
 @pytest.mark.parametrize(
     "at",
-    [Activity(WAITS, "0F0.0@2 from 0.0"), Activity(COMPUTES, "1F0.1@2"), Activity(ELSEWHERE, "the training script")],
+    [Activity(WAITS, "0F0.0@2 from 0.0"), computes("1F0.1@2"), Activity(ELSEWHERE, "the training script")],
     ids=lambda at: at[0],
 )
 @pytest.mark.parametrize("first", [True, False])
@@ -168,7 +168,7 @@ def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
 
 
 @pytest.mark.parametrize(
-    "at", [Activity(ELSEWHERE, "the training script"), Activity(COMPUTES, "0F0.0@1")], ids=["script", "first step"]
+    "at", [Activity(ELSEWHERE, "the training script"), computes("0F0.0@1")], ids=["script", "first step"]
 )
 def test_what_may_take_long_has_the_long_deadline_while_somebody_waits(at):
     played = Played()
@@ -198,7 +198,7 @@ def test_who_waits_and_says_nothing_any_more_is_given_up_in_the_end():
 
 
 def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
-    played = Played(at=dict.fromkeys(range(4), Activity(COMPUTES, "0F0.0@2"))).first_step()
+    played = Played(at=dict.fromkeys(range(4), computes("0F0.0@2"))).first_step()
     played.live_for(1.0)
     for _ in range(5):
         assert played.tick(1000.0).messages == []
@@ -228,7 +228,7 @@ def test_a_worker_that_wakes_up_is_not_heard():
     played.live_for(DEADLINE_S + 1)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
     for late in (
-        Heartbeat(2, 1, 0, Activity(COMPUTES, "1F0.1@2")),
+        Heartbeat(2, 1, 0, computes("1F0.1@2")),
         Stepped(2, 1, 2),
         SurvivorReport(2, 1, 9, "plan"),
         Leaving(2, "SIGTERM"),

@@ -9,7 +9,6 @@ import pytest
 from recycle_plugin.core.coordinator.facts.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages import from_workers
-from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.contributions import MEAN
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
@@ -17,7 +16,6 @@ from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CatchUp,
     CaughtUp,
-    CheckpointLoaded,
     Contribution,
     Crashed,
     Durable,
@@ -49,10 +47,11 @@ from recycle_plugin.core.messages.from_workers import (
     WantResult,
 )
 from recycle_plugin.core.messages.said import WORKER, OfWorker
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.support.membership import agree, holds, job, member, resumed, said, started, step
+from tests.support.membership import agree, computes, holds, job, member, resumed, said, started, step
 
 
 def test_a_step_is_committed_when_every_live_worker_has_applied_it():
@@ -102,10 +101,10 @@ OF_LOST = (
     Fatal(2, "nobody answers"),
     Note(2, "checkpoint", "saved", {"path": "of nobody"}),
     Crashed(2, "KeyError: 0", "Traceback …"),
-    Heartbeat(2, 1, 1, Activity(COMPUTES, "1F0.0")),
-    BarrierReached(2, 1, "saving", {}),
+    Heartbeat(2, 1, 1, computes("1F0.0")),
+    BarrierReached(2, 1, Barrier(Meets.SCRIPT, "saving"), {}),
     Fingerprint(2, 1, "unlike"),
-    CheckpointLoaded(2, 1),
+    BarrierReached(2, 1, Barrier(Meets.LOADED), {}),
     Resized(2, 1, 2, 4, 10),
     Durable(2, 1, "a folder"),
     Logged(2, 1),

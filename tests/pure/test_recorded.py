@@ -13,10 +13,12 @@ from recycle_plugin.core.coordinator.facts.recorded import PIECE, Recorder
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Recorded
-from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Contribution, SurvivorReport
-from recycle_plugin.core.vocabulary.evaluation_route import end_of, ended_at
+from recycle_plugin.core.messages.from_workers import BarrierReached, Contribution, SurvivorReport
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.worker.control_view import ControlView
 from tests.support.membership import holds, started, step
+
+EVALUATED = Barrier(Meets.EVALUATED, number=1)
 
 
 def heard(messages: list[Recorded]) -> tuple[dict[int, float], dict[int, float]]:
@@ -38,7 +40,7 @@ def test_it_is_what_all_were_told_up_to_the_last_committed_step():
             step(membership, 0, number)
     for rank in range(4):
         values = {f"{rank}.0": rank + 0.5} if rank > 1 else {}
-        membership.receive(BarrierReached(rank, 0, end_of(1), values), 0.0)
+        membership.receive(BarrierReached(rank, 0, EVALUATED, values), 0.0)
     (told,) = membership.state.steps.recorded.told(membership.committed)
     assert told == Recorded(1, (1.375, 2.375), 1, (3.0,), 2)
     assert list(membership.state.steps.recorded.told(2, 1, 1)) == [Recorded(2, (2.375,), 2, (), 2)]
@@ -56,7 +58,7 @@ def test_what_is_logged_beside_a_loss_goes_to_the_last_stage_and_the_mean_of_the
     told = [(whom, one.values) for whom, one in membership.receive(last, 0.0).messages if isinstance(one, Collected)]
     assert told == [(LAST_STAGE, each), (WORKERS, mean)]
     for rank in range(4):
-        brings = BarrierReached(rank, 0, end_of(1), {"0.0": [4.0, logged]} if rank == 3 else {})
+        brings = BarrierReached(rank, 0, EVALUATED, {"0.0": [4.0, logged]} if rank == 3 else {})
         membership.receive(decode(encode(brings)), 0.0)
     step(membership, 0, 1)
     assert list(membership.state.steps.recorded.told(1)) == [Recorded(1, (2.0,), 1, (4.0,), 1)]
@@ -66,7 +68,7 @@ def test_a_checkpoint_that_is_loaded_while_they_train_is_said():
     membership = started()
     step(membership, 0, 1)
     for rank in range(4):
-        membership.receive(CheckpointLoaded(rank, 0), 0.0)
+        membership.receive(BarrierReached(rank, 0, Barrier(Meets.LOADED), {}), 0.0)
     assert [one.refused for one in membership.state.steps.recorded.told(1)] == [""]
     assert membership.generation == 1
     for rank in range(4):
@@ -84,10 +86,6 @@ def test_what_is_run_anew_is_replaced_and_a_gap_is_named():
     recorder.lost(13, {})
     assert list(recorder.told(13)) == [Recorded(11, (1.5, 2.0), 1, (), 13)]
     assert list(recorder.told(9)) == [Recorded(11, (), 1, (), 9)]
-
-
-def test_another_place_is_no_evaluations_end():
-    assert ended_at(end_of(12)) == 12 and ended_at("the end of checkpoint 3") is None and ended_at("here") is None
 
 
 @given(st.integers(0, 3), st.integers(0, 2 * PIECE + 3), st.integers(0, PIECE + 2), st.data())

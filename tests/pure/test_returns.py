@@ -24,9 +24,9 @@ from recycle_plugin.core.messages.from_coordinator import (
     Resume,
 )
 from recycle_plugin.core.messages.from_workers import (
+    BarrierReached,
     CatchUp,
     CaughtUp,
-    CheckpointLoaded,
     Exited,
     Heartbeat,
     Left,
@@ -36,6 +36,7 @@ from recycle_plugin.core.messages.from_workers import (
     SupervisorHeartbeat,
     SurvivorReport,
 )
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
@@ -83,7 +84,7 @@ def load_checkpoint(membership: Membership, generation: int, members: Iterable[W
     """All members load the checkpoint of step ``number``; what is said at that."""
     found = []
     for sent in (
-        lambda one: CheckpointLoaded(one.rank, generation, incarnation=one.incarnation),
+        lambda one: BarrierReached(one.rank, generation, Barrier(Meets.LOADED), {}, incarnation=one.incarnation),
         lambda one: SurvivorReport(
             one.rank, generation + 1, number, "plan", {}, loaded=True, incarnation=one.incarnation
         ),

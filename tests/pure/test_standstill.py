@@ -10,7 +10,7 @@ from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST, 
 from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster
-from tests.support.membership import agree, step
+from tests.support.membership import agree, computes, step
 from tests.support.played import DEADLINE_S, HEARTBEAT_S, Played, ends, generations
 
 
@@ -111,7 +111,7 @@ def test_after_a_commit_it_may_happen_again():
 
 
 @pytest.mark.parametrize(
-    "other", [Activity(COMPUTES, "1F0.1@2"), Activity(ELSEWHERE, "the training script")], ids=lambda other: other[0]
+    "other", [computes("1F0.1@2"), Activity(ELSEWHERE, "the training script")], ids=lambda other: other[0]
 )
 def test_as_long_as_one_does_something_nobody_stands_still(other):
     played = Played(busy={2}).first_step()

@@ -20,14 +20,14 @@ from recycle_plugin.core.coordinator import state_dump as module
 from recycle_plugin.core.coordinator.facts.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.facts.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.activity import COMPUTES, WAITS, Activity
+from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.lab.simulator import campaign, coordination, seeded
-from tests.support.membership import member, started, step
+from tests.support.membership import computes, member, started, step
 
 SEEDS = (2, 5, 14, 29)  # kills, ties, rejections, a leave
 
@@ -77,6 +77,7 @@ def attributes(thing: Any, seen: set) -> Iterator[tuple[str, Any]]:
         member(2),
         Roster((member(1), member(0))),
         Heartbeat(1, 2, 3, Activity(WAITS, ""), incarnation=4),
+        computes("1SA0.2>0.2@3"),
         FailureDetector(Deadlines(), inf, 4, 3.0),
     ],
     ids=repr,
@@ -98,7 +99,7 @@ def test_nothing_of_a_membership_is_forgotten():
     """Also what a class gets later: attributes are found by looking."""
     membership = started(clipping=1.0)
     step(membership, 0, 1)
-    membership.receive(Heartbeat(1, 2, 3, Activity(COMPUTES, "1F0.0@2")), 1.0)
+    membership.receive(Heartbeat(1, 2, 3, computes("1F0.0@2")), 1.0)
     membership.receive(Missing(1, 0, "x", "0.0"), 1.0)
     membership.tick(1.5)
     membership.state.steps.newly_added = {WorkerId(1): deque([1, 2])}

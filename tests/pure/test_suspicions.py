@@ -6,22 +6,22 @@ import re
 
 import pytest
 
-from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.from_workers import (
-    CheckpointLoaded,
+    BarrierReached,
     Exited,
     Heartbeat,
     SupervisorHeartbeat,
     SurvivorReport,
 )
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
-from tests.support.membership import agree, started, step
+from tests.support.membership import agree, computes, started, step
 from tests.support.played import BUSY_S, DEADLINE_S, IDLE_S, LAST_S, Played, ends
 
 
 def test_suspicion_is_said_before_anybody_is_given_up_and_taken_back_where_it_was_wrong():
     played = Played(busy={2}).first_step()
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     played.live_for(BUSY_S / 3 - 0.5)
     assert played.said == []
     played.live_for(1.0)
@@ -38,7 +38,7 @@ def test_suspicion_is_said_before_anybody_is_given_up_and_taken_back_where_it_wa
 
 def test_a_process_that_computes_has_longer_than_one_that_does_nothing():
     played = Played(busy={2}).first_step()
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     played.live_for(BUSY_S - 0.5)
     assert played.events == []
     played.live_for(1.0)
@@ -47,7 +47,7 @@ def test_a_process_that_computes_has_longer_than_one_that_does_nothing():
 
 def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
     played = Played().first_step()
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     for _ in range(round((BUSY_S - 0.5) / TICK_S)):
         for rank in range(4):
             played.membership.receive(SupervisorHeartbeat(rank, False), played.now)
@@ -62,11 +62,11 @@ def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
 def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
     """... whatever the next does with that micro-batch, in that step."""
     played = Played(started(replicas=4, stages=1)).first_step()
-    played.at[2] = Activity(COMPUTES, "0F0.1@2")
+    played.at[2] = computes("0F0.1@2")
     played.live_for(DEADLINE_S + 0.5)
     assert played.given_up() == ["it computes 0F0.1@2"]
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
-    played.at[1] = Activity(COMPUTES, again)
+    played.at[1] = computes(again)
     played.live_for(for_s - 0.5)
     assert len(played.given_up()) == 1
     played.live_for(1.0)
@@ -76,7 +76,7 @@ def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
 def test_who_was_at_a_step_that_is_committed_is_so_no_more():
     """Its next beat may be under way."""
     played = Played().first_step()
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     played.live_for(DEADLINE_S - 0.5)
     step(played.membership, 0, 2)
     played.live_for(1.0)
@@ -88,10 +88,10 @@ def test_after_an_earlier_checkpoint_its_steps_are_computed_again():
     for number in range(1, 6):
         step(played.membership, 0, number)
     for rank in range(4):
-        played.membership.receive(CheckpointLoaded(rank, 0), played.now)
+        played.membership.receive(BarrierReached(rank, 0, Barrier(Meets.LOADED), {}), played.now)
     for rank in range(4):
         played.membership.receive(SurvivorReport(rank, 1, 1, "plan", loaded=True), played.now)
-    played.at[2] = Activity(COMPUTES, "1F0.1@2")
+    played.at[2] = computes("1F0.1@2")
     played.live_for(DEADLINE_S + 0.5)
     assert played.given_up() == ["it computes 1F0.1@2"]
 
@@ -103,7 +103,7 @@ def test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_o
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
     played.live_for(1.0)
     if how == "computes":
-        played.at[3] = Activity(COMPUTES, "1F0.1@2")
+        played.at[3] = computes("1F0.1@2")
     else:
         setattr(played, how, {3})
     played.live_for(LAST_S - 1)

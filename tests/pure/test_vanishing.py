@@ -13,6 +13,7 @@ from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.activity import WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import BarrierReached, Exited, Heartbeat, Left, Vanishing
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator import campaign
@@ -99,7 +100,7 @@ def test_the_only_worker_of_a_stage_that_vanishes_in_mid_job_is_a_loss_that_is_r
 def test_who_comes_to_a_barrier_goes_on():
     membership = trained(False)
     outs = vanish(membership, 3)
-    outs.append(membership.receive(BarrierReached(0, 0, "saving", {}), 1.0))
+    outs.append(membership.receive(BarrierReached(0, 0, Barrier(Meets.SCRIPT, "saving"), {}), 1.0))
     assert not said(outs[-1], Over)
     outs.append(membership.receive(Heartbeat(0, 2, 1, Activity(WAITS, "others"), 3), 1.0))
     assert "lost" in told(outs)

@@ -13,6 +13,7 @@ import pytest
 
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed
 from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
@@ -104,7 +105,7 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(se
     background.before(step)
     assert not barriers and interval.due == unstarted(step - 2) == step + 1
     background.before(step + 1)
-    assert barriers == [f"checkpoint automatic_step{step}"]
+    assert list(map(str, barriers)) == [f"checkpoint automatic_step{step}"]
 
 
 def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun, interval, coordinator):
@@ -120,14 +121,18 @@ def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun,
     assert interval.due == due and not folders.published
 
 
+def end_of(step: int) -> Barrier:
+    return Barrier(Meets.WRITTEN, f"automatic_step{step}")
+
+
 def share(found: StageFigures | None = None, error: str = "") -> list:
     """What a worker brings to the end of a checkpoint."""
     return [0.1, 1.0, 0.3, [], error, found]
 
 
 def all_have_written(coordinator, step: int) -> None:
-    place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": share()}, step + 2))
+    end = end_of(step - 1)
+    coordinator.tell(BarrierPassed(end, {"0": share()}, step + 2))
     coordinator.tell(Committed(step))
 
 
@@ -172,8 +177,8 @@ def choosing(session, interval):
 
 def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, interval, coordinator):
     background, _, choice, step = choosing
-    place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": share(figures(1)), "1": share(figures(5))}, step + 2))
+    end = end_of(step - 1)
+    coordinator.tell(BarrierPassed(end, {"0": share(figures(1)), "1": share(figures(5))}, step + 2))
     background.conclude()
     (reached,) = coordinator.hear(BarrierReached)
     assert reached.values["0"][-1] == [0, 1, [*LogFigures()]], "what it had measured when the checkpoint began"
@@ -184,7 +189,7 @@ def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosin
 
 def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordinator):
     background, _, choice, step = choosing
-    coordinator.tell(BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": share(error="full")}, step))
+    coordinator.tell(BarrierPassed(end_of(step - 1), {"0": share(error="full")}, step))
     background.conclude()
     assert choice.calls == []
 
@@ -208,9 +213,9 @@ def test_what_was_measured_with_other_members_is_forgotten(choosing):
 )
 def test_a_share_that_is_none_ends_the_job_in_one_line_that_names_its_rank(begun, coordinator, brought, part):
     background, *_, step = begun
-    place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": share(), "7": brought}, step + 2))
-    with pytest.raises(RecycleError, match=re.escape(f"what rank 7 has brought to {place}{part}")) as refused:
+    end = end_of(step - 1)
+    coordinator.tell(BarrierPassed(end, {"0": share(), "7": brought}, step + 2))
+    with pytest.raises(RecycleError, match=re.escape(f"what rank 7 has brought to {end}{part}")) as refused:
         background.conclude()
     assert "\n" not in str(refused.value)
 
@@ -222,8 +227,7 @@ def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):
     assert folders.published == [f"automatic_step{step - 1}"]
     assert written == [Path("checkpoints") / f".incomplete-1-automatic_step{step - 1}"]
     (reached,) = coordinator.hear(BarrierReached)
-    assert reached.place == f"the end of checkpoint automatic_step{step - 1}" and list(reached.values) == ["0"]
-    assert reached.beside, "what comes meanwhile, as an evaluation, does not count it out"
+    assert reached.barrier == end_of(step - 1) and list(reached.values) == ["0"]
 
 
 def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_write_already(coordinator, tmp_path):
@@ -289,7 +293,7 @@ def test_the_last_checkpoint_goes_to_one_folder_whoever_has_come_back(saved, che
 
     def bring(place: str, values: dict[str, str]) -> BarrierPassed:
         brought.update(values)
-        return BarrierPassed(place, brought, 4)
+        return BarrierPassed(Barrier(Meets.SCRIPT, place), brought, 4)
 
     for worker in workers:
         worker.agree_on_folder(bring)  # all have brought theirs
@@ -317,9 +321,9 @@ class Series:
         """Make one of ``step``, where another worker says that it knows those before. Return the names of all."""
         self.interval.due = step + 1
         self.background.before(step + 1)
-        place = f"the end of checkpoint automatic_step{step}"
+        end = end_of(step)
         others = {"0": [0.1, 1.0, 0.3, [], "", None], "1": [0.1, 1.0, 0.3, known, "", None]}
-        self.coordinator.tell(BarrierPassed(place, others, step + 2))
+        self.coordinator.tell(BarrierPassed(end, others, step + 2))
         self.background.conclude()
         for thread in threading.enumerate():
             if thread.name == "recycle: old checkpoint":

@@ -11,11 +11,13 @@ import pytest
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, Activity
 from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat
+from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import CutOff
 from recycle_plugin.runtime.control import heartbeats as heartbeats_module
 from recycle_plugin.runtime.control.heartbeats import SCRIPT, Heartbeats
 from tests.support.coordinator import generation
+from tests.support.membership import computes
 
 
 def beats(coordinator, count: int) -> list[Heartbeat]:
@@ -54,15 +56,15 @@ def test_a_beat_goes_out_though_what_it_tells_of_changes_meanwhile(coordinator):
 def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
     """Then nothing that holds the interpreter up is taken for a stuck instruction."""
     heartbeats = coordinator.session(0).heartbeats
-    with heartbeats.at(COMPUTES, "0F0.0@1"):
+    with heartbeats.at(COMPUTES, Instruction.parse("0F0.0@1")):
         heartbeats.beat()
         with heartbeats.at(WAITS, ""):
             pass
-    with heartbeats.at(COMPUTES, "0F0.1@1"):
+    with heartbeats.at(COMPUTES, Instruction.parse("0F0.1@1")):
         pass
     heartbeats.beat()
     assert [beat.doing for beat in beats(coordinator, 3)] == [
-        Activity(COMPUTES, "0F0.0@1"),
+        computes("0F0.0@1"),
         Activity(WAITS, ""),
         Activity(ELSEWHERE, SCRIPT),
     ]

@@ -15,7 +15,6 @@ from recycle_plugin.core.coordinator import exchange, mirror
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.succession import Succession
 from recycle_plugin.core.coordinator.switchboard import Switchboard
-from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Refused, Resume, Welcome
 from recycle_plugin.core.messages.from_workers import (
     Exited,
@@ -37,6 +36,7 @@ from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.mirror import follow
 from recycle_plugin.runtime.system import clock
 from tests.support.coordinator_players import PATIENCE_S, Player, four_workers
+from tests.support.membership import computes
 from tests.support.secret import SECRET, way
 
 STANDBY = Hello(-1, mirror.STANDBY, 77, "h")
@@ -87,7 +87,7 @@ async def one_worker():
 
 async def step(workers: list[Player], number: int, ranks: range = range(4)) -> None:
     for rank in ranks:
-        workers[rank].send(Heartbeat(rank, number, number, Activity(COMPUTES, "1F0.0@1")))
+        workers[rank].send(Heartbeat(rank, number, number, computes("1F0.0@1")))
         workers[rank].send(Fingerprint(rank, number, "same"))
         workers[rank].send(Stepped(rank, 0, number))
     for rank in ranks:

@@ -21,8 +21,8 @@ from recycle_plugin.authentication.handshake import Port, Seals, call
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed, Generation, Recorded
 from recycle_plugin.core.messages.from_workers import Missing, Note
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import AHEAD, EVALUATIONS_AHEAD
-from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
@@ -337,7 +337,7 @@ def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there
     assert hears(AHEAD) and hears(-EVALUATIONS_AHEAD) and not any(map(hears, far))
     heard(Committed(7), lambda: session.view.committed, 7)
     assert hears(7 + AHEAD) and not hears(8 + AHEAD) and not hears(-EVALUATIONS_AHEAD - 1)
-    heard(BarrierPassed(end_of(4), {}, 0), lambda: session.view.evaluated, 4)
+    heard(BarrierPassed(Barrier(Meets.EVALUATED, number=4), {}, 0), lambda: session.view.evaluated, 4)
     assert hears(-4 - EVALUATIONS_AHEAD) and not hears(-5 - EVALUATIONS_AHEAD) and not hears(8 + AHEAD)
     heard(Recorded(1, (), 5, (0.5, 0.5), 0), lambda: session.view.evaluated, 6)
     assert hears(-6 - EVALUATIONS_AHEAD) and not hears(-7 - EVALUATIONS_AHEAD)

@@ -8,7 +8,6 @@ from types import FrameType
 from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
     Heartbeat,
@@ -24,6 +23,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.settings.schema import Settings
+from tests.support.membership import computes
 
 DEADLINES = Settings().deadlines
 STAGES = 4
@@ -46,7 +46,7 @@ def job(replicas: int) -> Membership:
         for message in of_step(rank, replicas, 2):
             membership.receive(message, 1.0)
     for rank in ranks:
-        membership.receive(Heartbeat(rank, 2, 2, Activity(COMPUTES, "0F0.0@2"), 2), 1.0)
+        membership.receive(Heartbeat(rank, 2, 2, computes("0F0.0@2"), 2), 1.0)
         membership.receive(SupervisorHeartbeat(rank, False, 0.0), 1.0)
     membership.tick(1.0)
     membership.tick(1.0)
@@ -55,7 +55,7 @@ def job(replicas: int) -> Membership:
 
 
 def of_step(rank: int, replicas: int, step: int) -> Iterator[Any]:
-    yield Heartbeat(rank, 1, step, Activity(COMPUTES, f"0F0.1@{step}"), step)
+    yield Heartbeat(rank, 1, step, computes(f"0F0.1@{step}"), step)
     yield SupervisorHeartbeat(rank, False, 1.0)
     yield Contribution(rank, step, "norm", {str(rank % STAGES): 1.0}, STAGES)
     yield Contribution(rank, step, "loss", {f"{rank // STAGES}.{index}": 1.0 for index in range(2)}, 2 * replicas)

@@ -6,12 +6,14 @@ from dataclasses import fields, replace
 
 from recycle_plugin.core.coordinator.facts.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.activity import COMPUTES, Activity
 from recycle_plugin.core.messages.from_coordinator import Restart, Resume
 from recycle_plugin.core.messages.from_workers import Ready, Stepped, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 
@@ -24,6 +26,11 @@ DEADLINES = Deadlines(
     idle_timeout_s=60.0,
     wait_timeout_s=100.0,
 )
+
+
+def computes(instruction: str) -> Activity:
+    """What a worker is at that computes ``instruction``."""
+    return Activity(COMPUTES, Instruction.parse(instruction))
 
 
 def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:

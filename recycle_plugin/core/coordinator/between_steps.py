@@ -5,29 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from recycle_plugin.core.coordinator import ends, generations
-from recycle_plugin.core.coordinator.facts.barriers import Barrier, Sort
 from recycle_plugin.core.coordinator.facts.output import WORKERS
 from recycle_plugin.core.coordinator.state import JobState
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
-from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Resized
+from recycle_plugin.core.messages.from_workers import BarrierReached, Resized
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.evaluation_route import ended_at
-from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 
 
 def arrive(state: JobState, message: BarrierReached) -> None:
     """Record that a worker has arrived at a barrier, and tell all once all are there."""
-    barrier = Barrier(Sort.BESIDE if message.beside else Sort.PASS, message.place)
-    values = _arrive(state, message, barrier, message.values)
-    if values is not None:
-        _passed(state, message.place, values)
-        state.tell(WORKERS, BarrierPassed(message.place, values, unstarted(state.committed)))
-
-
-def load(state: JobState, message: CheckpointLoaded) -> None:
-    """Record that a worker has loaded a checkpoint. Once all have, all regroup."""
-    if _arrive(state, message, Barrier(Sort.GO_BACK)) is not None:
+    values = _arrive(state, message, message.barrier, message.values)
+    if values is not None and message.barrier.meets is Meets.LOADED:
         generations.regroup(state, "a checkpoint was loaded")
+    elif values is not None:
+        _passed(state, message.barrier, values)
+        state.tell(WORKERS, BarrierPassed(message.barrier, values, unstarted(state.committed)))
 
 
 def resize(state: JobState, message: Resized) -> None:
@@ -39,7 +32,7 @@ def resize(state: JobState, message: Resized) -> None:
         state.resized_in = message.generation
         if state.attendance.resize(message.micro_batches):
             _take_size(state, message)
-    if _arrive(state, message, Barrier(Sort.RESIZE)) is not None:
+    if _arrive(state, message, Barrier(Meets.RESIZED), {}) is not None:
         generations.regroup(state, "another batch size")
 
 
@@ -58,26 +51,22 @@ def _take_size(state: JobState, message: Resized) -> None:
 
 
 def _arrive(
-    state: JobState,
-    message: BarrierReached | CheckpointLoaded | Resized,
-    barrier: Barrier,
-    values: dict[str, Any] | None = None,
+    state: JobState, message: BarrierReached | Resized, barrier: Barrier, values: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Record an arrival at ``barrier``. Return what all have brought if all are there now, else None."""
     ends.end_if_stranded(state)
     if message.generation != state.regrouping.in_force or state.regrouping.at_once is not None:
         return None
     members, enough = state.roster.workers, not state.attendance.outnumbered
-    return state.barriers.arrive(message.worker, message.generation, barrier, values or {}, members, enough)
+    return state.barriers.arrive(message.worker, message.generation, barrier, values, members, enough)
 
 
-def _passed(state: JobState, place: str, values: dict[str, Any]) -> None:
-    """Record that all have passed the barrier ``place``, with ``values``."""
-    state.logs.passed.append(place)
-    evaluation, step = ended_at(place), ends_before(place)
-    if evaluation is not None:
-        state.steps.recorded.evaluated(evaluation, values)
-    if step is not None:
-        state.steps.recorded.unfilled(step)
-    if evaluation is not None or step is not None:
+def _passed(state: JobState, barrier: Barrier, values: dict[str, Any]) -> None:
+    """Record that all have passed ``barrier``, with ``values``."""
+    state.logs.passed.append(barrier)
+    if barrier.meets is Meets.EVALUATED:
+        state.steps.recorded.evaluated(barrier.number, values)
+    if barrier.meets is Meets.DATA_ENDED:
+        state.steps.recorded.unfilled(barrier.number)
+    if barrier.meets in (Meets.EVALUATED, Meets.DATA_ENDED):
         state.joining.tell(state.steps.recorded, state.committed, state.places.known(), state.out)

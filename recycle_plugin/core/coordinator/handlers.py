@@ -44,7 +44,6 @@ OF_MEMBERS: dict[type, Handler] = {
     from_workers.SurvivorReport: resuming.report,
     from_workers.OutOfData: contributing.out_of_data,
     from_workers.BarrierReached: between_steps.arrive,
-    from_workers.CheckpointLoaded: between_steps.load,
     from_workers.Resized: between_steps.resize,
     from_workers.Terminate: departures.terminate,
     from_workers.Leaving: departures.leaving,

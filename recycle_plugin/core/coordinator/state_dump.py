@@ -102,9 +102,10 @@ class _Dump:
 
 def _attributes(thing: Any) -> Iterable[tuple[str, Any]]:
     """Return the attributes of ``thing``, without cached properties."""
+    names: Iterable[str] = getattr(thing, "__slots__", None) or vars(thing)
     return (
-        (name, value)
-        for name, value in vars(thing).items()
+        (name, getattr(thing, name))
+        for name in names
         if not isinstance(getattr(type(thing), name, None), cached_property)
     )
 
@@ -115,7 +116,8 @@ def _object(kind: type, content: Any) -> Any:
     if issubclass(kind, tuple):
         return kind(*load(content))
     made = object.__new__(kind)
-    vars(made).update({name: load(value) for name, value in content.items()})
+    for name, value in content.items():
+        object.__setattr__(made, name, load(value))
     return made
 
 

@@ -40,8 +40,8 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.said import WORKER, OfWorker, ToCoordinator
 from recycle_plugin.core.messages.typed import Unreadable, read
+from recycle_plugin.core.vocabulary.barrier import Meets
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -144,11 +144,11 @@ def _serves(message: Serving, speaker: Member, job: JobSpec, state: JobState) ->
 
 def _brings_its_own(message: BarrierReached, *_: object) -> bool:
     """Return whether the barrier at an evaluation's end gets losses by micro-batch, and any other barrier only the
-    sending rank's value.
+    sending rank's value. Where all are RESIZED, each says so in a Resized.
     """
+    if message.barrier.meets is not Meets.EVALUATED:
+        return message.values.keys() <= {str(message.rank)} and message.barrier.meets is not Meets.RESIZED
     try:
-        if ended_at(message.place) is None:
-            return message.values.keys() <= {str(message.rank)}
         names = {str(MicroBatch.parse(name)) for name in message.values}
     except ValueError:
         return False

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
 
 LONGEST = 200  # characters of what a worker is at
 MOST = 64  # ranks that one wait names: more are sent as all
@@ -26,26 +27,28 @@ COMPUTES, WAITS, ELSEWHERE = At.COMPUTES, At.WAITS, At.ELSEWHERE
 
 
 class Activity(NamedTuple):
-    """A worker computes, waits for or is in ``what``, in words. It waits for the workers of ``seat``, or for those of
-    ``ranks``; without both, for all that do not wait for the same.
+    """A worker computes, waits for or is in ``what``, an instruction or words. It waits for the workers of ``seat``, or
+    for those of ``ranks``; without both, for all that do not wait for the same.
     """
 
     at: At
-    what: str = ""
+    what: str | Instruction = ""
     seat: Seat | None = None
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.what
+        return str(self.what)
 
     @classmethod
     def of(cls, at: At, what: object) -> Activity:
-        """Return ``what``, or the result of calling it, if that is an activity; else that text, which a worker is
-        ``at``. Texts and groups are cut to what is sent.
+        """Return ``what``, or the result of calling it, if that is an activity; else that instruction or text, which a
+        worker is ``at``. Texts and groups are cut to what is sent.
         """
         found = what() if callable(what) else what
+        if isinstance(found, Instruction):
+            return cls(at, found)
         made = found if isinstance(found, Activity) else cls(at, str(found))
-        return made._replace(what=made.what[:LONGEST], ranks=made.ranks if len(made.ranks) <= MOST else ())
+        return made._replace(what=str(made)[:LONGEST], ranks=made.ranks if len(made.ranks) <= MOST else ())
 
 
 Awaited = str | Activity | Callable[[], str | Activity]

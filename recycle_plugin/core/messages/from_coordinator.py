@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from recycle_plugin.core.messages.from_workers import LogFolder
 from recycle_plugin.core.messages.said import OfWorker
 from recycle_plugin.core.messages.typed import Finite, Unreadable
+from recycle_plugin.core.vocabulary.barrier import Barrier
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -258,7 +259,7 @@ class Replay:
     committed: int
     stages: tuple[int, ...]
     valid_from: int = 0
-    passed: tuple[str, ...] = ()
+    passed: tuple[Barrier, ...] = ()
     helpers: tuple[Member, ...] = ()
     logs: tuple[LogsAt, ...] = ()
 
@@ -336,11 +337,11 @@ class Recorded:
 
 @dataclass(frozen=True)
 class BarrierPassed:
-    """Tells all workers that all have arrived at the barrier ``place``. ``values``: what they have brought.
+    """Tells all workers that all have arrived at ``barrier``. ``values``: what they have brought.
     ``from_step``: no worker has started this step, nor will before it reads this.
     """
 
-    place: str
+    barrier: Barrier
     values: dict[str, Any]
     from_step: int
 

@@ -9,6 +9,7 @@ from recycle_plugin.core.messages.activity import Activity
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.said import LONGEST, SUPERVISOR, OfWorker, ToCoordinator
 from recycle_plugin.core.messages.typed import Finite
+from recycle_plugin.core.vocabulary.barrier import Barrier
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -229,13 +230,6 @@ class OutOfData(OfWorker, running=True, ahead=2):
 
 
 @dataclass(frozen=True)
-class CheckpointLoaded(OfWorker, running=True):
-    """From a worker that has loaded the state of a checkpoint that all were to load."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
 class Resized(OfWorker, running=True):
     """From a worker that plans for another number of micro-batches from the next step on, like all that have passed the
     barrier before. ``micro_batches``: of a replica; ``batch``: samples in a step of all replicas; ``full_us``: the
@@ -287,14 +281,11 @@ class Contribution(OfWorker, running=True, ahead=2):
 
 @dataclass(frozen=True)
 class BarrierReached(OfWorker, running=True, most=1 << 22):
-    """From a worker at the barrier ``place``, outside a step, with ``values`` for all. ``beside``: it trains on, and
-    may come to other barriers meanwhile.
-    """
+    """From a worker at ``barrier``, outside a step, with ``values`` for all."""
 
     generation: int
-    place: str
+    barrier: Barrier
     values: dict[str, Any]
-    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.topology import ClusterView
 
-END = "the end of evaluation"
-
 
 def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
     """Return for each replica the seats that read its inputs and its labels: its first and last stage, or for both the
@@ -20,17 +18,6 @@ def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
         if live:
             found[replica] = live[0], live[-1]
     return found
-
-
-def end_of(number: int) -> str:
-    """Return the name of the barrier at the end of evaluation ``number``; all its losses are known there."""
-    return f"{END} {number}"
-
-
-def ended_at(place: str) -> int | None:
-    """Return the number of the evaluation whose end is the barrier ``place``; None for another barrier."""
-    what, _, number = place.rpartition(" ")
-    return int(number) if what == END else None
 
 
 def runner(plan: Plan, stage: int, micro_batch: MicroBatch) -> Seat:

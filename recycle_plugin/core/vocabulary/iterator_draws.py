@@ -268,20 +268,6 @@ def _transfers(
     yield from (BatchTransfer(micro_batch, giver, taker) for taker in sorted(takers))
 
 
-ALL_ENDED = "the end of the data before step"
-
-
-def end_before(step: int) -> str:
-    """Return the name of the barrier where all meet if all iterators have ended before ``step`` was filled."""
-    return f"{ALL_ENDED} {step}"
-
-
-def ends_before(place: str) -> int | None:
-    """Return the step of an ``end_before`` barrier; None if ``place`` is another barrier."""
-    what, _, step = place.rpartition(" ")
-    return int(step) if what == ALL_ENDED else None
-
-
 def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:
     """Pack ``drawn``, batches by step, for a message: {"17": "0.0 1.0=0.2"}: 1.0's data is draw 0.2, 0.0's its own."""
     return {

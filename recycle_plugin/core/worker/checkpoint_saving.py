@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.training_loop import TrainingLoop
@@ -35,33 +36,28 @@ class CheckpointFiles(Protocol):
 def save(
     loop: TrainingLoop,
     control_view: ControlView,
-    place: str,
+    call: str,
     files: CheckpointFiles,
     recover: Callable[[], Iterator[Any]],
 ) -> Waits[str]:
-    """Save a checkpoint of all live workers' last committed step; return when it is in place. ``place``: the name of
-    its barrier, the same on all. ``recover()``: called after a membership change between steps. The value is "", or the
+    """Save a checkpoint of all live workers' last committed step; return when it is in place. ``call``: the script's,
+    the same on all. ``recover()``: called after a membership change between steps. The value is "", or the
     reason why it can't be written, the same on all.
     """
     while True:
         yield from loop.settle()
         try:
             error = yield from files.write(control_view.number)
-            written = yield from loop.barrier(place, _said(control_view, error))
+            written = yield from loop.barrier(Barrier(Meets.SCRIPT, call), _said(control_view, error))
             why, error = why_not(written), ""
             if control_view.is_first and why:
                 yield from files.discard(control_view.number)
             elif control_view.is_first:
                 error = yield from files.publish(control_view.number)
-            ended = yield from loop.barrier(end_of_saving(place), _said(control_view, error))
+            ended = yield from loop.barrier(Barrier(Meets.SAVED, call), _said(control_view, error))
             return why or why_not(ended)
         except Interrupted:
             yield from recover()
-
-
-def end_of_saving(place: str) -> str:
-    """Return the name of the barrier at the end of a saving whose own is ``place``."""
-    return f"the end of {place}"
 
 
 def why_not(passed: BarrierPassed) -> str:

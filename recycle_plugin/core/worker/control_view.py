@@ -25,9 +25,9 @@ from recycle_plugin.core.messages.from_coordinator import (
     Serve,
 )
 from recycle_plugin.core.messages.from_workers import Durable, Replaying, Serving
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import is_reached
 from recycle_plugin.core.vocabulary.describe import COORDINATOR_GONE, named
-from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
@@ -103,7 +103,7 @@ class ControlView:
         self._next: Generation | None = None  # a planned generation that came before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict[str, Any]] = {}
-        self._barriers_passed: dict[str, BarrierPassed] = {}
+        self._barriers_passed: dict[Barrier, BarrierPassed] = {}
 
     @property
     def worker(self) -> WorkerId:
@@ -186,8 +186,9 @@ class ControlView:
                 self.place, self._unfilled = message.place, message.unfilled
             case BarrierPassed():
                 if not self.outside:  # else it is the members', and another one may have the same name later
-                    self._barriers_passed[message.place] = message
-                self.evaluated = max(self.evaluated, ended_at(message.place) or 0)
+                    self._barriers_passed[message.barrier] = message
+                if message.barrier.meets is Meets.EVALUATED:
+                    self.evaluated = max(self.evaluated, message.barrier.number)
             case Serving():
                 self._sources.append(message)
             case Serve():
@@ -329,12 +330,12 @@ class ControlView:
         """
         return self.collected(step, EACH) or {}
 
-    def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:
-        """Hand out, once, the passing of the barrier ``place`` that this worker reached in generation ``number``; False
+    def barrier_passed(self, barrier: Barrier, number: int) -> BarrierPassed | bool | None:
+        """Hand out, once, the passing of ``barrier``, which this worker reached in generation ``number``; False
         if the membership changed first, None while neither is known.
         """
         return self._barriers_passed.pop(
-            place, False if self.number != number or self.interruption() is not None else None
+            barrier, False if self.number != number or self.interruption() is not None else None
         )
 
     def resume_of(self, generation: Generation) -> Resume | bool | None:

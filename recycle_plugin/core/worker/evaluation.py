@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from recycle_plugin.core.messages.from_workers import Note
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.evaluation_route import end_of, readers, runner
+from recycle_plugin.core.vocabulary.evaluation_route import readers, runner
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.losses import Loss
@@ -79,7 +80,8 @@ class Evaluations:
         yield from self._worker.execute(
             StepProgram(number, program, frozenset(one for one in program if one.op is Op.F), givers=givers)
         )
-        return (yield from self._loop.barrier(end_of(self._number), self._worker.losses(number))).values
+        end = Barrier(Meets.EVALUATED, number=self._number)
+        return (yield from self._loop.barrier(end, self._worker.losses(number))).values
 
     def _mine(
         self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int

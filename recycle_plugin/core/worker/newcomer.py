@@ -14,6 +14,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.from_coordinator import Generation, Replay
 from recycle_plugin.core.messages.from_workers import CatchUp, CaughtUp, Note, Serving, Unreplayable
+from recycle_plugin.core.vocabulary.barrier import Barrier
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, Inlet
@@ -64,7 +65,7 @@ class Newcomer:
         self._hash_at: set[int] = set()  # the steps after which the coordinator wants the state's hash
         self._heard = 0  # messages of stages that are replayed
         self._position = 0  # the last step that the script has gone through, or is at
-        self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
+        self._passed: tuple[Barrier, ...] = ()  # barriers behind the last step that was replayed
         self._called_off = -1  # the last generation without this worker that it has said to have passed over
         self._entered = False  # it is a member; its script may still have to hear that the data had ended
         self._skip = skip
@@ -114,9 +115,9 @@ class Newcomer:
                 self._check_data(step)  # the others may have heard so after this worker had reported
                 return False
 
-    def meets(self, place: str) -> Waits[bool]:
-        """Return whether others may wait for this worker at ``place``; then it is a member now. Raises JobEnded."""
-        if self.replayed is None or self.replayed != self._position or place in self._passed:
+    def meets(self, barrier: Barrier) -> Waits[bool]:
+        """Return whether others may wait for this worker at ``barrier``; then it is a member now. Raises JobEnded."""
+        if self.replayed is None or self.replayed != self._position or barrier in self._passed:
             return False
         what = f"the others, who wait for stage {self._loop.seat.stage}"
         while True:

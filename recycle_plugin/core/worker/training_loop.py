@@ -18,18 +18,18 @@ from typing import Any
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
-    CheckpointLoaded,
     Note,
     Resized,
     Stepped,
     SurvivorReport,
     Through,
 )
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE
-from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, end_before
+from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.packed_data import groups, of_each, pack
 from recycle_plugin.core.vocabulary.plan import Plan
@@ -121,7 +121,7 @@ class TrainingLoop:
         yield from self._await_commit(step - 1)
         if self.machine.committed < step - 1:
             self.machine.commit(step - 1)
-        yield from self.barrier(end_before(step), {})
+        yield from self.barrier(Barrier(Meets.DATA_ENDED, number=step), {})
         self._unfilled = 0
         raise DataEnded(step)
 
@@ -149,19 +149,19 @@ class TrainingLoop:
             except Interrupted:
                 yield from self.recover()
 
-    def barrier(self, place: str, values: dict[str, Any]) -> Waits[BarrierPassed]:
-        """Wait at the barrier ``place``, outside a step, for all live workers; the value is the :class:`BarrierPassed`.
+    def barrier(self, barrier: Barrier, values: dict[str, Any]) -> Waits[BarrierPassed]:
+        """Wait at ``barrier``, outside a step, for all live workers; the value is the :class:`BarrierPassed`.
         ``values``: what this worker brings for all. Raises Interrupted if the membership changes first.
         """
         number = self._control_view.number
-        self._port.send(BarrierReached(self._control_view.rank, number, place, values))
+        self._port.send(BarrierReached(self._control_view.rank, number, barrier, values))
         passed = yield from self._port.wait(
-            f"all workers to be at {place}",
-            lambda: self._control_view.barrier_passed(place, number),
+            f"all workers to be at {barrier}",
+            lambda: self._control_view.barrier_passed(barrier, number),
             interruptible=False,
         )
         if not isinstance(passed, BarrierPassed):
-            raise Interrupted(f"the membership has changed before all were at {place}")
+            raise Interrupted(f"the membership has changed before all were at {barrier}")
         return passed
 
     def loaded(self, step: int) -> Iterator[Any]:
@@ -169,7 +169,8 @@ class TrainingLoop:
         self.machine.rewind(step)
         self._control_view.rewind(step)
         self._loaded = True
-        self._port.send(CheckpointLoaded(self._control_view.rank, self._control_view.number))
+        view = self._control_view
+        self._port.send(BarrierReached(view.rank, view.number, Barrier(Meets.LOADED), {}))
         yield from self._port.wait(
             "all workers to have loaded the checkpoint", self._control_view.interruption, interruptible=False
         )

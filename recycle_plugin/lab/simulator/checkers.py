@@ -28,11 +28,11 @@ from recycle_plugin.core.coordinator.facts.output import LAST_STAGE, WORKERS
 from recycle_plugin.core.messages.contributions import LOSS, MEAN
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Leaving, Unreplayable
+from recycle_plugin.core.vocabulary.barrier import Meets
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.core.vocabulary.losses import mean, number
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.arithmetic import Batch, Sample, sampled
@@ -221,8 +221,8 @@ class Watcher:
             self._moments = {key: moments for key, moments in self._moments.items() if key[2] <= void}
         if isinstance(message, Resume) and message.unfilled:
             self._told = {key: told for key, told in self._told.items() if key[0] < message.unfilled}
-        elif isinstance(message, BarrierPassed) and self._samples is not None and (step := ends_before(message.place)):
-            self._ended_before = step
+        elif isinstance(message, BarrierPassed) and message.barrier.meets is Meets.DATA_ENDED:
+            self._ended_before = message.barrier.number
         elif isinstance(message, Generation):
             self._whole(message)
         elif isinstance(message, Collected):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE, Activity
 from recycle_plugin.core.messages.from_workers import Durable, Fatal, Left, Vanishing
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.dataflow import of_layers
-from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.vocabulary.losses import numbers
-from recycle_plugin.core.worker.checkpoint_saving import end_of_saving, save
+from recycle_plugin.core.worker.checkpoint_saving import save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Interrupted, Waits
@@ -144,7 +144,10 @@ class SimulatedScript:
         """Return whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""
         if what == "pause":
             return False
-        ends = {"evaluate": end_of(self._evaluated + 1), "save": end_of_saving(_place(step))}
+        ends = {
+            "evaluate": Barrier(Meets.EVALUATED, number=self._evaluated + 1),
+            "save": Barrier(Meets.SAVED, _place(step)),
+        }
         if (yield from newcomer.meets(ends[what])):
             return False
         if what == "evaluate":

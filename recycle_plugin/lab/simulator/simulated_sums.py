@@ -85,7 +85,7 @@ def _together(
     sum_.brought[machine.rank] = mine
     complete(machine.cluster, sum_)
     yield from machine.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
-    machine.at = Activity(COMPUTES, str(instruction))
+    machine.at = Activity(COMPUTES, instruction)
     yield machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage) + 1
     if sum_.touched and machine.cluster.random.random() < machine.cluster.scenario.torn_share:
         yield from machine.wait("news of a lost worker", lambda: None)

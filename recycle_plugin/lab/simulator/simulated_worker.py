@@ -195,7 +195,7 @@ class SimulatedMachine(SimulatedReplays):
                 if value is not None:
                     return value
                 self.at = Activity.of(WAITS, what)
-                yield self.at.what
+                yield str(self.at)
         finally:
             self._waited_us += self.cluster.now - began_us
 
@@ -328,7 +328,7 @@ class SimulatedMachine(SimulatedReplays):
 
     def begin(self, instruction: Instruction) -> None:
         """Record that ``instruction`` is carried out now."""
-        self.current, self.at = instruction, Activity(COMPUTES, str(instruction))
+        self.current, self.at = instruction, Activity(COMPUTES, instruction)
         if instruction.op is Op.VALIDATE:
             self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
                 self.worker.running.resumed and self.control_view.collected(instruction.step, NORM) is not None

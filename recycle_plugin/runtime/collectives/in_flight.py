@@ -519,7 +519,7 @@ class Flight:
         try:
             session.waiting.until(news, lambda: None, timeout_s=DEATH_S)
         except WaitTimeout:
-            session.send(Missing(session.rank, session.view.number, wait.what, ""))
+            session.send(Missing(session.rank, session.view.number, str(wait), ""))
         try:
             session.waiting.until(news, lambda: None, timeout_s=NEWS_TIMEOUT_S)
         except WaitTimeout:  # before the job's start nobody can be told to meet again

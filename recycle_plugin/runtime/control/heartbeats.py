@@ -57,7 +57,8 @@ class Heartbeats:
     @contextmanager
     def at(self, at: At, what: object) -> Iterator[None]:
         """Report that the main thread is at ``what`` inside this context. ``what``, or the
-        result of calling it, becomes a text only when it is sent, in another thread, unless it is an Activity.
+        result of calling it, becomes a text only when it is sent, in another thread, unless it is an Activity or
+        an instruction.
         """
         before = self.turn_to((at, what))
         try:

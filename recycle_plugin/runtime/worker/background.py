@@ -23,6 +23,7 @@ from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
 from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
 from recycle_plugin.core.messages.typed import Finite
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.log_figures import StageFigures
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval, Cost, Meter
@@ -69,8 +70,8 @@ class _Begun:
     figures: StageFigures | None = None
 
     @property
-    def place(self) -> str:
-        return f"the end of checkpoint {self.checkpoint.tag}"
+    def end(self) -> Barrier:
+        return Barrier(Meets.WRITTEN, self.checkpoint.tag)
 
 
 def tag_of(step: int) -> str:
@@ -156,7 +157,7 @@ class Background:
 
     def _met(self, begun: _Begun) -> object:
         return self._session.waiting.until(
-            begun.place, lambda: self._session.view.barrier_passed(begun.place, begun.arrived), interruptible=False
+            str(begun.end), lambda: self._session.view.barrier_passed(begun.end, begun.arrived), interruptible=False
         )
 
     def loaded(self, step: int) -> None:
@@ -173,7 +174,7 @@ class Background:
                 begun = _Begun(step, checkpoint, checkpoint.path(session.view.number), self._live())
                 write = checkpoint.gather(begun.made, True).write
             # all have copied the same step, or nobody writes
-            drain(self._loop.training.barrier(f"checkpoint {checkpoint.tag}", {}))
+            drain(self._loop.training.barrier(Barrier(Meets.SCRIPT, f"checkpoint {checkpoint.tag}"), {}))
         except Interrupted:
             self._recover()
             self._drop()
@@ -196,7 +197,7 @@ class Background:
 
     def _follow(self, begun: _Begun) -> None:
         """End the checkpoint if all have written, drop it if a worker was lost, or report this worker's share."""
-        met = self._session.view.barrier_passed(begun.place, begun.arrived)
+        met = self._session.view.barrier_passed(begun.end, begun.arrived)
         if isinstance(met, BarrierPassed):
             self._end(begun, met)
         elif not begun.members <= self._live():
@@ -211,7 +212,7 @@ class Background:
             begun.arrived, begun.cost = session.view.number, begun.cost or self._meter.end()
             share = _Share(*begun.cost, begun.write_s, tuple(self._made), begun.error, begun.figures)
             brought = {str(session.rank): share}
-            session.send(BarrierReached(session.rank, session.view.number, begun.place, brought, beside=True))
+            session.send(BarrierReached(session.rank, session.view.number, begun.end, brought))
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None

@@ -47,9 +47,9 @@ class BlockingLoop:
         else:
             drain(self.training.settle())
 
-    def save(self, place: str, files: CheckpointFiles) -> str:
+    def save(self, call: str, files: CheckpointFiles) -> str:
         """Save a checkpoint on all workers. Returns why it failed, or "" (core.worker.checkpoint_saving)."""
-        return drain(save(self.training, self._view, place, files, self._recover))
+        return drain(save(self.training, self._view, call, files, self._recover))
 
     def resize(self, topology: Topology, batch: int) -> None:
         """Change the number of micro-batches, and so the plan, from the next step on; ``batch``: samples of a step."""

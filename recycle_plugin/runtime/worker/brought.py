@@ -15,7 +15,7 @@ def by_rank(kind: type[T], met: BarrierPassed) -> dict[int, T]:
     """Return what each rank has brought, as a ``kind``. Raises RecycleError if it is something else."""
     found = {}
     for rank, plain in met.values.items():
-        value = read(kind, plain, f"what rank {rank} has brought to {met.place}")
+        value = read(kind, plain, f"what rank {rank} has brought to {met.barrier}")
         if isinstance(value, Unreadable):
             raise RecycleError(f"{value}: start the job again with the same version of the plugin on all hosts")
         found[int(rank)] = value

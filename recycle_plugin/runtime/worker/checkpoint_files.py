@@ -96,8 +96,8 @@ def copied(value: Any, path: Path) -> Any:
     return value
 
 
-def saving_place(folder: Path, tag: str) -> str:
-    """Return the name of the barrier at which all come together to save ``folder``/``tag``."""
+def saving_call(folder: Path, tag: str) -> str:
+    """Return the call of the scripts that saves ``folder``/``tag``, which all make."""
     return f"save_checkpoint({str(folder)!r}, {tag!r})"
 
 

@@ -14,7 +14,7 @@ from recycle_plugin.runtime.stage.ports import CheckpointFormat
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.brought import by_rank
-from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, Latest, WrittenShare, saving_place
+from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, Latest, WrittenShare, saving_call
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
 
@@ -59,10 +59,10 @@ class JobCheckpoints:
 
     def save(self, folder: Path, tag: str, latest: bool | Latest, files: CheckpointFormat | None, step: int) -> None:
         """Save the checkpoint of ``step``; see Trainer.save. Raises NotSaved."""
-        self._saved_to, place = folder, saving_place(folder, tag)
+        self._saved_to, call = folder, saving_call(folder, tag)
         made = self._checkpoint(files or self._format, folder, tag, latest, f"checkpoint of step {step}")
-        if why := self._loop.save(place, made):
-            self._unsaved = f"{place} has failed: {why}"
+        if why := self._loop.save(call, made):
+            self._unsaved = f"{call} has failed: {why}"
             raise NotSaved(self._unsaved)
 
     def _checkpoint(self, format: CheckpointFormat, folder: Path, tag: str, *more: Any) -> Checkpoint:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recycle_plugin.core.vocabulary.evaluation_route import end_of
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.worker import pushed
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.runtime.state.surroundings import SetByScript
@@ -62,7 +62,7 @@ class Entry:
         Raises Refused if the script has gone on after a refusal.
         """
         self._parts.session.hooks.check_not_refused()
-        return None if self.meets(end_of(self.evaluated + 1)) else self._script.evaluation()
+        return None if self.meets(Barrier(Meets.EVALUATED, number=self.evaluated + 1)) else self._script.evaluation()
 
     def may_skip(self) -> bool:
         """Whether the script may skip its next step, which is over and not the last one."""
@@ -80,9 +80,9 @@ class Entry:
         drain(pushed.follow(self._begun(), self._parts.session.view))
         self._let_in()
 
-    def meets(self, place: str) -> bool:
-        """Whether the others may wait at ``place`` for this newcomer, whose stage nobody had; if so, it is a member."""
-        if self._newcomer is None or not drain(self._newcomer.meets(place)):
+    def meets(self, barrier: Barrier) -> bool:
+        """Whether others may wait at ``barrier`` for this newcomer, whose stage nobody had; if so, it is a member."""
+        if self._newcomer is None or not drain(self._newcomer.meets(barrier)):
             return False
         self._let_in()
         return True

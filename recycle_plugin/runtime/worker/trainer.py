@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPassed
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.losses import Loss, mean
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker import pushed
-from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.loop_ports import DataEnded
@@ -34,7 +34,7 @@ from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.assembly import Assembled, assembled
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop, drain
 from recycle_plugin.runtime.worker.brought import by_rank
-from recycle_plugin.runtime.worker.checkpoint_files import Latest, saving_place
+from recycle_plugin.runtime.worker.checkpoint_files import Latest, saving_call
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.entry import Entry
 from recycle_plugin.runtime.worker.job_record import ready
@@ -370,7 +370,7 @@ class Trainer:
         while True:
             self.settle()
             try:
-                return drain(self._running.training.barrier(place, values or {}))
+                return drain(self._running.training.barrier(Barrier(Meets.SCRIPT, place), values or {}))
             except Interrupted:
                 self.between_steps()
 
@@ -418,7 +418,7 @@ class Trainer:
         saved. Raises NotSaved, on all workers, if one can't write its part.
         """
         tag = str(tag if tag is not None else f"global_step{self.step}")
-        if self._entry is not None and not self._entry.meets(end_of_saving(saving_place(folder, tag))):
+        if self._entry is not None and not self._entry.meets(Barrier(Meets.SAVED, saving_call(folder, tag))):
             return
         with self.lifted(), self.apart():
             self.start()

@@ -9,26 +9,10 @@ hear of that first. Or nobody hears of it, and all hear of the change.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
+from recycle_plugin.core.vocabulary.barrier import Barrier, Meets
 from recycle_plugin.core.vocabulary.roster import WorkerId
-
-
-class Sort(Enum):
-    """What all do once they have arrived at a barrier."""
-
-    PASS = "pass"  # go on in their scripts
-    GO_BACK = "go back"  # regroup, with the state of a checkpoint that all have loaded
-    RESIZE = "resize"  # regroup, with another batch size
-    BESIDE = "beside"  # publish a checkpoint that was written beside training
-
-
-class Barrier(NamedTuple):
-    """A barrier; ``place``: its name, if its workers give it one."""
-
-    sort: Sort
-    place: str = ""
 
 
 class Barriers:
@@ -51,14 +35,14 @@ class Barriers:
         holds, return the merged values that all have brought; else None.
 
         ``generation`` is in force: arrivals in an earlier one are dropped. A worker waits at one barrier at a time, and
-        is at one BESIDE its training: arriving at another of that sort removes it from the first. Costs time in
-        proportion to the barriers with somebody waiting; the last arrival also to the members.
+        has WRITTEN one checkpoint beside its training: arriving at another of that kind removes it from the first.
+        Costs time in proportion to the barriers with somebody waiting; the last arrival also to the members.
         """
         if generation != self._generation:
             self._generation = generation
             self._arrived.clear()
-        beside = barrier.sort is Sort.BESIDE
-        others = [one for one in self._arrived if one != barrier and (one.sort is Sort.BESIDE) == beside]
+        beside = barrier.meets is Meets.WRITTEN
+        others = [one for one in self._arrived if one != barrier and (one.meets is Meets.WRITTEN) == beside]
         for other in [one for one in others if worker in self._arrived[one]]:
             del self._arrived[other][worker]
             if not self._arrived[other]:

@@ -37,12 +37,13 @@ from recycle_plugin.core.messages.from_coordinator import Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, WORKER_BEAT_S, Deadlines, paced_s
-from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 REMEMBERED = 20  # steps that count for the median
 BUSY = 0.2  # of a core: a process that uses more is at work
-Work = tuple[int, str]  # step, and what of it
+Work = tuple[int, MicroBatch | Op | str]  # step, and what of it
 UNEVEN_S = 3.0  # how long a worker done with its part of a step may wait for scripts that end in it
 FRESH = 2  # times the seconds between two heartbeats: an older one does not count for now
 
@@ -345,13 +346,9 @@ class FailureDetector:
         return (sign.cpu_s - sign.cpu_since_s) / max(self.clock - sign.since, TICK_S)
 
 
-def _work(instruction: str) -> Work:
+def _work(what: str | Instruction) -> Work:
     """Return the work that an instruction is for: a micro-batch of a step, whatever is done with it, or an operation at
-    a step's end. If one worker is slow at it, so are others. A text that is no instruction counts only as itself: what
-    a confused worker says must not hurt others.
+    a step's end. If one worker is slow at it, so are others. Words count only as themselves: what a confused worker
+    says must not hurt others.
     """
-    try:
-        one = Instruction.parse(instruction)
-    except ValueError:
-        return 0, instruction
-    return one.step, str(one.micro_batch or one.op)
+    return (0, what) if isinstance(what, str) else (what.step, what.micro_batch or what.op)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from recycle_plugin.core.coordinator.facts.log_places import EndedLog
 from recycle_plugin.core.messages.from_coordinator import LogOnly
 from recycle_plugin.core.messages.from_workers import Durable, LogBroken, Logged
+from recycle_plugin.core.vocabulary.barrier import Barrier
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
@@ -29,7 +30,7 @@ class Logs:
         self._broken: list[tuple[LogBroken, int]] = []  # with the worker's stage; a log may break off repeatedly
         self._until: dict[WorkerId, int] = {}  # of gone workers, the last step that they have logged
         self._written: dict[WorkerId, int] = {}  # the last step reported to be on a worker's disk
-        self.passed: list[str] = []  # the barriers since the last commit
+        self.passed: list[Barrier] = []  # the barriers since the last commit
 
     @property
     def checkpoint(self) -> Durable:

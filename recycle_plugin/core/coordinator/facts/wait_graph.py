@@ -23,7 +23,7 @@ class Edge(NamedTuple):
 
     def __str__(self) -> str:
         doing = (
-            f"{'wait' if len(self.who) > 1 else 'waits'} for {self.doing.what or 'something'}"
+            f"{'wait' if len(self.who) > 1 else 'waits'} for {str(self.doing) or 'something'}"
             if self.doing.at == WAITS
             else f"{self.doing.at} {self.doing}".rstrip()
         )
@@ -77,7 +77,7 @@ def records(edges: list[Edge]) -> list[dict[str, Any]]:
         {
             "who": [str(member.seat) for member in edge.who],
             "at": edge.doing.at,
-            "what": edge.doing.what,
+            "what": str(edge.doing),
             "whom": [str(member.seat) for member in edge.whom],
             "for_s": round(edge.for_s, 3),
         }
