@@ -25,7 +25,7 @@ def stepped(state: JobState, message: Stepped) -> None:
     for step in state.steps.apply(message, state.roster):
         commit(state, step)
     comparisons.replicas(state)
-    if state.steps.slowness.rebalances:
+    if state.steps.slowness.compared:
         _rebalance(state)
 
 

@@ -106,6 +106,8 @@ def _of(losses: dict[str, Loss], replicas: Collection[int]) -> dict[str, Loss]:
 
 def _over_shards(name: str, values: dict[int, dict[str, Loss]]) -> dict[str, Loss]:
     """Return the numbers of all shards by key, in order: the mean of losses, the sum of squared norms."""
+    if len(values) == 1:
+        return dict(sorted(*(each.items() for each in values.values())))
     found: dict[str, list[Loss]] = {}
     for _, each in sorted(values.items()):
         for key, value in each.items():

@@ -134,12 +134,13 @@ def _union(forms: list[TypeForm]) -> TypeForm:
 
 def _enumeration(kind: type[Enum]) -> TypeForm:
     members = {member.value: member for member in kind}
+    kinds = frozenset(map(type, members))
     text = f"{kind.__name__}({', '.join(map(repr, members))})"
     refuse = _refusal(text)
     return TypeForm(
         text,
         frozenset(),
-        lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain),
+        lambda plain: members[plain] if type(plain) in kinds and plain in members else refuse(plain),
     )
 
 
@@ -158,12 +159,9 @@ def _tuple(parts: tuple[Any, ...]) -> TypeForm:
             text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain)
         )
     forms = tuple(map(form_of, parts))
-    return _fixed(
-        f"tuple[{', '.join(form.text for form in forms)}]",
-        tuple(f"[{place}]" for place in range(len(forms))),
-        forms,
-        tuple,
-    )
+    places = tuple(f"[{place}]" for place in range(len(forms)))
+    text = f"tuple[{', '.join(form.text for form in forms)}]"
+    return _fixed(text, places, forms, tuple, _refusal(f"a list of {len(forms)}"))
 
 
 def _dict(form: TypeForm) -> TypeForm:
@@ -181,17 +179,20 @@ def _dict(form: TypeForm) -> TypeForm:
 
 
 def _fixed(
-    text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build: Callable[[list[Any]], Any]
+    text: str,
+    names: tuple[str, ...],
+    forms: tuple[TypeForm, ...],
+    build: Callable[[list[Any]], Any],
+    other: Callable[[Any], Any],
 ) -> TypeForm:
-    """Return the form of a list of so many values, each of its own form."""
-    refuse = _refusal(f"a list of {len(forms)}")
+    """Return the form of a list of so many values, each of its own form. ``other`` makes what is no such list."""
+    parts, count = tuple((form.kinds, form, name) for form, name in zip(forms, names)), len(forms)
 
     def make(plain: Any) -> Any:
-        if type(plain) is not list or len(plain) != len(forms):
-            refuse(plain)
-        return build(
-            [one if type(one) in form.kinds else _part(form, one, name) for form, one, name in zip(forms, plain, names)]
-        )
+        if type(plain) is not list or len(plain) != count:
+            return other(plain)
+        pairs = zip(plain, parts)
+        return build([one if type(one) in kinds else _part(form, one, name) for one, (kinds, form, name) in pairs])
 
     return TypeForm(text, frozenset(), make)
 
@@ -200,13 +201,12 @@ def _record(kind: Any) -> TypeForm:
     hints, names = get_type_hints(kind, include_extras=True), names_of(kind)
     forms = tuple(form_of(hints[name]) for name in names)
     text = f"{kind.__name__}({', '.join(f'{name}: {form.text}' for name, form in zip(names, forms))})"
-    fixed = _fixed(text, tuple(f".{name}" for name in names), forms, _builder(kind, names))
-    defaults = _defaults(kind)
+    defaults, refuse = _defaults(kind), _refusal(f"a list of {len(forms)}")
 
-    def make(plain: Any) -> Any:
-        return _by_name(kind, dict(zip(names, forms)), defaults, plain) if type(plain) is dict else fixed.make(plain)
+    def other(plain: Any) -> Any:
+        return _by_name(kind, dict(zip(names, forms)), defaults, plain) if type(plain) is dict else refuse(plain)
 
-    return TypeForm(text, frozenset(), make)
+    return _fixed(text, tuple(f".{name}" for name in names), forms, _builder(kind, names), other)
 
 
 def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict[Any, Any]) -> Any:
@@ -219,24 +219,30 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
             raise _Wrong("is missing", f".{name}")
     for name in sorted(map(str, plain.keys() - forms.keys())):
         raise _Wrong("is unknown", f".{name}")
-    return _built(kind, (), made)
+    return _built(kind, made)
 
 
 def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
     if not is_dataclass(kind):
         make: Callable[[list[Any]], Any] = kind._make
         return make
-    last = tuple(each.name for each in fields(kind) if each.kw_only)
-    count = len(names) - len(last)
-    if last:
-        return lambda made: _built(kind, made[:count], dict(zip(last, made[count:])))
-    return lambda made: _built(kind, made, {})
+    if hasattr(kind, "__post_init__") or hasattr(kind, "__slots__") or len(names) < len(fields(kind)):
+        return lambda made: _built(kind, dict(zip(names, made)))
+
+    new: Callable[[Any], Any] = object.__new__
+
+    def build(made: list[Any]) -> Any:  # its constructor would do nothing else, and take twice as long
+        thing = new(kind)
+        thing.__dict__.update(zip(names, made))
+        return thing
+
+    return build
 
 
-def _built(kind: Any, by_place: Any, by_name: dict[Any, Any]) -> Any:
+def _built(kind: Any, made: dict[Any, Any]) -> Any:
     """Return the object of class ``kind``. Values that its constructor refuses with ValueError are wrong."""
     try:
-        return kind(*by_place, **by_name)
+        return kind(**made)
     except ValueError as error:
         raise _Wrong(f"can't be: {error}") from error
 

@@ -10,7 +10,7 @@ Loss = float | tuple[float, dict[str, tuple[float, ...]]]
 
 def number(loss: Loss) -> float:
     """Return the loss itself."""
-    return loss if isinstance(loss, float | int) else loss[0]
+    return loss[0] if isinstance(loss, (tuple, list)) else loss
 
 
 def numbers(losses: Mapping[str, Loss]) -> dict[str, float]:
@@ -24,4 +24,4 @@ def logs_more(losses: Mapping[str, Loss]) -> bool:
 
 
 def mean(losses: Mapping[str, Loss]) -> float:
-    return sum(numbers(losses).values()) / len(losses)
+    return sum(map(number, losses.values())) / len(losses)

@@ -113,7 +113,7 @@ class Slowness:
         self._relative: dict[Seat, deque[float]] = {}
         self._left_at: dict[Seat, float] = {}  # when a seat was first seen away from its announced level
         self._lateness: dict[int, deque[Lateness]] = {}  # by replica
-        self._compared = False  # since the last call of seats_changed()
+        self.compared = False  # seats, since the last call of seats_changed()
         self._committed_at: float | None = None
 
     @classmethod
@@ -135,7 +135,7 @@ class Slowness:
         """
         told = {older: self._told.pop(older) for older in sorted(self._told) if older <= step}
         if self.rebalances and told:
-            self._compared = True
+            self.compared = True
             for times in told.values():
                 for stage in roster.live_stages:
                     self._compare(_by_seat(times, roster.stage(stage)))
@@ -167,9 +167,7 @@ class Slowness:
         """Return the seats that by ``now`` (s) have left their announced compute time, with the new one in percent, and
         announce it. O(seats).
         """
-        if not self._compared:
-            return {}
-        self._compared, found = False, {}
+        self.compared, found = False, dict[Seat, int]()
         for seat, recent in sorted(self._relative.items()):
             known = self.percent.get(seat, 100)
             left = min(recent) > known / 100 * WIDTH or max(recent) < max(known / 100 / WIDTH, LIKE_OTHERS)
