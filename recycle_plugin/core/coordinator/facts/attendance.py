@@ -359,7 +359,8 @@ class Attendance:
         record.gone = Gone.LOST
         self._remove(member.worker)
         live = {each.seat for each in self.roster.stage(member.seat.stage) if self.roster.works(each)}
-        count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
+        holder = "seat" if self.roster.shards > 1 else "worker"  # several workers hold a seat
+        count = {0: f"no live {holder}", 1: f"one live {holder}"}.get(len(live), f"{len(live)} live {holder}s")
         out.say(
             "lost",
             f"{member}: {how}. Stage {member.seat.stage} has {count} left",
