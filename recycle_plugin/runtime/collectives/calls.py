@@ -226,7 +226,10 @@ def load(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
 
 def async_save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
     """Call torch.distributed.checkpoint's. Raises RecycleError for a group that can lose members."""
-    advice = "its collectives would run in a thread of their own, where no recovery can begin; call save()"
+    advice = (
+        "its collectives would run in a thread of their own, where no recovery can begin; call save(), or set "
+        "recycle.checkpoint, which saves in the background"
+    )
     return _refused(stock, "process_group", advice, arguments, given)
 
 
