@@ -151,11 +151,11 @@ def test_at_the_start(jobs, kind, moment, times):
 
 
 @pytest.fixture
-def jobs(plain_server, pair, tmp_path) -> Iterator[Callable[[str], Signalled]]:
+def jobs(plain_server, request, tmp_path) -> Iterator[Callable[[str], Signalled]]:
     made: list[Signalled] = []
 
     def start(kind: str) -> Signalled:
-        of = partial(Announced, pair) if kind in ("file", "HTTP") else Signalled
+        of = partial(Announced, request.getfixturevalue("pair")) if kind in ("file", "HTTP") else Signalled
         made.append(of(plain_server, tmp_path / f"run{len(made)}", kind))
         return made[-1]
 
