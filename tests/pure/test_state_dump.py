@@ -140,7 +140,7 @@ def test_what_two_share_is_named():
     membership.state.barriers.also = membership.state.steps
     with pytest.raises(
         TypeError,
-        match=r"Membership\.state\.barriers\.also and Membership\.state\.steps are one object, and would be two",
+        match=r"Membership\.state\.steps and Membership\.state\.barriers\.also are one object, and would be two",
     ):
         dump(membership)
 

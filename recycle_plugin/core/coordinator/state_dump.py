@@ -101,8 +101,10 @@ class _Dump:
 
 
 def _attributes(thing: Any) -> Iterable[tuple[str, Any]]:
-    """Return the attributes of ``thing``, without cached properties."""
-    names: Iterable[str] = getattr(thing, "__slots__", None) or vars(thing)
+    """Return the attributes of ``thing`` by name, without cached properties: a message that was read has another order
+    than one that was made.
+    """
+    names = sorted(getattr(thing, "__slots__", None) or vars(thing))
     return (
         (name, getattr(thing, name))
         for name in names
