@@ -127,3 +127,25 @@ def test_two_ranks_values_under_one_name_are_refused_before_either_is_written():
         assert pipeline.startswith("torch.distributed.checkpoint.save, called at ")
         assert 'under the name "optimizer.state.0.exp_avg" for all, but ranks 0 and 1 have different' in pipeline
         assert 'under the name "groups.1" for all' in flat and not fine
+
+
+def saved_at_once(script: Script) -> Any:
+    """What is there when async_save returns, and what is said to who brings a stager."""
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    weight = torch.arange(4.0)
+    future = checkpoint.async_save({"weight": weight}, checkpoint_id=folder[0])
+    weight.zero_()
+    found = {"weight": weight}
+    checkpoint.load(found, checkpoint_id=folder[0], no_dist=True)
+    try:
+        checkpoint.async_save(found, checkpoint_id=folder[0], async_stager=object())
+        said = ""
+    except RecycleError as error:
+        said = str(error).partition(": ")[2]
+    return future.done(), found["weight"].tolist(), said
+
+
+def test_an_asynchronous_save_is_over_when_it_returns():
+    said = "leave async_stager out, since this saves before it returns"
+    assert run(saved_at_once, 2) == [(True, [0.0, 1.0, 2.0, 3.0], said)] * 2

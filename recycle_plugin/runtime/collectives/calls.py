@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -225,12 +226,17 @@ def load(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
 
 
 def async_save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """Call torch.distributed.checkpoint's. Raises RecycleError for a group that can lose members."""
-    advice = (
-        "its collectives would run in a thread of their own, where no recovery can begin; call save(), or set "
-        "recycle.checkpoint, which saves in the background"
-    )
-    return _refused(stock, "process_group", advice, arguments, given)
+    """Save as torch.distributed.checkpoint.save before returning, and return a future that is done: stock's collectives
+    in a second thread would hang if a member were lost. Raises RecycleError as :func:`save`, and for a stager.
+    """
+    if given.get("no_dist") or (group := _followed(given.get("process_group"))) is None:
+        return stock(*arguments, **given)
+    if given.pop("async_stager", None) is not None:
+        raise RecycleError(f"{_where(stock, group)}: leave async_stager out, since this saves before it returns")
+    given.pop("async_checkpointer_type", None)
+    done: Future[Any] = Future()
+    done.set_result(sys.modules["torch.distributed.checkpoint"].save(*arguments, **given))
+    return done
 
 
 def _of_all(
