@@ -144,8 +144,10 @@ def report(given: JobArguments, planned: Plan, figures: dict) -> str:
     if given.unit != "ticks":
         lines.insert(0, f"costs: {given.origin}")
     tick = given.scale if given.unit == "ticks" else max(1, planned.span_us // COARSE)
-    if len(planned.programs) <= DRAWN_SEATS and planned.span_us <= 2 * DRAWN_COLUMNS * tick:
-        return "\n".join([grid.draw(timeline(planned, given.costs), tick), *lines])
+    spans = timeline(planned, given.costs) if len(planned.programs) <= DRAWN_SEATS else []
+    # the last optimizer step may end long after the plan's span
+    if spans and max(span.end_us for span in spans) <= 2 * DRAWN_COLUMNS * tick:
+        return "\n".join([grid.draw(spans, tick), *lines])
     return "\n".join([*lines, "too large to draw here: --png FILE draws it"])
 
 

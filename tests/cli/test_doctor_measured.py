@@ -121,7 +121,8 @@ def test_it_is_said_whose_bytes_these_are_and_of_what_else(doctor, surroundings)
         ("much", "memory is no list with an object for each of 2 stages"),
         ([STAGE, 7], "memory has an entry whose keys are not boundary, device,"),
         ([STAGE, {**STAGE, "more": 1}], "memory has an entry whose keys are not boundary, device,"),
-        ([STAGE, {**STAGE, "weights": -1}], "memory.weights is -1: write a whole number of at least 0"),
+        ([STAGE, {**STAGE, "weights": -1}], "memory.weights is -1: write a whole number from 0 to 10000"),
+        ([STAGE, {**STAGE, "host_bytes": 10**400}], "memory.host_bytes is 10000"),
         ([STAGE, {**STAGE, "device": None}], "memory.device is None: write a name"),
     ),
 )

@@ -99,6 +99,11 @@ def test_the_grid_is_drawn(capsys) -> None:
     assert "F0.0" in grid[3] and grid[4].startswith("period ")
 
 
+def test_a_step_that_takes_far_longer_than_all_else_is_too_long_to_draw(capsys) -> None:
+    assert main(["plan", "--pp", "1", "--dp", "1", "--micro-batches", "1", "--costs", "F=1,I=1,W=1,step=9999"]) == 0
+    assert capsys.readouterr().out.endswith("too large to draw here: --png FILE draws it\n")
+
+
 def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"

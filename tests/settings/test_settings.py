@@ -290,6 +290,13 @@ def test_costs_of_each_stage_in_a_file(tmp_path):
     )
 
 
+def test_whole_costs_with_a_point_or_an_exponent_are_whole_numbers(tmp_path):
+    costs = stage_costs(tmp_path, forward=[1500.0, 1e12], input=[3e3, 1], weight=[1, 1], tie=7.0).cost_model(
+        Topology(2, 2, 4)
+    )
+    assert all(type(each) is int for each in (*costs.forward, *costs.input, *costs.weight, costs.tie))
+
+
 def test_costs_that_lack_something_name_it(tmp_path):
     for text, named in (
         ('{"forward": [1], "weight": [1]}', "no input"),

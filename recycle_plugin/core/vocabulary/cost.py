@@ -128,5 +128,4 @@ class CostModel:
 
 
 def _is_whole(value: object, most: int) -> bool:
-    """Return whether ``value`` is a whole number between 0 and ``most``; NaN is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most and value == int(value)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

@@ -30,7 +30,7 @@ class StageCosts(NamedTuple):
 def read(path: str | Path) -> StageCosts:
     """Return the contents of the file ``path``. Raises OSError, or ValueError that names the file and mistake."""
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(Path(path).read_text(), parse_float=_number)
         if not isinstance(found, dict):
             raise ValueError("not a JSON object")
         memory = found.pop(MEMORY, None)
@@ -42,6 +42,12 @@ def read(path: str | Path) -> StageCosts:
         return StageCosts(costs, stages_bytes(memory, costs.stages))
     except UNREADABLE as error:
         raise ValueError(f"{path} has no costs: {error}") from None
+
+
+def _number(text: str) -> int | float:
+    """Return the number that JSON writes with a point or an exponent: 2e3 is as whole as 2000."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _costs(found: dict[str, Any]) -> CostModel:

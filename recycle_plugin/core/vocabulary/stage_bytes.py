@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from recycle_plugin.core.vocabulary.cost import MOST_BYTES
+from recycle_plugin.core.vocabulary.cut_text import shown
+
 HOST = "cpu"
 
 
@@ -20,7 +23,7 @@ class StageBytes:
     state and all else. ``frozen``: parameters that are not trained, and buffers. ``gradient``: one of all trained
     parameters, as it is summed; the largest parameter's has ``largest`` bytes. ``boundary``: what goes to the next
     stage for one micro-batch. ``device``: torch's name for the kind of device; it has ``device_bytes``, and its host
-    ``host_bytes``. ``samples``: of a micro-batch. Raises ValueError for a size that is no whole number of at least 0.
+    ``host_bytes``. ``samples``: of a micro-batch. Raises ValueError for a size that can't be.
     """
 
     weights: int
@@ -40,9 +43,9 @@ class StageBytes:
             value = getattr(self, field.name)
             if field.name == "device":
                 if not isinstance(value, str):
-                    raise ValueError(f"memory.device is {value!r}: write a name")
-            elif type(value) is not int or value < 0:
-                raise ValueError(f"memory.{field.name} is {value!r}: write a whole number of at least 0")
+                    raise ValueError(f"memory.device is {shown(value)}: write a name")
+            elif type(value) is not int or not 0 <= value <= MOST_BYTES:
+                raise ValueError(f"memory.{field.name} is {shown(value)}: write a whole number from 0 to {MOST_BYTES}")
 
     @property
     def apart(self) -> bool:
