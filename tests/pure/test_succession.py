@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from recycle_plugin.core.coordinator.lines import Effects
-from recycle_plugin.core.coordinator.mirror import GONE_S, Turned
+from recycle_plugin.core.coordinator.mirror import GONE_S, LATER_S, Turned
 from recycle_plugin.core.coordinator.succession import AGAIN_S, Electorate, Succession
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import decode
@@ -54,9 +54,9 @@ def test_a_silent_host_is_left_when_others_would_be_given_up():
 def test_ends_on_the_old_host_are_awaited_unless_it_is_silent_to_every_worker():
     turned: Turned[object] = Turned()
     for rank, silent in ((1, True), (2, True), (3, False)):
-        awaits = turned.gone_s
+        awaits = turned.gone_s(hangs=True)
         turned.add(object(), Hello(rank, "worker", 100 + rank, HOSTS[rank], silent=silent), None)
-    assert awaits == 0.0 and turned.gone_s == GONE_S
+    assert awaits == 0.0 and turned.gone_s(hangs=False) == GONE_S and turned.gone_s(hangs=True) == LATER_S
 
 
 # --- the electorate ------------------------------------------------------------------------------------

@@ -180,15 +180,18 @@ class Result:
 
 def committed_twice(events: Iterable[dict]) -> list[int]:
     """The steps whose commit comes behind that of a later step, or of the same: more than one coordinator has decided.
-    A job that starts, and a load, begin anew.
+    A job that starts, and a load, begin anew. A coordinator that is stopped as it tells a decision, and left, may tell
+    the same again when it goes on, to the microsecond of the step.
     """
-    last, found = -1, []
+    told: dict[int, dict] = {}
+    found = []
     for event in events:
         if event["event"] in ("start", "loaded"):
-            last = -1
+            told.clear()
         elif event["event"] == "committed":
-            found += [event["step"]] * (event["step"] <= last)
-            last = max(last, event["step"])
+            step, what = event["step"], {name: value for name, value in event.items() if name != "time"}
+            found += [step] * (told.get(step) != what and any(other >= step for other in told))
+            told[step] = what
     return found
 
 

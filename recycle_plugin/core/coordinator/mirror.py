@@ -33,7 +33,8 @@ LATE_S = 2.0  # how long a standby may take to take news in
 STEP_S = 30.0  # how long a standby may take until it is in step
 HELD_S = 0.5  # more than the usual time of a standby to take news in
 TURNED_S = 5.0  # how long a standby counts an end while the coordinator goes on: others may turn later
-GONE_S = 1.0  # how long ends on the host of a coordinator that was left may take to turn, too
+GONE_S = 1.0  # how long ends on the host of a coordinator that was left may take to turn, too: all saw it end at once
+LATER_S = 4.0  # the same if the coordinator only hangs: the ends' leases are over at different times
 AGREE_S = 10.0  # how long enough workers may take to confirm a term
 
 
@@ -306,10 +307,13 @@ class Turned(Generic[End]):
         """Count an end. Look at it (:meth:`send_back`) every ``TURNED_S`` from then on."""
         self._ends[control] = hello, -1 if known is None else known.count
 
-    @property
-    def gone_s(self) -> float:
-        """The seconds for ends on the coordinator's host to come: none if that is silent to every worker that has."""
-        return 0.0 if all(hello.silent for _, hello in self if hello.role == WORKER) else GONE_S
+    def gone_s(self, hangs: bool) -> float:
+        """Return the seconds for ends on the coordinator's host to come: none if that is silent to every worker that
+        has. ``hangs``: the coordinator has not closed its connection to the standby.
+        """
+        if all(hello.silent for _, hello in self if hello.role == WORKER):
+            return 0.0
+        return LATER_S if hangs else GONE_S
 
     def elect(self, port: int, known: Known | None) -> bool:
         """Return whether these elect the standby that listens at ``port``."""

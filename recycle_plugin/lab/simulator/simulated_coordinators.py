@@ -300,10 +300,11 @@ class SimulatedStandby(Process):
         gone = known.board.succession.host
         known.board.moves(f"host{self.host}")
         self.leads = made = SimulatedCoordinator(self.takeovers, self.host, known.board, known)
+        gone_s = self._turned.gone_s(hangs=self._side is not None)
         if self._side is not None:
             self._side.close()
         self.takeovers.moves(self, made, known)
-        made.begin(gone, self._turned.gone_s)
+        made.begin(gone, gone_s)
         for side, hello in self._turned:
             made.answer(side, hello)
         self.takeovers.reach("leads")

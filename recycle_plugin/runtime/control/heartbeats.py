@@ -116,7 +116,7 @@ class Heartbeats:
             again = time.monotonic() + every_s
             while (now := time.monotonic()) < again:
                 due = self._answer_due
-                time.sleep((due if now < due < again else again) - now)
+                time.sleep(min(at for at in (due, due + ANSWER_S, again) if at > now) - now)
                 if (late_s := time.monotonic() - self._answer_due) > 0.0:
                     self._silent(late_s > ANSWER_S)
 

@@ -124,6 +124,7 @@ class Candidate:
             here, 0, Door(way.known.read(), Port.CONTROL, "at the stand-by", _say), self._come, _warn
         )
         self._turned: Turned[InLoop] = Turned()
+        self.gone_s = 0.0  # for ends on the old coordinator's host to come here, too, once this is elected
         self._answer: Callable[[InLoop, Hello], None] | None = None
         self._known: Known | None = None
         self._enough: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -198,11 +199,6 @@ class Candidate:
         """Send back all that have turned here: this process never leads."""
         self._turned.send_all_back()
 
-    @property
-    def gone_s(self) -> float:
-        """The seconds for ends on the old coordinator's host to come here, too."""
-        return self._turned.gone_s
-
     def hand_over(self, answer: Callable[[InLoop, Hello], None]) -> None:
         """Pass all connections that have turned here, and later ones, to ``answer``."""
         self._answer = answer
@@ -212,6 +208,7 @@ class Candidate:
     def _count(self) -> None:
         if not self._enough.done() and self._turned.elect(self.entrance.address[1], self._known):
             self._enough.set_result(None)
+            self.gone_s = self._turned.gone_s(hangs=self._control.broken is None)
             self._control.close()  # what is confirmed from now on, the coordinator would go on with
 
 
