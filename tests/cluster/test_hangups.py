@@ -65,7 +65,8 @@ class Read(HostsRun):
 
         def launch(name: str, node: list[str], output: TextIO) -> subprocess.Popen:
             end, theirs = self._opens()
-            session = ["setsid", "--ctty"] if os.isatty(theirs) else ["setsid"]
+            # pytest may itself be started so that it ignores hangups
+            session = ["env", "--default-signal=HUP", "setsid", *["--ctty"] * os.isatty(theirs)]
             start = *session, *self._hosts.entering(name), "deepspeed", "--hostfile", str(hostfile), "--no_ssh"
             streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
             process = subprocess.Popen([*start, *node, *program], cwd=ROOT, env=variables, **streams)

@@ -16,8 +16,12 @@ from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, assert_same_training, hold
 from tests.support.launching import launching
 
-pytestmark = pytest.mark.plain_too(deepspeed=False)
 FOUR = Shape(replicas=4, stages=1)  # a worker on each host
+
+
+@pytest.fixture
+def vehicle():
+    return PLAIN
 
 
 def wrap(folder: Path) -> str:

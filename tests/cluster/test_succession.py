@@ -348,9 +348,10 @@ def test_a_coordinator_that_is_stopped_finds_that_the_others_have_gone_on(launch
 def test_a_coordinator_that_goes_on_in_time_has_lost_nobody(launch, reference, four, tmp_path):
     """Those who had hung up, and were about to turn to another host, come again."""
     run = start(launch, tmp_path)
-    stopped = host_process(run)
+    stopped, lines = host_process(run), lambda: {one for one in four.connections("delta") if one[1] == run.port}
+    before = lines()
     stopped.suspend()
-    run.wait_for(lambda: len([there for _, there in four.connections("delta") if there == run.port]) < 2, "a worker")
+    run.wait_for(lambda: lines() != before, "a worker that hangs up")
     stopped.resume()
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR))
