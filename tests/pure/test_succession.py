@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from recycle_plugin.core.coordinator.lines import Effects
-from recycle_plugin.core.coordinator.mirror import GONE_S, LATER_S, Turned
+from recycle_plugin.core.coordinator.mirror import GONE_S, LATER_S, Known, Turned
 from recycle_plugin.core.coordinator.succession import AGAIN_S, Electorate, Succession
 from recycle_plugin.core.coordinator.switchboard import NEWS, News, Switchboard
 from recycle_plugin.core.messages.encoding import decode
@@ -215,3 +215,16 @@ def test_who_knows_of_a_later_term_is_not_known_here():
     assert job.board.known(job.hello(job.workers[0], token="another's")) is None
     job.take("said", line=job.workers[0], message=Knows(7))
     assert job.board.knowing(2) == set(), "nobody knows of what has not begun"
+
+
+def test_who_turns_after_its_connection_was_closed_counts_for_the_standby():
+    """On a bad line a worker may be lost without its death, just before others turn, too."""
+    job = Board()
+    job.take("stands by", text="10.0.0.2:77")
+    turned = [job.hello(job.workers[rank], term=1) for rank in (1, 2, 3)]
+    job.take("closed", line=job.workers[2])
+    standby = Known(job.board, 9)
+    standby.electorate.add(0, roster({0, 1, 2, 3}))
+    assert standby.is_elected(77, turned) and not standby.is_elected(77, turned[:2])
+    others = [replace(turned[1], **each) for each in ({"term": 2}, {"line": 99}, {"incarnation": 1}, {"line": -1})]
+    assert not any(standby.is_elected(77, [turned[0], each, turned[2]]) for each in others)

@@ -26,6 +26,7 @@ from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import Refused
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.messages.mirroring import Got, SentBack, Snapshot, Taken
+from recycle_plugin.core.vocabulary.roster import WorkerId
 
 STANDBY = "standby"  # the role of its connection
 PIECE = 1 << 20  # bytes of the state in one message
@@ -288,9 +289,12 @@ class Known:
         """Return whether enough workers ``turned`` to the process that listens at ``port``, and it is the standby of
         the last term that it knows of: before that term was told, the coordinator may go on without it.
         """
-        address = self.board.succession.address
-        lines = [self.board.known(each) for each in turned]
-        workers = {line.worker for line in lines if line is not None and line.worker is not None}
+        address, workers = self.board.succession.address, set()
+        for each in turned:
+            if (line := self.board.known(each)) is not None and line.worker is not None:
+                workers.add(line.worker)
+            elif each.role == WORKER and self.board.was_closed(each):  # it counts as lost, and as a voter it is there
+                workers.add(WorkerId(each.rank, each.incarnation))
         return address is not None and address[1] == port and self.electorate.gives(workers, more=True)
 
 

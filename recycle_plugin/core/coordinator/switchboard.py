@@ -163,6 +163,12 @@ class Switchboard:
             return None
         return line if hello.term <= self.succession.term else None
 
+    def was_closed(self, hello: Hello) -> bool:
+        """Return whether the connection with which ``hello`` would go on was closed here, in a term that its other end
+        does not know to be over.
+        """
+        return 0 <= hello.line <= self._newest and hello.line not in self.lines and hello.term <= self.succession.term
+
     def closed(self, number: int, now: float, effects: Effects) -> None:
         """Handle that a connection is broken, or its other end has closed it."""
         line = self.lines.pop(number, None)
