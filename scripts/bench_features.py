@@ -7,7 +7,7 @@ scripts/bench_features.py --pairs 20 model.layers=4    # more windows, and Hydra
 A job without any of them, one with each, and one with all run side by side. Each has the machine for a window of some
 seconds while the others are stopped. In each round the processor time of all processes of a job, by step, is divided by
 that of the job without; printed are the medians with their 95% intervals by bootstrap. Target of all together: at most
-1.02. A log needs checkpoints, so its job has both.
+1.02. A log needs checkpoints and hashes need an exact undo, so their jobs have both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PAIRS, WINDOW_S = 10, 6.0
 COMMON = ("model=gpt_tiny", "topology=pp2_dp2", "recycle.enabled=true", "steps=1000000", "report_every=0")
 OFF, ALL = "none", "all"
 CHECKPOINT = "recycle.checkpoint={overhead: 0.035}"
-WITHOUT = "recycle.undo=inverse"  # keeps no copy
+UNDO, WITHOUT = "recycle.undo=snapshot", "recycle.undo=inverse"  # the latter keeps no copy
 FEATURES = {
-    "undo": ("recycle.undo=snapshot",),
+    "undo": (UNDO,),
     "checkpoint": (CHECKPOINT,),
     "log": (CHECKPOINT, "recycle.log={folder: FOLDER}"),
-    "hashes": ("recycle.check_replicas=10",),
+    "hashes": (UNDO, "recycle.check_replicas=10"),
     "trace": ("recycle.trace=true",),
     "metrics": ("recycle.metrics=127.0.0.1:0",),
 }
@@ -75,7 +75,7 @@ def compared(found: argparse.Namespace) -> dict:
 def kinds() -> dict[str, list[str]]:
     """Return the overrides of each job by its name."""
     of_all = sorted({one for own in FEATURES.values() for one in own})
-    features = {name: [*own] if name == "undo" else [WITHOUT, *own] for name, own in FEATURES.items()}
+    features = {name: [*[WITHOUT] * (UNDO not in own), *own] for name, own in FEATURES.items()}
     return {OFF: [WITHOUT], **features, ALL: of_all}
 
 

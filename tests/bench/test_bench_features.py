@@ -80,6 +80,7 @@ def test_the_jobs_differ_in_the_features_alone_and_take_turns(bench, tmp_path, m
     none = asked.pop(bench.OFF)
     assert asked["undo"] - none == {"recycle.undo=snapshot"} and none - asked["undo"] == {bench.WITHOUT}
     assert asked["log"] - asked["checkpoint"] == {f"recycle.log={{folder: {tmp_path.resolve()}/log/log}}"}
+    assert asked["hashes"] - asked["undo"] == {"recycle.check_replicas=10"}
     settings = lambda kind: {each.partition("=")[0] for each in asked[kind]}
     assert settings(bench.ALL) == set().union(*map(settings, asked))
     had = [name for name in order if " " not in name]
