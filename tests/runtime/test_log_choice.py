@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
-from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.log_meter import LogMeter
 from recycle_plugin.planner.log_selection import Line
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.worker.log_choice import LogChoice
+from recycle_plugin.runtime.worker.stage_log import StageLog
+from recycle_plugin.settings.schema import Settings
 
 EVERY, SIZE = 10, 1000  # steps between checkpoints; bytes over each boundary in a step
 STAGES = 4
@@ -25,7 +34,8 @@ class Told:
     def __init__(self, *boundaries: int) -> None:
         members = tuple(Member(rank, Seat(0, rank), "", "h") for rank in range(STAGES))
         roster = Generation(1, members, 0, "", 0.0).roster
-        self.view = SimpleNamespace(roster=roster, logged=frozenset(boundaries))
+        self.view = SimpleNamespace(roster=roster, logged=frozenset(boundaries), worker=WorkerId(0))
+        self.rank, self.job_id = 0, "job"
         self.said: list[tuple[str, str, dict]] = []
 
     def note(self, kind: str, text: str, **details: object) -> None:
@@ -85,6 +95,38 @@ def test_an_earlier_run_chooses_before_anything_is_measured():
     session = Told(0, 1, 2)
     assert choice(session, LINE, boundaries="auto", budget=15_000).choose(brought(steps=0), EVERY) == (1,)
     assert "(by an earlier run; " in session.texts("log_boundaries")[0]
+
+
+def costs_of(path: Path, memory: bool) -> str:
+    """Write the costs of four stages, with a second's work and SIZE bytes a boundary, in steps of ten micro-batches."""
+    found: dict[str, Any] = {"forward": [100_000] * STAGES, "input": [0] * STAGES, "weight": [0] * STAGES}
+    if memory:
+        stage = StageBytes(1, 1, 1, 0, 1, 1, SIZE // 20, "cpu", 0, 0, 1)
+        found |= {"activation_bytes": [1] * STAGES, "pending_bytes": [1] * STAGES, "memory": [vars(stage)] * STAGES}
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+@pytest.mark.parametrize("memory, expected", [(True, (1,)), (False, (0, 1, 2))])
+def test_costs_of_an_earlier_run_choose_if_they_tell_what_crosses_a_boundary(tmp_path, memory, expected):
+    costs = costs_of(tmp_path / "costs.json", memory)
+    log = {"folder": str(tmp_path / "log"), "boundaries": "auto", "budget": 15_000}
+    back = {"rejoin": "always", "checkpoint": {"overhead": 0.035}}
+    settings = Settings.from_section({"enabled": True, "log": log, "costs": costs, **back})
+    shape = Topology(1, STAGES, 10)
+    model, gradients = SimpleNamespace(device=CPU), SimpleNamespace(parameters=())
+    framework: Any = SimpleNamespace(topology=shape, seat=Seat(0, 0), model=model, gradients=gradients)
+    state: Any = SimpleNamespace(tensors=lambda: {"w": torch.zeros(7)})
+    session: Any = Told(0, 1, 2)
+    assert settings.log is not None
+    stage_log = StageLog(session, framework, settings.log, str(tmp_path))
+    try:
+        made = stage_log.choice(session, settings, lambda: shape, state)
+        assert made.begin().state_bytes == 28
+        assert made.choose(brought(steps=0), EVERY) == expected, "of steps that nobody has measured"
+    finally:
+        stage_log.close()
+    assert ("(by an earlier run; " in session.texts("log_boundaries")[0]) == memory
 
 
 def test_a_list_stays_whatever_it_takes():
