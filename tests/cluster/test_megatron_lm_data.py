@@ -158,8 +158,10 @@ def test_a_job_whose_steps_are_all_in_the_checkpoint_evaluates_as_stock(job: Job
     assert evaluations(ours) == pytest.approx(evaluations(stock), abs=5e-6) and len(evaluations(ours)) == 2
 
 
-@pytest.mark.parametrize("more", [("--no-load-optim",), ("--finetune",)], ids=" ".join)
-def test_a_distributed_optimizer_that_loads_nothing_begins_as_stocks(
+@pytest.mark.parametrize(
+    "more", [("--no-load-optim",), ("--finetune",), ("--override-ckpt-iteration", "0")], ids=" ".join
+)
+def test_a_distributed_optimizer_takes_from_a_checkpoint_what_stocks_takes(
     job: Jobs, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     of_all = "--bf16", "--clip-grad", "0", "--use-distributed-optimizer"

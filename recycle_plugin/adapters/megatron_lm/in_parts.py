@@ -37,13 +37,20 @@ def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[
     """
     from megatron.training import training
 
-    stock, calls = training.get_megatron_optimizer, []
+    stock, calls, loads = training.get_megatron_optimizer, [], []
 
     def build(optimizer_config: Any, *more: Any, **named: Any) -> Any:
         calls.append((optimizer_config, more, named))
         with session.hooks.startup.apart():  # a newcomer builds only the other optimizer
             made = stock(optimizer_config, *more, **named)
         mend_for_torchs(single(made))
+        load = made.load_state_dict
+
+        def noted(found: Any) -> None:
+            loads.append(True)
+            load(found)
+
+        made.load_state_dict = noted
         return made
 
     def whole(made: Any) -> Any:
@@ -51,7 +58,7 @@ def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[
         optimizer_config, more, named = calls[0]
         keep_whole(args, config, optimizer_config)
         optimizer = stock(optimizer_config, *more, **named)
-        if args.iteration:
+        if loads:  # Megatron-LM decides by its flags, and by the checkpoint's kind
             with session.hooks.startup.apart():
                 _fill(single(optimizer), single(parts), trained(model[0].module))
         scheduler.optimizer = optimizer

@@ -83,6 +83,7 @@ ROWS = (
     Flag("--log-params-norm", "log_params_norm", bool, LEAVE),
     Flag("--log-energy", "log_energy", bool, LEAVE),
     Flag("--log-straggler", "log_straggler", bool, "leave it out: the plugin finds slow replicas by itself"),
+    Flag("--log-progress", "log_progress", bool, "leave it out: recycle status RUN says how far the job is"),
     Flag("--log-max-attention-logit", "log_max_attention_logit", bool, LEAVE),
     Flag("--qk-clip", "qk_clip", bool, LEAVE),
     Flag("--save-params-interval", "save_params_interval", bool, LEAVE),
