@@ -23,7 +23,6 @@ COMMANDS = {
         ("operate", ("leave", "drain", "admit")),
         ("report", ("report",)),
         ("clean", ("clean",)),
-        ("log", ("log",)),
         ("docs", ("docs", "settings")),
     )
     for word in words

@@ -61,15 +61,15 @@ def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(map(tuple, by_replica.values())))
 
 
-def stages_text(stages: Sequence[int], what: str = "stage") -> str:
-    """Return ordered stages, or numbers of ``what``, in words: ``stage 2``, ``stages 0-3, 7``."""
+def stages_text(stages: Sequence[int]) -> str:
+    """Return ordered stages in words: ``stage 2``, ``stages 0-3, 7``."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:
             runs[-1].append(stage)
         else:
             runs.append([stage])
-    return f"{what}{'s' * (len(stages) > 1)} " + ", ".join(
+    return f"stage{'s' * (len(stages) > 1)} " + ", ".join(
         f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
     )
 

@@ -63,7 +63,6 @@ BAD = {
     "admit": "1.1 --run nowhere",
     "report": "nowhere",
     "clean": "nowhere",
-    "log": "verify nowhere",
     "docs": "nothing",
     "settings": "nothing",
     "simulate": "--pp 2 --dp 2 --micro-batches 2 --mtbf soon",

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import DatumRecord, Part, StepRecord
 from recycle_plugin.runtime.log.segment import Damaged, Segment, called, ended, framed, load, payload
 from recycle_plugin.runtime.log.writer import LogWriter
-from tests.support.logs import RUN, News, act, content, of_step, put, put_step, stream
+from tests.support.logs import RUN, News, WholeReader, act, content, of_step, put, put_step, stream
 
 STEPS = (1, 2, 3)
 
@@ -69,7 +68,7 @@ def test_all_that_was_kept_is_read(tmp_path) -> None:
     assert writer.keep(step)
     assert writer.commit(1, 0)
     writer.close()
-    reader = LogReader(tmp_path, RUN)
+    reader = WholeReader(tmp_path, RUN)
     assert not reader.verify() and reader.whole == (1,)
     record, tensors = reader.get(act(1))
     assert record == kept
@@ -90,7 +89,7 @@ def test_any_step_is_read_as_it_was_written(tmp_path_factory, norm, dtype, tenso
     writer = LogWriter(folder, stream(), 1 << 20, News())
     assert writer.keep(made) and writer.keep(kept, tensors) and writer.commit(4, 0)
     writer.close()
-    reader = LogReader(folder, RUN)
+    reader = WholeReader(folder, RUN)
     assert [each.record for each in reader.step_records(4)] == [made]
     assert reader.get(act(4)) == (kept, tuple(tensors))
 
@@ -130,9 +129,9 @@ def test_a_tensor_that_can_not_be_is_refused(dtype, shape) -> None:
 # --- what happens to files -------------------------------------------------------------------------------------
 
 
-def judge(folder: Path) -> LogReader:
+def judge(folder: Path) -> WholeReader:
     """Reads a log of three steps to which something has happened: what it gives is right, or it gives nothing."""
-    reader = LogReader(folder, RUN)
+    reader = WholeReader(folder, RUN)
     for step in STEPS:
         for index in (0, 1):
             datum = act(step, index)
@@ -226,23 +225,23 @@ def test_what_a_killed_writer_leaves_is_read_by_scanning(unsealed, tmp_path) -> 
 def test_what_was_read_before_is_not_read_again(tmp_path) -> None:
     """... while the segment grows; what is asked for is checked all the same."""
     writer = written(tmp_path, closed=False)
-    before = LogReader(tmp_path, RUN)
+    before = WholeReader(tmp_path, RUN)
     assert put_step(writer, 4)
     writer.flush()
     path = tmp_path / called(WorkerId(1), 0)
     place = load(path).entries[0]
     damaged(path, flipped(place.offset + place.size - 1, 1), tmp_path)
-    assert LogReader(tmp_path, RUN).faults
-    again = LogReader(tmp_path, RUN, before=before)
+    assert WholeReader(tmp_path, RUN).faults
+    again = WholeReader(tmp_path, RUN, before=before)
     assert not again.faults and again.whole == (*STEPS, 4)
     with pytest.raises(Damaged):
         again.get(act(1))
     assert put_step(writer, 5)
     writer.close()
-    last = LogReader(tmp_path, RUN, before=again)
+    last = WholeReader(tmp_path, RUN, before=again)
     assert not last.faults and last.whole == (*STEPS, 4, 5)
     (sealed,) = last.segments[WorkerId(1)]
-    assert LogReader(tmp_path, RUN, before=last).segments[WorkerId(1)][0] is sealed
+    assert WholeReader(tmp_path, RUN, before=last).segments[WorkerId(1)][0] is sealed
 
 
 def test_a_torn_tail_costs_what_is_in_it(unsealed, tmp_path) -> None:
@@ -284,7 +283,7 @@ def test_a_record_at_another_place_or_of_another_segment_is_damaged(sealed, tmp_
 
 
 def only(path: Path) -> str:
-    (fault,) = LogReader(path.parent, RUN).verify()
+    (fault,) = WholeReader(path.parent, RUN).verify()
     assert fault.file == path
     return str(fault).removeprefix(f"{path}, ")
 
@@ -318,7 +317,7 @@ def test_records_of_another_version_are_named(sealed, tmp_path) -> None:
 
 
 def test_another_runs_segment_is_named_and_not_read(sealed) -> None:
-    reader = LogReader(sealed.parent, "run-2")
+    reader = WholeReader(sealed.parent, "run-2")
     assert [fault.what for fault in reader.verify()] == ["is of run 'run-1', expected 'run-2'"]
     assert not reader.committed and not reader.segments
 

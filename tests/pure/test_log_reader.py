@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.log.reader import LogReader, NotKept, runs
+from recycle_plugin.runtime.log.reader import NotKept
 from recycle_plugin.runtime.log.segment import Damaged, Segment, called, load
 from recycle_plugin.runtime.log.writer import LogWriter
-from tests.support.logs import RUN, News, act, content, of_step, put, put_step, record, stream
+from tests.support.logs import RUN, News, WholeReader, act, content, of_step, put, put_step, record, stream
 
 
 class Logs:
@@ -27,10 +27,10 @@ class Logs:
         self.writers.append(made)
         return made
 
-    def read(self) -> LogReader:
+    def read(self) -> WholeReader:
         for writer in self.writers:
             writer.close()
-        return LogReader(self.folder, RUN)
+        return WholeReader(self.folder, RUN)
 
 
 @pytest.fixture
@@ -89,7 +89,6 @@ def test_what_was_committed_before_the_job_went_back_is_not_given(logs) -> None:
     reader = logs.read()
     assert reader.whole == (1, 2)
     assert reader.get(act(2)).tensors == (content(act(2), 5),)
-    assert reader.why_not(3) == ["the commit of step 3 was taken back"]
     assert reader.missing([act(3)]) == {act(3): "the commit of step 3 was taken back"}
 
 
@@ -182,7 +181,7 @@ def test_a_step_without_one_of_its_data_is_not_whole(logs) -> None:
     victim.unlink()
     reader = logs.read()
     assert reader.committed == (1, 2) and reader.whole == (1,)
-    assert reader.why_not(2) == ["seat 0.1 (rank 1) has 1 of the 2 data that it kept of step 2"]
+    assert reader.lacks(2) == [f"{WorkerId(1)}: 1 of 2 data"]
     assert reader.missing([act(2, 0), act(2, 1)]) == {
         act(2, 1): "nobody has kept the act of stage 1, micro-batch 0.1, step 2"
     }
@@ -193,7 +192,7 @@ def test_a_step_without_one_of_its_data_is_not_whole(logs) -> None:
 def test_a_step_without_its_record_is_not_whole(logs) -> None:
     writer = logs.writer()
     assert put(writer, act(1)) and writer.commit(1, 0)
-    assert logs.read().why_not(1) == ["seat 0.1 (rank 1) has no record of step 1"]
+    assert logs.read().lacks(1) == [f"{WorkerId(1)}: no record of the step"]
 
 
 def test_a_datum_that_is_kept_twice_counts_once(logs) -> None:
@@ -209,9 +208,7 @@ def test_a_gap_of_one_stream_is_one_of_the_step(logs) -> None:
     assert not put(full, act(2), size=2 << 20)
     reader = logs.read()
     assert reader.committed == (1, 2) and reader.whole == (1,)
-    assert reader.why_not(2) == [
-        "seat 0.1 (rank 1) has not kept steps 2 and later: more than 1048576 bytes wait for the disk"
-    ]
+    assert reader.lacks(2) == [f"{WorkerId(1)}: steps 2 and later: more than 1048576 bytes wait for the disk"]
     (why,) = reader.missing([act(2, stage=3)]).values()
     assert why.endswith("step 2; steps 2 and later: more than 1048576 bytes wait for the disk")
 
@@ -258,29 +255,20 @@ def test_a_segment_that_goes_while_it_is_read_is_damage(logs) -> None:
 
 def test_an_empty_folder_has_nothing(logs) -> None:
     reader = logs.read()
-    assert reader.whole == () and not reader.verify() and runs(logs.folder) == []
-
-
-def test_the_runs_of_a_folder(logs) -> None:
-    assert put_step(logs.writer(), 1)
-    other = LogWriter(logs.folder, stream(rank=2, run="a run"), 1 << 20, News())
-    assert put_step(other, 1)
-    other.close()
-    assert logs.read().whole == (1,)
-    assert runs(logs.folder) == ["a run", RUN]
+    assert reader.whole == () and not reader.verify()
 
 
 # --- read again, while it grows --------------------------------------------------------------------------------
 
 
-def shown(reader: LogReader) -> tuple:
+def shown(reader: WholeReader) -> tuple:
     steps = range(1, 20)
     return (
         reader.committed,
         reader.whole,
         reader.gaps,
         reader.faults,
-        {step: reader.why_not(step) for step in steps},
+        {step: reader.lacks(step) for step in steps},
         {step: {datum: reader.get(datum).record for datum in reader.data(step)} for step in steps},
         {step: reader.step_records(step) for step in steps},
         [reader.counts_from(step) for step in steps],
@@ -304,13 +292,13 @@ def test_what_is_read_again_while_it_grows_is_what_one_who_comes_later_reads(log
         lambda: [each.checkpointed(6) for each in (one, other)],
         lambda: put_step(logs.writer(1, 1), 7, 4),
     )
-    reader = LogReader(tmp_path, RUN)
+    reader = WholeReader(tmp_path, RUN)
     for do in acts:
         do()
         for writer in logs.writers:
             writer.flush()
-        reader = LogReader(tmp_path, RUN, before=reader)
-        assert shown(reader) == shown(LogReader(tmp_path, RUN))
+        reader = WholeReader(tmp_path, RUN, before=reader)
+        assert shown(reader) == shown(WholeReader(tmp_path, RUN))
     assert reader.whole
 
 
@@ -322,5 +310,5 @@ def test_reading_again_costs_what_has_come_since(logs, tmp_path, monkeypatch) ->
     for step in range(1, 30):
         assert put_step(writer, step)
         writer.flush()
-        reader = LogReader(tmp_path, RUN, before=reader)
+        reader = WholeReader(tmp_path, RUN, before=reader)
     assert reader is not None and len(reader.whole) == 29 and len(read) == 29

@@ -13,7 +13,6 @@ import pytest
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.log.disk import Disk, GrowingFile
-from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import Gap
 from recycle_plugin.runtime.log.segment import called, load
 from recycle_plugin.runtime.log.writer import OVERHEAD, LogWriter, Resumed, Stopped
@@ -24,6 +23,7 @@ from tests.support.logs import (
     RecordingDisk,
     RefusingDisk,
     StuckDisk,
+    WholeReader,
     act,
     content,
     of_step,
@@ -57,11 +57,11 @@ def kept(writer: LogWriter) -> bool:
     return not writer.refusal
 
 
-def read(folder: Path, writer: LogWriter | None = None) -> LogReader:
+def read(folder: Path, writer: LogWriter | None = None) -> WholeReader:
     """The log, which has no fault, once its writer is closed."""
     if writer is not None:
         writer.close()
-    reader = LogReader(folder, RUN)
+    reader = WholeReader(folder, RUN)
     assert not reader.verify()
     return reader
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_begins_again_after_what_was_refused(tmp_path) -> None:
     reader = read(tmp_path, writer)
     assert reader.whole == (1, 5)
     assert reader.gaps == {ME: (Gap(2, 4, stopped.why),)}
-    assert reader.why_not(3) == ["step 3 is not committed"]
+    assert 3 not in reader.committed
 
 
 def test_a_log_may_be_told_to_stop(tmp_path) -> None:
@@ -197,7 +197,7 @@ def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
     (stopped,) = news.wait(1)
     assert isinstance(stopped, Stopped) and stopped.why.startswith(f"{WORDS[number]}: {tmp_path} can't be written")
     assert not kept(writer)
-    reader = LogReader(tmp_path, RUN)
+    reader = WholeReader(tmp_path, RUN)
     assert reader.whole == tuple(range(1, stopped.step)) and not reader.verify()
     disk.room = 1 << 20
     writer.checkpointed(4)
@@ -258,7 +258,7 @@ def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwar
     fill(disk, writer, 4)
     writer.void(1, 6)
     assert [each.step for each in news] == [4, 2]
-    assert LogReader(tmp_path, RUN).whole == (1, 2, 3), "the disk can't be told"
+    assert WholeReader(tmp_path, RUN).whole == (1, 2, 3), "the disk can't be told"
     disk.room = 1 << 20
     writer.checkpointed(0)
     assert news.wait(3)[2] == Resumed(3)
@@ -309,7 +309,7 @@ def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
     assert not kept(writer)
     assert news[0].step == 2
     writer.close()
-    assert LogReader(tmp_path, RUN).whole == (1,)
+    assert WholeReader(tmp_path, RUN).whole == (1,)
 
 
 def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None:
@@ -322,7 +322,7 @@ def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None
     assert not put_step(writer, 2)
     assert [each.step for each in news] == [2]
     writer.close()
-    reader = LogReader(tmp_path, RUN)
+    reader = WholeReader(tmp_path, RUN)
     assert reader.whole == (1,) and not reader.verify()
 
 
@@ -367,7 +367,7 @@ def test_what_another_run_has_left_stays_and_is_no_fault(tmp_path) -> None:
         assert not news
     assert names(tmp_path) == [called(ME, 0), called(ME, 1)]
     for run in ("run-0", RUN):
-        reader = LogReader(tmp_path, run)
+        reader = WholeReader(tmp_path, run)
         assert not reader.verify() and reader.whole == (1,)
 
 
@@ -379,7 +379,7 @@ def test_what_was_kept_can_be_read_once_it_is_flushed(tmp_path) -> None:
     disk.go.clear()
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
     assert put_step(writer, 1)
-    writer.reached(lambda: heard(LogReader(tmp_path, RUN).whole))
+    writer.reached(lambda: heard(WholeReader(tmp_path, RUN).whole))
     assert not heard
     disk.go.set()
     writer.flush(PATIENCE_S)
@@ -505,7 +505,7 @@ def test_a_writer_may_be_killed_at_any_byte(tmp_path) -> None:
     for moment in sorted({*disk.moments, *range(0, disk.moments[-1], 5)}):
         folder = tmp_path / str(moment)
         disk.after(moment, folder)
-        reader = LogReader(folder, RUN)
+        reader = WholeReader(folder, RUN)
         for step in reader.whole:
             since = reader.get(act(step)).record.valid_from
             assert reader.get(act(step)).tensors == (content(act(step), since),)

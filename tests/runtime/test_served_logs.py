@@ -19,7 +19,6 @@ from recycle_plugin.core.messages.from_workers import LogFolder, LogsServed
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.lines.frames import Nonsense, end, exactly
 from recycle_plugin.runtime.log import served
-from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.served import (
     PIECE_BYTES,
     Ask,
@@ -35,7 +34,7 @@ from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.processes.served_logs import ServedLogs
 from recycle_plugin.runtime.worker import log_mirror
 from recycle_plugin.runtime.worker.log_mirror import Mirror
-from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, act, content, put, put_step, stream, written
+from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, WholeReader, act, content, put, put_step, stream, written
 from tests.support.secret import SECRET, answered, called
 from tests.support.secret import written as written_secret
 from tests.support.waiting import together, until
@@ -241,8 +240,8 @@ def at(server: LogServer, *ranks: int, others: tuple[str, ...] = ()) -> LogsAt:
     return LogsAt(server.token, (*others, server.address), ranks)
 
 
-def copied(mirror: Mirror) -> LogReader:
-    return LogReader(mirror.folder.parent, RUN, also=(mirror.folder,))
+def copied(mirror: Mirror) -> WholeReader:
+    return WholeReader(mirror.folder.parent, RUN, also=(mirror.folder,))
 
 
 def test_a_mirror_has_what_is_wanted_and_what_that_grows_by(server, folder, mirrored) -> None:

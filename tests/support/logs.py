@@ -12,8 +12,9 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.runtime.log.disk import Disk, GrowingFile
+from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import DatumRecord, Part, StepRecord, Stream
-from recycle_plugin.runtime.log.segment import Buffer
+from recycle_plugin.runtime.log.segment import Buffer, LogFault
 from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
 
 RUN = "run-1"
@@ -50,6 +51,42 @@ def put_step(writer: LogWriter, step: int, valid_from: int = 0, micro_batches: i
     """Keeps all of a step, and commits it; returns whether all of that was taken."""
     taken = [put(writer, act(step, index), valid_from, size) for index in range(micro_batches)]
     return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step, valid_from)])
+
+
+class WholeReader(LogReader):
+    """A reader that also says which steps are complete, and reads every record."""
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """The steps of which something is logged that counts."""
+        return tuple(sorted(step for step in self._commits if self._counting(step)))
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The committed steps of which everything is readable that these streams have logged."""
+        return tuple(step for step in self.committed if not self.lacks(step))
+
+    def lacks(self, step: int) -> list[str]:
+        """What keeps a committed step from being whole. Reads no tensors."""
+        found = [f"{worker}: {gap}" for worker, gaps in self.gaps.items() for gap in gaps if gap.covers(step)]
+        for worker, commit in self._counting(step).items():
+            counted = [self._counted(step, places) for places in self._data.get(step, {}).values()]
+            there = sum(any(place.segment.stream.worker == worker for place in places) for places in counted)
+            if there < commit.tensors:
+                found.append(f"{worker}: {there} of {commit.tensors} data")
+            if not self._counted(step, self._steps.get(step, {}).get(worker, ())):
+                found.append(f"{worker}: no record of the step")
+        return found
+
+    def data(self, step: int) -> tuple[Datum, ...]:
+        """The data of a committed step that count."""
+        return tuple(datum for datum in self._data.get(step, {}) if not self.missing([datum]))
+
+    def verify(self) -> list[LogFault]:
+        """All faults. Those of segments that are not sealed were found as they were opened."""
+        sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
+        read = [found for each in sealed for found in each.each(each.entries)]
+        return list(dict.fromkeys([*self.faults, *(found for found in read if isinstance(found, LogFault))]))
 
 
 class News(list[Stopped | Resumed]):

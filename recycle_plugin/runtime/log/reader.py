@@ -14,8 +14,7 @@ Commits, Voids and Gaps are read at once, everything else on request, each with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log.records import Commit, DatumRecord, Gap, IndexEntry, StepRecord, Stream, Void
-from recycle_plugin.runtime.log.segment import NAME, Damaged, Found, LogFault, Segment, called, files, head, load
+from recycle_plugin.runtime.log.segment import NAME, Damaged, Found, LogFault, Segment, called, files, load
 
 
 class KeptDatum(NamedTuple):
@@ -95,58 +94,23 @@ class LogReader:
             ((each.after, each.valid_from) for each in self._voids), ((each.step, each.valid_from) for each in commits)
         )
 
-    # --- what there is -------------------------------------------------------------------------------
-
-    @property
-    def committed(self) -> tuple[int, ...]:
-        """The steps of which something is logged that counts."""
-        return tuple(sorted(step for step in self._commits if self._counting(step)))
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The committed steps of which everything is readable that these streams have logged."""
-        return tuple(step for step in self.committed if not self.why_not(step))
-
-    def why_not(self, step: int) -> list[str]:
-        """Return why ``step`` is not whole, [] if it is. Reads no tensors."""
-        counting = self._counting(step)
-        if not counting:
-            given_up = step in self._commits
-            return [f"the commit of step {step} was taken back" if given_up else f"step {step} is not committed"]
-        found = [
-            f"{self._name(worker)} has not kept {gap}"
-            for worker, gaps in self.gaps.items()
-            for gap in gaps
-            if gap.covers(step)
-        ]
-        for worker, commit in counting.items():
-            there = sum(
-                any(place.segment.stream.worker == worker for place in places) for _, places in self._that_count(step)
-            )
-            if there < commit.tensors:
-                found.append(
-                    f"{self._name(worker)} has {there} of the {commit.tensors} data that it kept of step {step}"
-                )
-            if not self._counted(step, self._steps.get(step, {}).get(worker, ())):
-                found.append(f"{self._name(worker)} has no record of step {step}")
-        return found
-
-    def data(self, step: int) -> tuple[Datum, ...]:
-        """Return the data of ``step`` that count; () if the step is not committed."""
-        return tuple(datum for datum, _ in self._that_count(step)) if self._counting(step) else ()
-
     def missing(self, wanted: Iterable[Datum]) -> dict[Datum, str]:
         """Return each datum of ``wanted`` that is not here, and why."""
         found = {}
         for datum in wanted:
             if not self._counting(datum.step):
-                (found[datum],) = self.why_not(datum.step)
+                given_up = datum.step in self._commits
+                found[datum] = (
+                    f"the commit of step {datum.step} was taken back"
+                    if given_up
+                    else f"step {datum.step} is not committed"
+                )
             elif not self._counted(datum.step, self._data.get(datum.step, {}).get(datum, ())):
                 gaps = [gap for of in self.gaps.values() for gap in of if gap.covers(datum.step)]
                 found[datum] = "; ".join([f"nobody has kept the {datum}", *map(str, gaps)])
         return found
 
-    # --- what was kept -------------------------------------------------------------------------------
+    # --- what there is -------------------------------------------------------------------------------
 
     def get(self, datum: Datum) -> KeptDatum:
         """Return the datum, its CRC checked. Raises NotKept if none here counts, Damaged if no copy is readable."""
@@ -178,11 +142,6 @@ class LogReader:
                 found.append(KeptStep(place.segment.stream, record))
         return found
 
-    def verify(self) -> list[LogFault]:
-        """Read every record of the sealed segments; others were read when opened. Returns all faults."""
-        sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
-        return list(dict.fromkeys([*self.faults, *(fault for each in sealed for fault in each.damaged())]))
-
     def counts_from(self, step: int) -> int:
         """Return the generation from which data of ``step`` has to be valid to count."""
         return self._since.of(step)
@@ -213,14 +172,6 @@ class LogReader:
         return sorted(
             (each for each in places if each.entry.valid_from >= since), key=lambda each: each.entry.valid_from
         )
-
-    def _that_count(self, step: int) -> Iterator[tuple[Datum, list[_Place]]]:
-        for datum, places in self._data.get(step, {}).items():
-            if counted := self._counted(step, places):
-                yield datum, counted
-
-    def _name(self, worker: WorkerId) -> str:
-        return str(self.segments[worker][0].stream)
 
     # --- reading -------------------------------------------------------------------------------------
 
@@ -294,13 +245,3 @@ class LogReader:
 
     def _fault(self, path: Path, what: str, offset: int = 0) -> None:
         self.faults.append(LogFault(path, offset, what))
-
-
-def runs(folder: Path) -> list[str]:
-    """Return the runs that have segments with readable heads in ``folder``."""
-    found = set()
-    for paths in files(folder).values():
-        for path in paths.values():
-            with suppress(Damaged):
-                found.add(head(path).stream.run_id)
-    return sorted(found)

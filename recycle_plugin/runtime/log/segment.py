@@ -186,10 +186,6 @@ class Segment:
         except Damaged as error:
             yield error.fault
 
-    def damaged(self) -> Iterator[LogFault]:
-        """Yield the faults of the index's records, reading each."""
-        return (each for each in self.each(self.entries) if isinstance(each, LogFault))
-
     def _found(self, file: BufferedReader, place: IndexEntry) -> Found:
         found = _SegmentFile(self.path, file, self.seed).record(place.offset, place.offset + place.size)
         if isinstance(found.record, Record) and entry(found.record, place.offset, found.size) == place:
