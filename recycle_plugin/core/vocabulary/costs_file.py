@@ -1,4 +1,4 @@
-"""The file of the setting ``costs``: what instructions take on each stage, and what a run has measured of its memory.
+"""The file of the setting ``costs``: the times of each stage's instructions, and the memory that a run has measured.
 
 JSON: the fields of :class:`~recycle_plugin.core.vocabulary.cost.CostModel`, and ``memory`` with an object for each
 stage (core/vocabulary/stage_bytes.py). A traced run writes it (observability/measured_costs.py).

@@ -101,8 +101,8 @@ def requires(
 
 
 def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-    """Return the part of what ``instruction`` requires that the worker no longer has after running it. Parameters stay.
-    What a SEND or a STEP has used stays until the step is committed, because a peer may need it again.
+    """Return the part of the data that ``instruction`` requires and uses up. Parameters stay. The inputs of a SEND or a
+    STEP stay until the step is committed, because a peer may need them again.
     """
     if instruction.op not in USES_UP:
         return ()

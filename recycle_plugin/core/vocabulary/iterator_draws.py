@@ -1,29 +1,31 @@
-"""Plain iterators: which worker draws what from them, and which workers keep it.
+"""Plain iterators: which worker draws which batch, and which workers keep it.
 
-An iterator can't be read again, nor by another process. Stock DeepSpeed has each worker of the first and of the last
-stage (the *ends*) call ``next`` once per micro-batch, and both ends of a replica have to stay at the same position. So:
+An iterator can't be read again, nor by another process. In stock DeepSpeed each worker of the first and of the last
+stage (the *ends*) calls ``next`` once per micro-batch, and both ends of a replica have to stay at the same position.
+So:
 
 * A *draw* is one call of ``next``, named by the replica whose iterator it is and its position in the step. Both ends
   make the same draws in the same order: replica r draws first for its own micro-batches, except those that another
-  replica has drawn for, then for others. No position is left out. A worker draws for a step when it begins it.
-* A draw is the whole batch, inputs and labels. It goes to the worker that runs the micro-batch at that stage (most
-  often the drawer) and to the next live worker of the stage; both keep it until the step is committed. Nothing that
-  others see (activation, gradient, sum) may follow from the batch before the copies have left the drawer.
-* A replica is a *source* as long as both its ends live. Kept batches of a lost replica are used: the input from the
-  worker that drew it for the first stage, the label from the one that drew it for the last, or, if that one is gone,
-  from the other end's draw of the same position. A live end of a replica that is no longer a source still makes the
-  draws whose other half is kept. So steps begun before the failure are those of a run without it.
-* A micro-batch that nobody has drawn, or whose copies are lost before anything was computed with it, is dealt to the
-  sources, evenly, at positions behind their own, so the batch keeps its size. The deal follows from the reports of a
-  membership change. A draw once made stays, so ends that have come unequally far in a step continue in the same order.
-* The job ends if all copies are gone of a batch that was computed with, or if no source is left.
-* A replica whose iterator has *ended* is no source until its script gives another one. The rest of its share is dealt
-  like a lost replica's. When all have ended, the step that can't be filled is dropped, as in DeepSpeed, and every
-  script hears so.
-* An iterator's *place* is its number, if a script gives several in turn, and how many batches it has given. Ends report
-  it with each step. The coordinator keeps it by replica for committed steps (core/coordinator/facts/places.py).
-* A worker that comes back brings an iterator at its beginning and reads it up to its replica's place, which nobody has
-  moved meanwhile. Once both ends are there the replica is a source again and goes on with what nobody has had of it.
+  replica has drawn for, then for others. No position is skipped. A worker draws for a step when it begins the step.
+* A draw is the whole batch, inputs and labels. It is sent to the worker that runs the micro-batch at that stage (most
+  often the drawer itself) and to the next live worker of the stage; both keep it until the step is committed. No result
+  of the batch (activation, gradient, sum) may reach another worker before the copies have left the drawer.
+* A replica is a *source* if both its ends are live. Kept batches of a lost replica are used. The input comes from the
+  worker that drew it for the first stage, the label from the worker that drew it for the last stage. If that worker is
+  gone, the other end's draw of the same position is used. A live end of a replica that is no longer a source still
+  makes the draws whose other half is kept. So steps begun before the failure are the same as without it.
+* A micro-batch that nobody has drawn is dealt to the sources, evenly, at positions after their own, so the batch keeps
+  its size. So is a micro-batch whose copies were lost before anything was computed from them. The deal follows from the
+  reports of a membership change. A draw that was made stays, so ends that are at different points of a step continue in
+  the same order.
+* The job ends if all copies of a batch are lost and results of it exist, or if no source is left.
+* A replica whose iterator has *ended* is no source until its script passes another iterator. The rest of its share is
+  dealt like a lost replica's. When all iterators have ended, the step that can't be filled is dropped, as in DeepSpeed,
+  and every script gets StopIteration.
+* An iterator's *place* is its number, if a script passes several in turn, and the number of batches read from it. Ends
+  report it with each step. The coordinator keeps it by replica for committed steps (core/coordinator/facts/places.py).
+* A worker that comes back begins its iterator anew and reads it up to its replica's place, which has not moved
+  meanwhile. Once both ends are back the replica is a source again, and continues after its last used batch.
 
 Draws of step k are never made after draws of step k+1: a worker that begins k+1 has the gradient sum of k, so every
 batch of k was drawn, copied and used at both ends before.
@@ -95,7 +97,7 @@ class IteratorState:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The replicas whose first and last stage both live and stand at their replica's place, in ascending order."""
+        """The replicas whose first and last stage both live and stand at the replica's place, in ascending order."""
         last = self.plan.stages - 1
         return tuple(
             replica

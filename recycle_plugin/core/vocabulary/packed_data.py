@@ -98,7 +98,7 @@ class PackedData(AbstractSet[Datum]):
 
     @classmethod
     def of(cls, alike: dict[Group, str], own: int) -> PackedData:
-        """Return the set of what is ``alike`` for several replicas, of which ``own`` is one."""
+        """Return the set with the data ``alike`` of several replicas, of which ``own`` is one."""
         made = cls({})
         made.alike, made.own = alike, own
         return made

@@ -23,7 +23,7 @@ def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
 
 
 def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape: Topology) -> str:
-    """Return one line on what follows from ``host`` holding every replica of ``stages``, and what to do about it."""
+    """Return one line: ``host`` holds every replica of ``stages``, what its loss does, and how to avoid that."""
     names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     return (
         f"host {host} holds every replica of {names}: its loss ends the job; "

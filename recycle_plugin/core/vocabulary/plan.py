@@ -70,7 +70,7 @@ class Policy:
         return stages if cap is None else cap
 
     def replicas(self, view: ClusterView) -> tuple[int, ...]:
-        """Return the replicas whose micro-batches a step has in ``view``."""
+        """Return the replicas whose micro-batches are part of a step in ``view``."""
         return view.whole if self.shrinks else tuple(range(view.topology.replicas))
 
     def blocks(self, topology: Topology) -> Blocks:

@@ -51,7 +51,7 @@ class RecoveryPlan(Protocol):
         """The seats that take the step back before they run their programs."""
 
     def program(self, seat: Seat) -> tuple[Instruction, ...]:
-        """Return what ``seat`` executes."""
+        """Return the instructions for ``seat``."""
 
     def boundary_only(self, seat: Seat) -> frozenset[Instruction]:
         """Return the F and I of ``seat`` that make a boundary tensor only: their weight gradient already counts."""
@@ -61,7 +61,9 @@ class RecoveryPlan(Protocol):
 
 
 class Recover(Protocol):
-    """Work out what is left of ``step``, given what is held. ``also_back`` undo in any case. Raises :class:`Torn`."""
+    """Plan the rest of ``step``, given the data that each worker holds. Workers in ``also_back`` undo in any case.
+    Raises :class:`Torn`.
+    """
 
     def __call__(self, step: int, held: Held, also_back: frozenset[Seat] = frozenset()) -> RecoveryPlan: ...
 
@@ -91,8 +93,8 @@ def uninformed(held: Held, step: int) -> frozenset[Seat]:
 
 
 def counted(have: Iterable[AbstractSet[Datum]], step: int, stage: int) -> set[MicroBatch] | None:
-    """Return the micro-batches whose forward on ``stage`` counts for ``step`` already, by what its workers ``have``.
-    None if all of them are in the stage's sum.
+    """Return the micro-batches whose forward on ``stage`` is done for ``step``, given the data ``have`` of its workers.
+    None if the stage's sum includes all of them.
     """
     found: set[MicroBatch] = set()
     for each in have:

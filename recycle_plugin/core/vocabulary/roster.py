@@ -1,9 +1,9 @@
-"""Rosters: who takes part in a generation, which seats they hold, and who is given up with whom.
+"""Rosters: the members of a generation, the seats that they hold, and the members that are given up together.
 
-A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*. A worker that comes
-back is another worker than the one lost. A *seat* is held by a group of workers in a fixed order, its *shards*: each
-has a part of the stage, and they compute together. Workers with the same shard of a stage have the same state and are
-each other's *peers*. Nobody searches a generation's members: a :class:`Roster` answers.
+A *worker* is one process: a rank, and the number of this process among those that had the rank, its *incarnation*. A
+worker that comes back is another worker than the lost one. A *seat* is held by a group of workers in a fixed order, its
+*shards*: each has a part of the stage, and they compute together. Workers with the same shard of a stage have the same
+state and are each other's *peers*. Nobody searches a generation's members: a :class:`Roster` answers.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Roster:
 
     @cached_property
     def working(self) -> frozenset[Seat]:
-        """The seats that are given work: all but those of which a shard is missing."""
+        """The seats that get work: all except those that lack a shard."""
         return frozenset(seat for seat, group in self._by_seat.items() if len(group) == self.shards)
 
     def empty_stages(self, stages: int) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ class Roster:
         return self.peers(member.seat.stage, member.shard)
 
     def working_peers(self, stage: int, shard: int = 0) -> dict[int, Member]:
-        """Return by replica the members with ``shard`` of ``stage`` whose seat is given work, in one pass over them."""
+        """Return, by replica, the members with ``shard`` of ``stage`` whose seat gets work. One pass over them."""
         return {member.seat.replica: member for member in self.peers(stage, shard) if self.works(member)}
 
     def is_last(self, member: Member) -> bool:

@@ -1,6 +1,6 @@
-"""What a run has measured of the memory of one stage of its own model, for ``recycle doctor`` (docs/planning.md): the
-objects under ``memory`` in its ``costs.json``. What a micro-batch holds is beside it, as ``activation_bytes`` and
-``pending_bytes`` of a :class:`~recycle_plugin.core.vocabulary.cost.CostModel`.
+"""The memory of one stage as a run of the user's model has measured it, for ``recycle doctor`` (docs/planning.md): the
+objects under ``memory`` in its ``costs.json``. The bytes that a micro-batch holds are beside them, as
+``activation_bytes`` and ``pending_bytes`` of a :class:`~recycle_plugin.core.vocabulary.cost.CostModel`.
 """
 
 from __future__ import annotations

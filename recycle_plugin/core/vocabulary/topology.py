@@ -93,7 +93,7 @@ class ClusterView:
             raise ValueError(f"seats {', '.join(map(str, sorted(strangers)))} are outside the topology {self.topology}")
 
     def live_replicas(self, stage: int) -> tuple[int, ...]:
-        """Return the replicas whose seat in ``stage`` is live, in ascending order."""
+        """Return the replicas whose worker of ``stage`` is live, in ascending order."""
         return self._by_stage[stage]
 
     @cached_property

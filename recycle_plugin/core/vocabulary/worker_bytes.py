@@ -72,7 +72,7 @@ class WorkerBytes:
 
     @property
     def state(self) -> dict[str, int]:
-        """What a step changes, by part; if measured, with what no step changes."""
+        """The bytes that a step changes, by part; if measured, also those that no step changes."""
         if (of := self.measured) is not None:
             return {"weights": of.weights, "masters": of.masters, "optimizer": of.optimizer, "frozen": of.frozen}
         each = {"weights": WEIGHTS[self.dtype], "masters": MASTERS[self.dtype], "optimizer": ADAM}
