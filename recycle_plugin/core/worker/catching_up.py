@@ -54,7 +54,7 @@ class _Stream:
         return self.at is not None and self.at >= step
 
     def forget(self, step: int) -> None:
-        """Drop what came of the steps up to ``step``."""
+        """Drop the stream's data of the steps up to ``step``."""
         self.ends = {each: marker for each, marker in self.ends.items() if each >= step}
         self.markers = {each: marker for each, marker in self.markers.items() if each > step}
         self.sums = {each: sums for each, sums in self.sums.items() if each > step}
@@ -97,7 +97,7 @@ class CatchingUp:
         return sum(self._weights[name] for name in self._here) / total if total else float(self.whole)
 
     def add_source(self, source: WorkerId, inlet: Inlet) -> None:
-        """Take from one more source, or anew from one whose line was broken."""
+        """Add a source, or replace the stream of a source whose connection was broken."""
         if source in self._streams:
             self._drop(source)
         self._streams[source] = _Stream(inlet)
@@ -269,7 +269,9 @@ class CatchingUp:
                 stream.inlet.ask(Asked(tuple(leave), leave=True))
 
     def _drop(self, source: WorkerId) -> None:
-        """Ask other sources for all units of a lost one, also received ones, whose sums would have come from it."""
+        """Ask the other sources for all units of a lost source. This includes units already received: their later
+        gradient sums would have come from it.
+        """
         self._streams.pop(source).inlet.close()
         self._lead = None if self._lead == source else self._lead  # the head may never come either
         self.renewed += 1

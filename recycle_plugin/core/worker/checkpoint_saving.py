@@ -30,7 +30,7 @@ class CheckpointFiles(Protocol):
         """Give the checkpoint its name, once all shares of attempt ``number`` are there. May be repeated."""
 
     def discard(self, number: int) -> Iterator[Any]:
-        """Remove what was written of attempt ``number``, which nobody writes to or wants any more. No value."""
+        """Remove the files of attempt ``number``, which no worker writes to or needs any more. Yields; no value."""
 
 
 def save(

@@ -1,12 +1,13 @@
-"""A live worker that replays its stage beside its state, for a lost one that can't read what this stage had sent it.
+"""A live worker that replays its own stage too, for a lost worker whose log lacks the data that this stage had sent it.
 
 If the boundary between two stages is not logged (planner/log_selection.py), or its log can't be read, a loss on one
-side has both sides replayed: each makes again what the other needs, and logs it. The live side, the *companion*, keeps
-its state meanwhile, compares the replay's result with it, and restores it afterwards. In the limit all stages replay
-from the checkpoint, without a process that goes back.
+side makes both stages replay. Each stage recomputes the data that the other one needs, and logs it. The live side, the
+*companion*, keeps its state meanwhile, compares the replay's result with it, and restores it afterwards. In the extreme
+case all stages replay from the checkpoint, and no process is restarted.
 
-What the companion had begun after the last committed step is dropped as if lost, and an uncommitted last step is taken
-back: lineage makes both again (core/vocabulary/recovery_plan.py). That costs a step at most; the replay costs many.
+The companion drops its work after the last committed step as if it were lost, and takes back a last step that is not
+committed. The recovery plan makes both again (core/vocabulary/recovery_plan.py). This costs at most one step; a replay
+costs many.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class CompanionMachine(ControlPort, Protocol):
         """Return in words how the state here differs from ``kept``; "" if only by what the order of sums changes."""
 
     def put_back(self, kept: Any) -> None:
-        """Restore what was ``kept``."""
+        """Restore ``kept``, a result of :meth:`keep_state`."""
 
 
 class Companion:
-    """What the worker on ``machine`` does for stages beside its own that are replayed. ``steps``: its step counts;
-    ``replay``: replays its stage; ``undo(step)``: takes its last step back.
+    """The part of the worker on ``machine`` in the replays of other stages: it replays its own. ``steps``: its step
+    counts; ``replay``: replays its stage; ``undo(step)``: takes its last step back.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The worker's view of the control plane: what it knows from the coordinator, and what follows from that."""
+"""The worker's view of the control plane: the coordinator's messages, and what follows from them."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class ControlView:
         return lost
 
     def rewind(self, step: int) -> None:
-        """Set the last committed step to ``step``, whose state all have loaded."""
+        """Set the last committed step to ``step``, whose state all workers have loaded from a checkpoint."""
         self.committed = self.begun = step
         self._collected.clear()
 
@@ -303,7 +303,7 @@ class ControlView:
         return found
 
     def take_recorded(self) -> Iterator[Recorded]:
-        """Take out what a newcomer's script was told and has not taken before."""
+        """Yield the records for a newcomer's script that were not taken before."""
         while self.recorded:
             yield self.recorded.pop(0)
 

@@ -93,7 +93,7 @@ class Evaluations:
                     yield from ((MicroBatch(replica, index), stage) for index in range(count))
 
     def _hand_out(self, plan: Plan, datum: Datum, batch: Any) -> None:
-        """Give a batch to the worker that runs it, which is another one only if somebody is lost."""
+        """Give a batch to the worker that runs its micro-batch: this worker, unless a worker is lost."""
         taker = runner(plan, datum.stage, datum.made_of)
         if taker == self._seat:
             self._worker.store.put(datum, batch)

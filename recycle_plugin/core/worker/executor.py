@@ -1,7 +1,6 @@
-"""The executor: the one loop that runs programs.
-
-A simulated world yields what it waits for, so that one process drives every seat in virtual time. The torch world
-blocks and yields nothing, so a worker drains its own generator. All steps, real and simulated, pass through here.
+"""The executor: the one loop that runs programs. All steps, real and simulated, pass through here. In the simulator
+each wait is yielded, so one process drives every seat in virtual time. A real worker's waits block, so it drains its
+own generator.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A live worker's part in the replay of another stage, while it waits for that stage.
 
-It makes the stage once more, beside its own, from its layer specs, with the weights that it is sent before each step.
-It reads from the logs what the stage's neighbours had sent, and returns sums of weight gradients and what the stage had
-sent. Its own state stays untouched. A refusal or an error is an answer, never its own end.
+The helper builds the replayed stage from its layer specs, beside its own stage, and receives that stage's weights
+before each step. It reads from the logs what the neighbouring stages had sent, and returns the sums of weight gradients
+and the stage's outputs. Its own state stays untouched. If it refuses or meets an error it answers so; it never ends for
+that.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class HelpingMachine(Protocol):
         """What this worker knows of the control plane."""
 
     def words(self) -> list[Word]:
-        """Return what this worker was told of replays since the last call."""
+        """Return the messages about replays that this worker has received since the last call."""
 
     def tell(self, address: str, word: Word) -> None:
         """Send a word about a replay to the worker at ``address``, which may be gone."""
@@ -57,8 +58,8 @@ class HelpingMachine(Protocol):
 
 
 class Helper:
-    """What the worker on ``machine`` does for empty stages of a pipeline of ``shape`` whose gradients are added in
-    ``blocks``. ``splits``: backwards are split.
+    """The help of the worker on ``machine`` in replays of empty stages, in a pipeline of ``shape`` whose gradients are
+    added in ``blocks``. ``splits``: backwards are split.
     """
 
     def __init__(self, machine: HelpingMachine, shape: Topology, blocks: Blocks, splits: bool) -> None:
@@ -85,7 +86,7 @@ class Helper:
                 yield from self._do(word, wanted)
 
     def leave(self) -> None:
-        """Drop what was made to help, and requests that came too late."""
+        """Drop the helped stage, and requests that came too late."""
         self._let_go()
         self._call = None
         self._machine.words()

@@ -30,7 +30,7 @@ KEPT = UNCOMMITTED + 1  # steps' draws: of those, and of any other
 
 
 class DataIterator(Protocol):
-    """An iterator whose ``next`` gives a batch, inputs and labels."""
+    """A data iterator. One ``next`` returns one batch: inputs and labels."""
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
         """Read the next batch, the ``position``-th of ``step``; return it as it is kept for ``draw``, which is None if
@@ -73,7 +73,7 @@ class IteratorData:
         self._said_out = False
 
     def held_draws(self) -> dict[str, str]:
-        """Return the draws whose batches are here, by step, packed (core.vocabulary.iterator_draws.pack)."""
+        """Return the draws whose batches this worker holds, by step, packed by core.vocabulary.iterator_draws.pack."""
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
             if datum.kind == KIND and datum.step > 0:
@@ -86,7 +86,7 @@ class IteratorData:
         return self._taken
 
     def take_state(self, iterator_state: IteratorState) -> None:
-        """Go by ``iterator_state`` until the next one comes."""
+        """Use ``iterator_state`` until the next call."""
         self._taken, self._shared, self.lacks = iterator_state, {}, 0
         if not self.in_place and self._store.reads_iterator:
             self._find_place(iterator_state)

@@ -138,11 +138,11 @@ class Lockstep:
             raise Interrupted(f"generation {coming.number}: {coming.cause}" if coming is not None else "")
 
     def say_stopped(self, past: int) -> None:
-        """Tell the other shards that this one has stopped where it is, for generation ``past``."""
+        """Tell the other shards that this shard has stopped at its present instruction, for generation ``past``."""
         self._say(stopped=self.finished, past=max(past, self._word.past))
 
     def pass_over(self, past: int) -> None:
-        """Tell the other shards that this one takes up no generation before ``past``."""
+        """Tell the other shards that this shard adopts no generation older than ``past``."""
         if past > self._word.past:
             self._say(past=past)
 

@@ -1,4 +1,4 @@
-"""A worker's measure of what its log takes, and of what a replay of its steps would take."""
+"""Measures the size of a worker's log, and the time that a replay of its steps would take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's training loop (core/worker/training_loop.py) is told to run, and who plans it."""
+"""The programs that a worker's training loop runs (core/worker/training_loop.py), and its view of the planner."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepProgram:
 
     @property
     def back_to_back(self) -> frozenset[MicroBatch]:
-        """The micro-batches whose W comes right after their I."""
+        """The micro-batches whose W directly follows their I."""
         pairs = pairwise(self.instructions)
         return frozenset(
             [w.works_on for i, w in pairs if w.op is Op.W and i.op is Op.I and i.micro_batch == w.micro_batch]

@@ -1,6 +1,5 @@
-"""What a worker runs on: a clock, lines to others, and what computes and keeps its stage's state.
-
-Generators yield what a simulated machine waits for; a real one blocks and yields nothing.
+"""The machine that a worker runs on: a clock, connections to other workers, and the device that computes and keeps its
+stage's state. On a simulated machine generators yield each wait. On a real machine waits block, and nothing is yielded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 
 class Operations(Protocol):
-    """What a machine computes."""
+    """The computations of a machine."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """Make what LOAD, F, I, W, B or STEP provides, from the store's data."""
@@ -55,7 +54,7 @@ class Units(Protocol):
     """The state of a worker's stage, which fills a newcomer's."""
 
     def fill(self, head: Any) -> None:
-        """Take what goes by value from another worker's state, and make room for units."""
+        """Set the non-tensor state from ``head``, another worker's, and allocate the units."""
 
     def write(self, name: str, value: Any) -> None:
         """Write a unit of another worker's state."""
@@ -85,7 +84,7 @@ class Machine(ControlPort, Protocol):
 
     @property
     def operations(self) -> Operations:
-        """What it computes."""
+        """The computations of this machine."""
 
     @property
     def units(self) -> Units:
@@ -102,25 +101,27 @@ class Machine(ControlPort, Protocol):
         interruptible: bool = True,
         at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Yield until ``ready()`` is not None, the value. ``what``: what it waits for, in words; ``at_least_s``: the
-        least deadline, in seconds. Raises Interrupted or JobEnded as ``ControlView.check`` does; if not
-        ``interruptible``, only JobEnded.
+        """Yield until ``ready()`` is not None; the value is its result. ``what`` names the wait in errors;
+        ``at_least_s``: the shortest deadline, in seconds. Raises Interrupted or JobEnded as ``ControlView.check`` does;
+        if not ``interruptible``, only JobEnded.
         """
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Yield until ``ready()`` is not None, for ``datum`` from ``source``; late data is sent again."""
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
-        """Yield until ``step`` is committed, before the next one is applied."""
+        """Yield until ``step`` is committed. Called before the next step is applied."""
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
-        """Send a value to the peer at ``target``, whose ``arrivals`` yield it. ``valid_from``: of the data here."""
+        """Send a value to the peer at ``target``, whose ``arrivals`` return it. ``valid_from``: the generation from
+        which it is valid.
+        """
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
         """Return what peers have sent since the last call: datum, value, and the generation that it is valid from."""
 
     def hear_out(self) -> None:
-        """Take what lost workers have sent before they went, and nothing of theirs after this."""
+        """Receive all that lost workers have sent, and accept nothing more from them afterwards."""
 
     def listen_to(self, members: Iterable[str]) -> None:
         """Also take data from workers at these addresses from now on."""

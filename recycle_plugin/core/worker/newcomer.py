@@ -1,10 +1,10 @@
-"""A newcomer, from its script's first step to the one from which it is a member.
+"""A newcomer, from its script's first step to the step from which it is a member.
 
-Its script runs from the top. It is told what the others have committed and computes nothing: the step of a replayed
-script returns at once. When it has come to the present, its state catches up (core/worker/catching_up.py). From then on
-each step returns when the others have committed it and it is applied here. Only then does the newcomer ask to take
-part. It enters a generation that holds from a later step, and from that step on it runs programs like all members
-(core/worker/training_loop.py), at first without work of its own.
+Its script runs from the top. In steps that are over the newcomer computes nothing: a call for a step returns its
+recorded loss at once. Once the script has reached the job's present step, the newcomer copies its state
+(core/worker/catching_up.py). From then on each call returns when the step is committed by the others and applied here.
+Only then does the newcomer ask to take part. It enters a generation that holds from a later step. From that step on it
+runs programs like all members (core/worker/training_loop.py), at first without work of its own.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Newcomer:
                 self._skip(self._view.place, False)
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
-        """Wait for what a peer's script hands over: that of the stage's first worker that was a member before."""
+        """Wait for the ``on_join`` value of a peer's script: the first worker of the stage that was a member before."""
         peers, before = generation.roster.peers(self._loop.seat.stage, self._view.shard), self._view.others
         known = self._catching_up.sources if before is None else before.workers
         giver = next((each for each in peers if each.worker in known), peers[0])
@@ -174,8 +174,9 @@ class Newcomer:
         )
 
     def _await_changes(self) -> Iterator[Any]:
-        """Wait for what the others' scripts have changed since the last step, behind which this one's script begins.
-        Sources that are no longer members don't reach that step. If all are lost nobody has the changes; then warn.
+        """Wait for the changes that the others' scripts have made after the last step, where this worker's script
+        begins. Sources that are no longer members don't reach that step. If all sources are lost the changes are lost
+        too: warn.
         """
         catching_up, clock = self._catching_up, self._catching_up.clock or 0
         changed = f"what the other scripts of stage {self._loop.seat.stage} have changed since step {clock}"
@@ -262,9 +263,9 @@ class Newcomer:
         self._port.send(CatchUp(self._view.rank, self.asked))
 
     def _follow(self) -> bool:
-        """Handle what has come of the state, and follow; return whether anything has changed. It follows no further
-        than the coordinator's commits: a request to hash the state after a step has come by then. If a part of the
-        state comes too late for that hash, the newcomer asks for another one.
+        """Handle received parts of the state, and apply committed steps; return whether anything has changed. The
+        newcomer never passes the coordinator's last commit, so a request to hash the state after a step comes in time.
+        If a part of the state comes too late for that hash, the newcomer asks for another hash.
         """
         catching_up, changed = self._catching_up, False
         while True:

@@ -13,8 +13,8 @@ from recycle_plugin.core.worker.loop_ports import StepProgram
 
 
 class Observer:
-    """An observer of one worker, called at once, on the thread that trains; what it raises ends the step. A worker
-    calls its observers in order, the log first: what is logged may be lost with the process the moment after.
+    """An observer of one worker, called at once, on the training thread; an error that it raises ends the step. A
+    worker calls its observers in order, the log first, because the process may die at any moment.
     """
 
     def begins(self, program: StepProgram) -> None:
@@ -51,4 +51,4 @@ class Observer:
         """All go on from the state of ``step``, which was loaded."""
 
     def parks(self) -> None:
-        """The worker is about to wait long for others, who may read what is written here."""
+        """The worker is about to wait long for others, which may read the data written here."""

@@ -36,7 +36,7 @@ CLOSING = STAGE_WIDE - {Op.REDUCE}  # what waits for the script's step
 
 
 class Need(Enum):
-    """What a worker waits for its script to do."""
+    """What the script has to do before the program can go on; the value completes "the script has to"."""
 
     MICRO_BATCH = "give the next micro-batch"
     PASS = "run it forward and backward"
@@ -85,7 +85,9 @@ class Agreement(Protocol):
 
 
 class PushedWorker(Worker):
-    """A worker whose programs wait for ``script``; ``agreement``: on what scripts have made of a sum."""
+    """A worker whose programs wait for ``script``. ``agreement``: one choice among the scripts' changes of a step's
+    sum.
+    """
 
     script: Script
     agreement: Agreement
@@ -109,7 +111,7 @@ class PushedWorker(Worker):
         self.script.given = place.read
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
-        """Run ``program``; yield what it needs of the script. Raises Interrupted."""
+        """Run ``program``; yield each :class:`Need` of the script. Raises Interrupted."""
         self.script.left = sum(instruction.op is Op.F for instruction in program.instructions)
         if self._steps.stepped < program.step:
             self.servings.say_changes(self._control_view.roster.workers, self._steps.stepped)
@@ -157,7 +159,7 @@ def steps(loop: TrainingLoop) -> Iterator[Any]:
 
 
 def follow(newcomer: Newcomer, view: ControlView) -> Iterator[Any]:
-    """Return when ``newcomer``, whose script begins where the others are, is a member with its stage's state."""
+    """Return when ``newcomer`` is a member with its stage's state. Its script begins at the job's present step."""
     yield from newcomer.start()
     step = max(1, view.committed)
     while (yield from newcomer.train(step)):

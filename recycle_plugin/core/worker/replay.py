@@ -52,7 +52,7 @@ class StageReplay:
         self.clock: int | None = None
 
     def run(self, replay: Replay) -> Waits[Replayed]:
-        """Carry out ``replay``; the value says what it took. Raises JobEnded and CantReplay."""
+        """Carry out ``replay``; the value is its cost. Raises JobEnded and CantReplay."""
         self.clock = None
         self._steps.stepped = self._steps.committed = replay.step
         self._store.rewind(replay.step, self._store.valid_from)
@@ -96,8 +96,8 @@ class StageReplay:
         store.commit(step)
 
     def _keep(self, work: StageWork, datum: Datum, value: Any) -> None:
-        """Log what was made once more. Of each step one micro-batch is compared with what the stage's workers had sent,
-        as far as that is logged: a script may have done something to layers that no replay knows of. Raises CantReplay.
+        """Log the recomputed data. In each step one micro-batch is compared with the data that the stage had sent, if
+        that was logged: the script may have changed layers in ways that a replay can't see. Raises CantReplay.
         """
         batch = self._shape.batch
         if datum.kind in TRAVELS and datum.micro_batch == batch[datum.step % len(batch)]:

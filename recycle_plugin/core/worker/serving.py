@@ -43,7 +43,7 @@ class SharedState(Protocol):
         """Return those of these units that the script has changed since the last step."""
 
     def settings(self) -> Any:
-        """Return what the optimizer applies its next step with."""
+        """Return the optimizer's settings for its next step (learning rates and the like)."""
 
 
 class Outlet(Protocol):
@@ -224,7 +224,7 @@ class Servings:
             serving.before_step(stepped)
 
     def summed(self, step: int) -> None:
-        """Send on what ``step`` applies."""
+        """Send the gradient sum of ``step`` to all newcomers."""
         for serving in self._by_newcomer.values():
             serving.summed(step)
 

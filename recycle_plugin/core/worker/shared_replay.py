@@ -1,19 +1,21 @@
-"""Who helps the worker that replays its stage, and what each does of a step (SWIFT, PPoPP'23, section 5.2).
+"""Which live workers help a worker that replays its stage, and which part of a step each computes (SWIFT, PPoPP'23,
+section 5.2).
 
-While a stage is replayed all live workers wait for it. So each can make gradients of it (core/worker/helper.py), given
-its layer specs, the logs, and its weights before each step:
+While a stage is replayed all live workers wait for it. So each of them can compute gradients of that stage
+(core/worker/helper.py), given its layer specs, the logs, and its weights before each step:
 
 * The blocks of a step (core/vocabulary/blocks.py) are dealt in turn, to the replaying worker and then to each helper:
   block ``i`` of ``n`` goes to number ``i mod (helpers + 1)``, so that a step takes as long as ``ceil(n / (helpers +
   1))`` blocks. A helper's part is its *lot*.
-* A lot comes with the weights, and a *share* comes back: the sums of its gradients, which are added in the blocks'
-  order, so that in exact mode they have the same bits whoever made them; and the boundary tensors, which are logged.
-* A newcomer of the same stage waits for it and helps like the others, from the step on before which it has answered.
-* A helper that is lost, refuses or is late helps no more. Its lot is void, whatever still comes of it, and its blocks
-  are dealt anew among those left, of whom there is always one: the replaying worker.
+* A lot comes with the weights, and a *share* is returned: the sums of the lot's gradients, and its boundary tensors,
+  which are logged. Sums are added in the blocks' order, so in exact mode they have the same bits whichever worker has
+  made them.
+* A newcomer of the same stage waits for the replay and helps like the others, from the first step after its answer.
+* A helper that is lost, refuses or is late does not help again. Its lot is void, even if its share still arrives. Its
+  blocks are dealt anew among the rest: at least the replaying worker is left.
 
-Only the replaying worker sums, steps, logs, and knows who does what. So there is nothing to agree on, and its own death
-ends the help. Each step costs a copy of the weights and a sum of gradients for each helper (in exact mode for each
+Only the replaying worker sums, steps and logs, and it alone knows the lots. So nothing has to be agreed on, and if it
+dies the help ends. Each step costs a copy of the weights and a sum of gradients for each helper (in exact mode for each
 block), and one look at each member of the job.
 """
 
@@ -52,10 +54,10 @@ class SharingMachine(ReplayingMachine, Protocol):
 
     @property
     def address(self) -> str:
-        """Where other workers find this one."""
+        """The address at which other workers reach this one."""
 
     def words(self) -> list[Word]:
-        """Return what this worker was told of its replay since the last call."""
+        """Return the messages about its replay that this worker has received since the last call."""
 
     def tell(self, address: str, word: Word) -> None:
         """Send a word about its replay to the worker at ``address``, which may be gone."""
@@ -75,7 +77,7 @@ class SharingMachine(ReplayingMachine, Protocol):
 
 @dataclass(frozen=True)
 class Dealt:
-    """A lot, and who makes it."""
+    """A lot, and the helper that computes it."""
 
     helper: Member
     lot: Lot
@@ -148,7 +150,9 @@ class Helpers:
         return self._machine.why_alone()
 
     def gather(self) -> Iterator[Any]:
-        """Return when all who were called have answered or are gone, or after SPAWN_S; a later answer still counts."""
+        """Return when each called helper has answered or is gone, or after SPAWN_S seconds. A later answer is still
+        accepted.
+        """
         until = self._machine.clock() + SPAWN_S
         while self._called and self._machine.clock() < until:
             self._listen()
@@ -238,7 +242,7 @@ class Helpers:
             self._ready[word.by] = self._called.pop(word.by)
 
     def _take(self, work: StageWork, lot: Lot, share: Share) -> None:
-        """Add a helper's share: its gradients count, and what it has sent is logged."""
+        """Add a helper's share: add up its gradients, and log its boundary tensors."""
         for micro_batch in [one for block in lot.blocks for one in self._members[block]]:
             self._store.put(Datum("wgrad", self._stage, micro_batch, lot.step))  # which may be there once only
         self._machine.add_share(lot.step, share.sums)
@@ -248,7 +252,9 @@ class Helpers:
     # --- what is said ------------------------------------------------------------------------------
 
     def report(self, replay: Replay, times: PartTimes) -> int:
-        """Report who has helped, or why nobody did, and how long each part took; return how many helped to the end."""
+        """Report how many workers have helped, or why none has, and how long each part took. Return how many helped to
+        the end.
+        """
         helped = sorted(self._ready)
         left = [*self._left, *(f"{member}: it has not answered" for member in self._called.values())]
         why = self._why_alone or "; ".join(left) or "no other worker is there"

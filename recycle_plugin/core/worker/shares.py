@@ -1,7 +1,6 @@
-"""What the worker that replays a stage and its helpers say to each other (core/worker/shared_replay.py).
-
-It goes from worker to worker, as the boundary tensors do: a lot brings the weights of a stage, and a share its
-gradients. Nobody asks again for what is lost or late: it is dealt to another worker.
+"""Messages between a worker that replays a stage and its helpers (core/worker/shared_replay.py). They go from worker to
+worker, as boundary tensors do: a lot brings the stage's weights, a share its gradients. A lost or late message is not
+asked for again: its blocks are dealt to another worker.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ReplayingMachine(ControlPort, WorkingMachine, Protocol):
         """Return the sum of a REDUCE over all contributions of the stage, which are all here."""
 
     def tied_of(self, logged: Any) -> Any:
-        """Return what TIE leaves at this stage's workers, from what another stage of the tie has logged."""
+        """Return the result of TIE for this stage, from the sum that another stage of the tie has logged."""
 
 
 OTHERWISE = (
@@ -128,7 +128,7 @@ class StageWork(Undisturbed):
             yield from execute(self._store.seat, self._backward(step, micro_batch), self)
 
     def _behind(self) -> int:
-        """Return how many stages right behind this one are replayed meanwhile."""
+        """Return how many stages directly after this one are being replayed too."""
         last = self._stage
         while last + 1 in self.others:
             last += 1
@@ -247,7 +247,7 @@ class PartTimes:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Return a context whose time counts as that of ``part``."""
+        """Return a context whose duration is added to ``part``."""
         began = self._clock()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - began

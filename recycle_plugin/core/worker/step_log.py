@@ -56,7 +56,7 @@ class DiskLog(Protocol):
     """A worker's log; only :meth:`flush` waits for the disk. After a gap it is whole from the next checkpoint on."""
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
-        """Write a value, whose maker's data is valid from the generation ``valid_from``."""
+        """Write a value. ``valid_from``: the generation from which data of its maker is valid."""
 
     def commit(self, record: CommittedStep) -> None:
         """Write the record of a committed step."""
@@ -74,7 +74,7 @@ class DiskLog(Protocol):
         """Record that no step from ``step`` on can be replayed before the next checkpoint is durable."""
 
     def resume(self) -> None:
-        """Write again what comes, of whatever step, though some was refused before."""
+        """Accept data of all steps again, after some was refused."""
 
     def refuses(self) -> str:
         """Return in words why new data is not written; empty if it is."""
@@ -120,7 +120,7 @@ class StepLog(Observer):
         self._committed = self._checkpoint = 0
 
     def begin(self, step: int) -> None:
-        """Begin behind ``step``, whose state this worker has."""
+        """Begin to log after ``step``, whose state this worker has."""
         self._committed = self._checkpoint = step
         self._records.clear()
         self._kept.clear()
@@ -171,8 +171,9 @@ class StepLog(Observer):
         self._log.mark(step)
 
     def commit(self, step: int, valid_from: int, counts_from: int = 0) -> None:
-        """Write the records of the steps up to ``step``, which is committed, that were applied here. ``counts_from``:
-        what counts of them, if this worker has replayed them and was not told of rejections.
+        """Write the records of the steps up to ``step``, the last committed one, that were applied here.
+        ``counts_from``: the generation from which their data counts, if this worker has replayed them and so knows of
+        no rejections.
         """
         if step <= self._committed:
             return
@@ -207,7 +208,9 @@ class StepLog(Observer):
         self._log.interrupted(step, why)
 
     def loaded(self, step: int) -> None:
-        """Record that no log leads to ``step``, whose state was loaded, and begin behind it."""
+        """Record that no step before ``step`` can be replayed any more, since its state was loaded; begin to log after
+        it.
+        """
         self.broke_off(step + 1, "a checkpoint was loaded while the job trained")
         self.begin(step)
 

@@ -150,7 +150,7 @@ class StepStore:
 
     @property
     def spare(self) -> tuple[Datum, ...]:
-        """The boundary tensors that may go for want of room, the next one first."""
+        """The boundary tensors that may be dropped to make room, the first to be dropped first."""
         return tuple(self._sent)
 
     def copy(self) -> StepStore:
@@ -185,7 +185,7 @@ class StepStore:
         self._conclude(instruction, needed, compute(instruction, self, boundary_only), boundary_only)
 
     def conclude(self, instruction: Instruction, made: Mapping[Datum, Any]) -> None:
-        """Drop what ``instruction`` uses up, and add what it ``made``."""
+        """Drop the data that ``instruction`` uses up, and add ``made``, its results."""
         self._conclude(instruction, self.requires(instruction, self.own(instruction)), made, False)
 
     def _conclude(
@@ -203,7 +203,7 @@ class StepStore:
                 self._put(datum, value, self.valid_from)
 
     def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """Return the micro-batches whose weight gradients a REDUCE sums here; empty for another instruction."""
+        """Return the micro-batches whose weight gradients a REDUCE sums here; () for other instructions."""
         if instruction.op is not Op.REDUCE:
             return ()
         return tuple(micro_batch for micro_batch in self.of("wgrad", instruction.step) if micro_batch is not None)
@@ -240,7 +240,7 @@ class StepStore:
             self._remove(datum)
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back: restore its weights, and drop stashes made with the later ones."""
+        """Take back ``step``, the last one applied: restore the weights before it, and drop stashes made after it."""
         assert self._before is not None, f"nothing is kept of the weights before step {step}"
         before, value = self._before
         self._remove(before._replace(step=step + 1))
@@ -258,7 +258,7 @@ class StepStore:
         )
 
     def without(self, batches: StepBatches) -> bool:
-        """Drop what no longer counts of void steps; return whether any of it was in a sum here."""
+        """Drop the data of void steps that no longer counts; return whether a sum here included any of it."""
         gone = batches.gone(self._data.keys())
         return any(datum.kind in SUMMED for datum in self._remove_all(lambda datum: datum in gone))
 

@@ -30,8 +30,8 @@ class Stopwatch(Observer):
         self._since: tuple[int, int] | None = None  # the clock at the last step, and the time waited by then
 
     def begins(self, program: StepProgram) -> None:
-        """Record that ``program`` is run next. The first one of a step is what was meant to be computed here; a later
-        one is of recovery. Nothing of the step before the last one will run again: it is committed
+        """Record that ``program`` runs next. The first program of a step is the planned work; a later program of the
+        same step is recovery. Nothing of the step before the last one will run again: that step is committed
         (core/vocabulary/commit_rule.py).
         """
         for old in [step for step in self._meant if step < program.step - 1]:
@@ -69,5 +69,5 @@ class Stopwatch(Observer):
         self._taken = {step: ComputeTime(spent, nominal, again, exchange, own)}
 
     def time_of(self, step: int) -> ComputeTime | None:
-        """Return what ``step`` took, once."""
+        """Return the time of ``step`` and forget it; None if it is not known."""
         return self._taken.pop(step, None)

@@ -348,7 +348,7 @@ class TrainingLoop:
         yield from self._runner.help(self._is_away)
 
     def stop_helping(self) -> None:
-        """Drop what was made to help."""
+        """Drop the helped stage."""
         self._runner.stop_helping()
 
     def _is_away(self, stage: int) -> bool:
@@ -373,7 +373,9 @@ class TrainingLoop:
 
     @no_collections()
     def _take_up(self, plan: Plan, resume: Resume) -> None:
-        """Work out what is left of the unfinished steps, and take the last one back if it is in the way."""
+        """Work out the unfinished work of the steps after the last commit. Take the last step back first if it is in
+        the way.
+        """
         started = self._port.clock()
         reported: Held = of_each(resume.held)
         if resume.unfilled:

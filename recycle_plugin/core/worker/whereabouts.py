@@ -1,14 +1,14 @@
-"""Where a worker's script is: posted in each membership that the worker adopts, and read of others.
+"""Where a worker's script is. Each worker posts its position in every membership that it adopts, and reads the others'.
 
-What a script asks of its peers between steps is counted, and a membership change finds some scripts further than others
-(runtime/collectives/outcomes.py). Each worker posts its position on a board of that membership
+A script's requests to its peers between steps are numbered, and at a membership change some scripts are further than
+others (runtime/collectives/outcomes.py). Each worker posts its position on a board of the new membership
 (core/coordinator/facts/boards.py).
 
-* A worker that has passed a membership over was waiting to enter it, and has not moved. So it posts its position also
-  for those that it has passed over; a newcomer posts it for those that it has reported for.
-* A newcomer counts on from where the others are in the membership that lets it in, at a step that they have all
-  reached. It asks as it adopts that membership, so before it reports for the next one, and nobody posts in the next one
-  before all have reported. It asks again for what has not come by then.
+* A worker that skips a membership was waiting to enter it, so its script has not moved. It posts its position for the
+  skipped memberships too. A newcomer does so for all that it has reported for.
+* A newcomer's count begins at the others' position in the membership that lets it in; all have reached that step. It
+  asks for their positions as it adopts that membership, so before it reports for the next one, and nobody posts in the
+  next one before all have reported. By then it asks again for positions that have not come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reading:
         self._tell: list[Callable[[], object]] = []
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of ``ranks`` whose value has not come."""
+        """Return the ranks of ``ranks`` whose value has not arrived."""
         return [rank for rank in ranks if rank not in self.values]
 
     def when_news(self, tell: Callable[[], object]) -> None:
@@ -59,7 +59,7 @@ class BoardPort(Protocol):
 
 
 class Whereabouts:
-    """What one worker posts, and reads, of where scripts are."""
+    """One worker's posts and readings of script positions."""
 
     def __init__(self, boards: BoardPort) -> None:
         self._boards = boards

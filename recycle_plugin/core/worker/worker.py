@@ -186,7 +186,7 @@ class Worker:
         return data.place_behind(step) if data is not None and self.store.reads_iterator else None
 
     def time_of(self, step: int) -> ComputeTime | None:
-        """What ``step``, which was applied, took, the first time that it is asked for; None if nobody measures that."""
+        """Return the time of ``step`` on the first call after it was applied, then None. None if nobody measures it."""
         return next((time for each in self._observers if (time := each.time_of(step)) is not None), None)
 
     @property
@@ -237,7 +237,7 @@ class Worker:
             self._machine.operations.forget_sums(after)
 
     def without(self, batches: StepBatches) -> None:
-        """Drop what no longer counts of void steps."""
+        """Drop the data of void steps that no longer counts."""
         if self.store.without(batches):
             self._machine.operations.forget_sums(batches.void - 1)
 
@@ -316,8 +316,8 @@ class Worker:
             self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterable[Any]:
-        """Wait for what comes from elsewhere; before a step, for the commit of the step whose undo record it
-        overwrites; and for the seat's other shards, if only all can do it.
+        """Wait for the instruction's inputs from other workers. Before a step, also wait for the commit of the step
+        whose undo record it overwrites. Before a joint action, also wait for the seat's other shards.
         """
         self._left_out = None
         if self._lockstep is None:
@@ -402,8 +402,8 @@ class Worker:
                 self._tell_made(instruction)
 
     def _tell_made(self, instruction: Instruction) -> None:
-        """Tell observers what was drawn, and what a failure has had made again: its first maker may not have had it on
-        disk, and it is not sent if nobody asks for it any more.
+        """Tell observers of drawn batches, and of data that was made again after a failure. The first maker may not
+        have logged such data, and it is sent only if another worker asks for it.
         """
         for drawn in self.store.requires(instruction) if instruction.op is Op.LOAD else ():
             self._tell_kept(drawn, self.store[drawn])
@@ -481,14 +481,14 @@ class Worker:
         self.store.forget_evaluation(step)
 
     def forget_committed(self) -> None:
-        """Take what has come, and drop the data of committed steps: nobody will ask for it again."""
+        """Take arrived data, and drop the data of committed steps, which no worker will ask for again."""
         self._take_arrivals()
         for each in self._observers:
             each.committed(self._control_view, self.store.valid_from)
         self.store.commit(self._control_view.committed)
 
     def park(self) -> None:
-        """Prepare to wait long for others, who read what this worker has logged."""
+        """Prepare for a long wait for other workers, which may read this worker's log meanwhile."""
         self.forget_committed()
         for each in self._observers:
             each.parks()
@@ -509,7 +509,7 @@ class Worker:
             yield from self.helper.work(wanted)
 
     def stop_helping(self) -> None:
-        """Drop what was made to help."""
+        """Drop the helped stage."""
         if self.helper is not None:
             self.helper.leave()
 
