@@ -78,7 +78,7 @@ class TcpInlet:
             self._say(Asked(part, asked.head and first, asked.script and first, asked.leave))
 
     def items(self) -> Iterable[Item]:
-        """Return what has come since the last call, in order."""
+        """Return the items received since the last call, in order."""
         self._say()
         with self._space:
             found = [one for one, _ in self._items]
@@ -102,7 +102,7 @@ class TcpInlet:
     # --- the line ----------------------------------------------------------------------------------
 
     def _say(self, *messages: object) -> None:
-        """Send what the socket takes at once; the rest goes with the next call."""
+        """Send as much as the socket takes at once; the next call sends the rest."""
         with self._talking:
             self._unsaid += messages
             if self._connection is None:

@@ -147,7 +147,7 @@ def _tuples(value: Any) -> Any:
 
 
 def begun(item: Head | Unit | Sums | Handed) -> Iterator[tuple[Begin, list[torch.Tensor]]]:
-    """Yield what is sent of an item: its announcement and its tensors; sums go unit by unit."""
+    """Yield the messages of an item: its announcement and its tensors. Sums are sent unit by unit."""
     if isinstance(item, Sums):
         for name, values in item.values.items():
             parts = tuple(_part(str(number), value) for number, value in enumerate(values))

@@ -1,1 +1,1 @@
-"""Process groups whose members may go: the torch.distributed backend, its links, and what its users may call."""
+"""Process groups that can lose members: the torch.distributed backend, its links, and the calls open to scripts."""

@@ -109,7 +109,7 @@ def scatter_object_list(session: Session, stock: Stock, *arguments: Any, **given
 
 
 def _received_again(session: Session, stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Call ``stock`` from a root other than this newcomer, whose objects may differ in size from those sent."""
+    """Call ``stock`` with a root other than this newcomer: its objects may differ in size from the objects sent."""
     bound = _bound(stock, arguments, given)
     group = bound.arguments.get("group")
     if session.hooks.startup is not None and session.hooks.startup.alone and dist.get_rank(group) >= 0:

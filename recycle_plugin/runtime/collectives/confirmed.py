@@ -1,10 +1,10 @@
 """A link on an accelerator whose operations count only once all members have seen them end.
 
 An aborted NCCL kernel stops waiting and goes on: it passes garbage to its neighbours, with the flags that announce data
-(NVIDIA/nccl, src/device/prims_ll.h, readLL and storeLL). So a member that hears of a loss early makes the kernels of a
-later one end well with garbage, which that one's host cannot detect. Only results that were over everywhere before the
-first abort are right. Therefore each member enters a barrier in host memory after each operation that ended while its
-link was intact. An aborting member never enters that barrier, nor does a dead one.
+(NVIDIA/nccl, src/device/prims_ll.h, readLL and storeLL). So if one member learns of a loss early and aborts, the
+kernels of the other members may end well with garbage, which their hosts cannot detect. Only results that were complete
+on all members before the first abort are right. Therefore each member enters a barrier in host memory after each
+operation that ended while its link was intact. An aborting member never enters that barrier, nor does a dead one.
 """
 
 from __future__ import annotations

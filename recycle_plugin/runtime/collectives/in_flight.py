@@ -202,8 +202,9 @@ class Flight:
             self._calls.remove(call)
 
     def _number_of(self, asked: Asked) -> int | None:
-        """Number a script's call; None for a receive from any source, whose sequence is known only at its end. Raises
-        RecycleError for a second receive beside such a one: after a loss nobody could tell which gets which message.
+        """Number a script's call. None for a receive from any source: its sequence is known only when it ends. Raises
+        RecycleError for a second receive beside such a receive: after a loss it would not be known which of the two
+        gets which message.
         """
         way = asked.gives
         if isinstance(way, Channel) and way.target == self._rank:
@@ -229,7 +230,9 @@ class Flight:
     # --- tries ----------------------------------------------------------------------------------------
 
     def _go_on_with(self, call: Call) -> None:
-        """Start a call whose turn it is, or take its result from others, after all have said what is behind them."""
+        """Start a call whose turn it is, or take its result from other members. Called once all members have posted
+        which calls they have finished.
+        """
         try:
             if not call.lasts or not self._taken(call):
                 call.asked.check()
@@ -349,7 +352,7 @@ class Flight:
         return tuple(rank for rank in self._ranks if rank in live)
 
     def _join(self) -> None:
-        """Adopt the session's membership: the live members, and each one's position in links."""
+        """Adopt the session's membership: the live members, and their positions in links."""
         self._generation = self._session.view.number
         live = set(self.live_ranks())
         self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
@@ -546,7 +549,8 @@ class Flight:
 
     def _link(self, which: str, members: Sequence[int], where: torch.device = HOST) -> tuple[Link, Handle]:
         """Return the present membership's link among these logical members, and the handle of its connecting. The
-        previous link is aborted once this one stands: nobody needs it by then, and that ends all waits on it.
+        previous link is aborted once the new link stands: no worker needs it by then, and the abort ends all waits on
+        it.
         """
         some = "" if len(members) == len(self._live) else f" of {_listed(members)}"
         last, _ = self._links.get(which + some, (None, None))

@@ -130,7 +130,7 @@ class Handle:
 
     @property
     def what(self) -> str:
-        """What it is, in the words of messages."""
+        """The operation's name in messages."""
         return self._what if isinstance(self._what, str) else self._what()
 
     def poll(self) -> bool:

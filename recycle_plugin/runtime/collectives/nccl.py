@@ -292,7 +292,9 @@ class NcclLink:
         self._connecting.end()
 
     def _start_first(self, begun: Begun) -> None:
-        """Start the sum whose call makes the group; repeat until it is made, or the link has an end."""
+        """Start the first sum, whose call makes the group. Repeat while the group is being made; raise if the link has
+        ended.
+        """
         until = time.monotonic() + self._timeout.total_seconds()
         while True:
             try:

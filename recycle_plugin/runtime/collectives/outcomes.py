@@ -78,16 +78,17 @@ class Follower(Protocol):
         """
 
     def go_on(self) -> None:
-        """Resume what survives the change: this worker has told the others what is behind it."""
+        """Resume the calls that survive the change: this worker has posted which calls it has finished."""
 
 
 @dataclass
 class Said:
-    """What one worker has behind it of one sequence: the first ``count`` collectives, and those in ``after``.
+    """One worker's progress in one sequence of collectives: it has finished the first ``count``, and those in
+    ``after``.
 
-    ``begun``: how many it has started, as far as it has said. ``values``: this worker's last results for all, on their
-    way to host memory; None if each member got something else, or the result is too large. Another worker's entry has
-    ``kept`` instead: the (first, end) ranges of its results.
+    ``begun``: how many it has started, according to its post. ``values``: this worker's last results, on their way to
+    host memory. None if the result differs by member, or is too large. Another worker's entry has ``kept`` instead: the
+    (first, end) ranges of its results.
     """
 
     count: int = 0

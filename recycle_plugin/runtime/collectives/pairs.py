@@ -140,13 +140,15 @@ class LinkedPairs:
         self._tcp.send(address, datum, tensors, valid_from)
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """Yield what has come since the last call, by either way; see Mover.arrivals."""
+        """Yield the tensors received since the last call, over links and over TCP; see Mover.arrivals."""
         for arrived in self._tcp.arrivals():
             self._lost.discard(arrived[0])
             yield arrived
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
-        """Return when these peers have what was sent over links, and the sockets to them the rest, or they are gone."""
+        """Return when these peers have received the tensors sent over links, and their sockets the rest, or the peers
+        are gone.
+        """
         ways = [way for address in addresses if (way := self._out.get(address)) is not None]
 
         def taken() -> bool | None:
@@ -161,8 +163,8 @@ class LinkedPairs:
         return self._tcp.hears()
 
     def hear_out(self, peers: Collection[str]) -> bool:
-        """Take what peers other than ``peers`` have sent before they went; see Mover.hear_out. What is under way over a
-        link gets up to 1 s, unless the link is aborted.
+        """Receive all that peers other than ``peers`` have sent; see Mover.hear_out. Operations under way over a link
+        get up to 1 s, unless the link is aborted.
         """
         gone = [way for address, way in self._in.items() if address not in peers]
         with self._session.waiting.changed:
@@ -373,7 +375,7 @@ class LinkedPairs:
             raise Nonsense(f"tensors of shapes {str(message.tensors)[:80]}: {str(error)[:200]}") from None
 
     def _came(self, way: Way, number: int, handle: Handle) -> None:
-        """Deliver a tensor whose operation counts; called in any thread."""
+        """Deliver a tensor whose operation counts. Any thread may call this."""
         parcel = way.under_way.pop(number, None)
         if parcel is not None and handle.error is None:
             assert not isinstance(parcel.tensors, Kept), "what comes is kept by nobody yet"

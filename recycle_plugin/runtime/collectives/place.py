@@ -51,6 +51,6 @@ def meet(line: Session, topology: Topology, shards: int = 1) -> HeldSeat:
 
 @torch.no_grad()
 def make_alike(tensors: Iterable[torch.Tensor], peers: dist.ProcessGroup) -> None:
-    """Give all ``peers`` the first one's values: layers may come from outside, with any seed."""
+    """Give all ``peers`` the values of the first of them: the script may have made its layers with any seed."""
     for tensor in tensors:
         dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)

@@ -72,8 +72,8 @@ class Startup:
 
     @property
     def alone(self) -> bool:
-        """Whether the script runs by itself, except for what it does :meth:`apart`. So it does for a newcomer that is
-        no member yet, or whose script has not come to its first step.
+        """Whether the script runs alone, outside of :meth:`apart`: this worker is a newcomer and no member yet, or its
+        script has not reached its first step.
         """
         return self.outside or (self._begins and not self._apart and self._session.hooks.between_steps is not None)
 
@@ -238,7 +238,7 @@ class Startup:
         return self._recorded and not self._training and what not in self._remembered
 
     def recall(self, what: str) -> Any:
-        """Return what the predecessor has remembered under ``what``; raises RecycleError if it has not."""
+        """Return the predecessor's value for ``what``. Raises RecycleError if it has kept none."""
         if self._training:
             raise self._session.hooks.refusal(
                 f"{what}, called at {calling_line()}, between steps that were over before this worker came back: a "

@@ -59,7 +59,7 @@ def over_nccl(
     timeout: timedelta,
     where: torch.device,
 ) -> Link:
-    """Open a link over NCCL, whose groups ``make`` makes, confirmed over Gloo."""
+    """Open a link over NCCL. ``make`` makes its groups; results are confirmed over Gloo."""
     meeting, lane = Meeting(session, called, ranks), accelerator_at(where).lane()
     link = NcclLink(generation, meeting, among(ranks), lane, timeout, make)
     return ConfirmedLink(link, _over_gloo(session, generation, f"{called}, confirmed", ranks, timeout, where))

@@ -103,7 +103,7 @@ class Accelerator:
     # --- events ---------------------------------------------------------------------------------------
 
     def event(self, what: object) -> DeviceEvent:
-        """Mark the end of what the calling thread has started on the device so far."""
+        """Mark the end of the work that the calling thread has started on the device so far."""
         return StreamEvent(self._mark(self._module.current_stream(self.where)), what)
 
     def order(self) -> Order:
@@ -208,13 +208,13 @@ class Lane:
         self._give_back(self._stream)
 
     def mark(self) -> Any:
-        """Mark the end of what the calling thread has started on the device so far."""
+        """Mark the end of the work that the calling thread has started on the device so far."""
         event = self._module.Event()
         event.record(self._module.current_stream(self.where))
         return event
 
     def take_thread(self) -> None:
-        """Have the calling thread use this device; without a choice it would initialise the first one."""
+        """Make the calling thread use this device. Without this call the thread would initialise the first device."""
         self._module.set_device(self.where)
 
     @contextmanager
@@ -231,7 +231,7 @@ class Lane:
             yield
 
     def event(self, what: object) -> StreamEvent:
-        """Mark the end of what has been started in this order so far."""
+        """Mark the end of the work started in this order so far."""
         event = self._module.Event()
         event.record(self._stream)
         return StreamEvent(event, what)

@@ -32,7 +32,9 @@ class Framing:
         return made + seal.of(made)
 
     def receive(self, connection: Connection, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
-        """Return the next message, of this ``kind``. Raises Nonsense for another one, EOFError at the end, OSError."""
+        """Return the next message, of this ``kind``. Raises Nonsense if it is of another kind, EOFError at the end,
+        OSError.
+        """
         head = exactly(connection, HEAD.size)
         rest = exactly(connection, self._size(head, limit) + SEAL)
         message = self._message(bytes(head + rest[:-SEAL]), bytes(rest[-SEAL:]), seal)

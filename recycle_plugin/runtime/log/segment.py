@@ -263,7 +263,7 @@ class _Read(NamedTuple):
 
 
 class _SegmentFile:
-    """An open segment file; ``seed`` is what its CRCs start from."""
+    """An open segment file. ``seed``: the initial value of its CRCs."""
 
     def __init__(self, path: Path, file: BufferedReader, seed: int) -> None:
         self._path, self._file, self._seed = path, file, seed

@@ -87,7 +87,9 @@ class LogLine(NamedTuple):
         self.connection.sendall(FRAMES.frame(message, self.seals.out))
 
     def hear(self, kind: type[T], limit: int = LIMIT) -> T:
-        """Return the next message, of this ``kind``. Raises Nonsense for another one, EOFError at the end, OSError."""
+        """Return the next message, of this ``kind``. Raises Nonsense if it is of another kind, EOFError at the end,
+        OSError.
+        """
         message = FRAMES.receive(self.connection, object, self.seals.into, limit)
         if isinstance(message, Refusal):
             raise Nonsense(f"it is refused: {message.why[:200]}")

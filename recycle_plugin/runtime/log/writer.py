@@ -295,7 +295,7 @@ class LogWriter:
             return None
 
     def _handle(self, item: _Checkpointed | _UpToHere | _Close | None) -> bool:
-        """Handle an item of the ring. Returns False for the last one."""
+        """Handle an item of the ring. Return False for the last item."""
         match item:
             case None:
                 while self._writing:

@@ -36,7 +36,7 @@ class Mover(Protocol):
         """
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """Yield what has come since the last call: datum, tensors, and the generation from which they are valid."""
+        """Yield the data received since the last call: datum, tensors, and the generation from which they are valid."""
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
         """Return when what was sent to these peers survives this process's death; Interrupted on a new membership."""
@@ -47,12 +47,12 @@ class Mover(Protocol):
         """
 
     def hear_out(self, peers: Collection[str]) -> bool:
-        """Take what peers other than ``peers`` sent before they went, and nothing of theirs after this call. Returns
-        False if this worker turns out to let nobody in.
+        """Receive all that peers other than ``peers`` have sent, and accept nothing more from them afterwards. Return
+        False if it turns out that no peer can connect to this worker.
         """
 
     def listen_to(self, peers: Iterable[str]) -> None:
-        """From now on also take what ``peers`` send; some of them have come back since others were heard out."""
+        """Accept data from ``peers`` too from now on; some of them have come back since :meth:`hear_out`."""
 
     def keep_only(self, members: Iterable[str]) -> None:
         """From now on send only to ``members``; broken connections to these are made anew."""

@@ -75,7 +75,7 @@ class Transport:
             return self._outboxes[address]
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """Yield what has come since the last call: datum, tensors, and the generation from which they are valid."""
+        """Yield the data received since the last call: datum, tensors, and the generation from which they are valid."""
         self.check()
         while self._arrived:
             yield self._arrived.popleft()
@@ -98,8 +98,8 @@ class Transport:
             return self._session.waiting.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
 
     def hear_out(self, peers: Collection[str]) -> bool:
-        """Take what peers other than ``peers`` sent before they went, waiting up to 1 s, and nothing of theirs after
-        that. Does not wait again for peers that were heard out before.
+        """Receive all that peers other than ``peers`` have sent, waiting up to 1 s, and accept nothing more from them
+        afterwards. A second call does not wait again for the same peers.
         """
         live, could_knock = frozenset(peers), self._knock()
         out = frozenset() if self._heard is None else frozenset(self._readers.values()) - self._heard
@@ -114,7 +114,7 @@ class Transport:
             return could_knock and self._knocked is None
 
     def listen_to(self, peers: Iterable[str]) -> None:
-        """From now on also take what ``peers`` send; some of them have come back since others were heard out."""
+        """Accept data from ``peers`` too from now on; some of them have come back since :meth:`hear_out`."""
         with self._session.waiting.changed:
             if self._heard is not None:
                 self._heard |= set(peers)
@@ -251,7 +251,7 @@ class Transport:
             return any(arrived[0] == datum for arrived in self._arrived)
 
     def deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
-        """Hand over what has come from ``sender``, unless that was heard out before."""
+        """Hand over data from ``sender``. Data of a sender that :meth:`hear_out` has closed is dropped."""
         with self._session.waiting.changed:
             if self._heard is None or sender in self._heard or datum.kind == OF_REPLAYS:
                 self._arrived.append((datum, tensors, valid_from))

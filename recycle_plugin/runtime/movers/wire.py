@@ -49,7 +49,9 @@ class Apart:
 
 @dataclass(frozen=True)
 class LinkOver:
-    """The end of the link of ``generation`` between the two workers; ``sends``: who says so was the link's sender."""
+    """The end of the link of ``generation`` between the two workers. ``sends``: this message's author was the link's
+    sender.
+    """
 
     generation: int
     sends: bool

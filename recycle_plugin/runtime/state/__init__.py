@@ -1,1 +1,1 @@
-"""All that a step changes on a worker, how it is taken back, and who else may change it."""
+"""The state that a step changes on a worker, how a step is taken back, and which other code may change that state."""

@@ -285,7 +285,7 @@ def _random_state(value: Any) -> Any:
 
 
 def refusals(told: Any) -> Iterator[str]:
-    """Yield what could not be told, and why."""
+    """Yield, for each value that could not be read, the reason."""
     if isinstance(told, tuple) and len(told) == 2 and told[0] == REFUSED:
         yield told[1]
     elif isinstance(told, (tuple, list, dict)):

@@ -45,7 +45,7 @@ BY_GROUP = frozenset({"deepspeed.ops.adam.fused_adam.FusedAdam"})  # the last pa
 
 
 class StepSums(Protocol):
-    """What other workers' units need of runtime/stage/gradients.py."""
+    """The part of runtime/stage/gradients.py that units need."""
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return what ``step`` applies to each parameter."""
@@ -174,11 +174,11 @@ class StageUnits:
         return any(each in of or each.startswith(states) for each in changed)
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return what the optimizer applies its next step with."""
+        """Return the optimizer's settings for its next step (learning rates and the like)."""
         return self.state.optimizer.settings()
 
     def _told(self) -> dict[str, Any]:
-        """Return what a head has, by its name in errors."""
+        """Return the contents of a head, by their names in errors."""
         small, shared = self.state.small(), self.state.optimizer.shared()
         return {
             **{f"part {name}": value for name, value in small.items() if name != "optimizer"},

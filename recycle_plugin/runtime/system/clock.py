@@ -13,8 +13,8 @@ def now() -> float:
 
 
 class Awake:
-    """The time of day for a process that looks at it often. What is more than ``late_s`` seconds between two looks does
-    not count: the process was stopped, and could hear nobody.
+    """The time of day for a process that reads it often. If more than ``late_s`` seconds lie between two readings, the
+    excess is left out: the process was stopped, and could receive nothing.
     """
 
     def __init__(self, late_s: float) -> None:

@@ -45,7 +45,7 @@ class Snapshot:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copy the present state over the last one."""
+        """Copy the present state over the previous copy."""
         self._copies.take(self._state.tensors(following=False))
         self._small.take()
 
