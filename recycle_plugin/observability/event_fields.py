@@ -115,6 +115,6 @@ def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
 def _check_member(event: Mapping[str, Any], seats: Collection[str], ranks: Collection[int]) -> None:
     """Raise ValueError if a worker that is lost, leaves or returns is not one of the job's."""
     if event["event"] in ("lost", "leaving", "restored", "replayed", "rejoined") and event["seat"] not in seats:
-        raise ValueError(f"its {event['event']} event names seat {event['seat']}, which its start event has not")
+        raise ValueError(f"its {event['event']} event names seat {event['seat']}, which is not in its start event")
     if event["event"] == "left" and event["rank"] not in ranks:
-        raise ValueError(f"its left event names rank {event['rank']}, which its start event has not")
+        raise ValueError(f"its left event names rank {event['rank']}, which is not in its start event")

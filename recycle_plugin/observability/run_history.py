@@ -440,7 +440,7 @@ class EventLog:
         new = self._read(path)
         starts = [place for place, event in enumerate(self._events) if event["event"] == "start"]
         if not starts:
-            raise ValueError(f"{path} tells of no job: it has no start event")
+            raise ValueError(f"{path} has no job: its start event is missing")
         if self._events[starts[-1]] is not self._start:
             self._start = self._events[starts[-1]]
             first = starts[-1]

@@ -209,7 +209,7 @@ def test_a_coordinator_that_was_deposed_has_ended_the_job_unless_another_host_go
 
 WRONG = {
     "missing": (None, "nowhere is no folder: name a run folder"),
-    "empty": ("", "tells of no job: it has no start event"),
+    "empty": ("", "has no job: its start event is missing"),
     "broken": ('{"time": 1}\n', "events.jsonl, line 1 is no event: "),
     "other": ("[1]\n", "events.jsonl, line 1 is no event: [1]"),
 }
@@ -261,8 +261,8 @@ ODD = {
     "late": (having("committed", time=1e300), "its committed event has '1e+300' as time: it was "),
     "nan": (having("resume", throughput=float("nan")), "its resume event has 'nan' as throughput: it was "),
     "steps": (having("committed", step=10**400), "its committed event has '1000000000"),
-    "seat": (having("lost", seat="9.9"), "its lost event names seat 9.9, which its start event has not"),
-    "left": (having("left", rank=9), "its left event names rank 9, which its start event has not"),
+    "seat": (having("lost", seat="9.9"), "its lost event names seat 9.9, which is not in its start event"),
+    "left": (having("left", rank=9), "its left event names rank 9, which is not in its start event"),
     "coordinator": (having("start", coordinator={"host": "h"}), "its start event has no coordinator.pid: it was "),
 }
 

@@ -382,7 +382,7 @@ def test_a_lot_of_other_blocks_is_refused():
     """Those of steps with another number of micro-batches, as of somebody who has not heard of a change."""
     line = Line({}, (), {})
     helped(line, CALL, Lot(BACK, 1, 1, (Block(0, 9),), Sent(1)))
-    assert line.heard[-1].why == "its steps have other blocks" and line.live[0].stage.begun == []
+    assert line.heard[-1].why == "its steps are divided into other blocks" and line.live[0].stage.begun == []
 
 
 SECOND = Member(3, Seat(1, 1), "at 3", "h", 1)  # another worker of the stage had this rank

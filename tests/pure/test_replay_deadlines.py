@@ -149,4 +149,4 @@ def test_a_parked_worker_waits_as_long_as_it_was_told_and_says_what_for():
     worker.control_view.take(Expected("the next replayed step, predicted to take 7 s", 500.0))
     worker.control_view.take(Generation(2, of_stage_0, 0, "a loss", 0.0))
     list(worker.loop.recover())
-    assert worker.asked == ("stage 1 to be replayed (a loss): the next replayed step, predicted to take 7 s", 500.0)
+    assert worker.asked == ("the replay of stage 1 (a loss): the next replayed step, predicted to take 7 s", 500.0)

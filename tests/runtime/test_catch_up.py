@@ -318,7 +318,7 @@ def test_a_newcomer_that_takes_sums_too_slowly_is_given_up(ends, coordinator, mo
         assert not outlet.broken
     outlet.send(Sums(7, {"a": (torch.ones(400),)}))
     assert outlet.broken
-    assert "it takes updates too slowly: 6400 bytes of more than 2 steps" in coordinator.hear(Note)[-1].text
+    assert "it reads updates too slowly: 6400 bytes of more than 2 steps" in coordinator.hear(Note)[-1].text
 
 
 def test_a_newcomer_reads_no_further_than_it_takes_in(ends, monkeypatch):

@@ -130,7 +130,7 @@ class Helper:
         """Compute the share of ``lot``; the value is None if it is no longer ``wanted``."""
         self._kept = []
         if not self._members.keys() >= set(lot.blocks):
-            raise CantHelp("its steps have other blocks")
+            raise CantHelp("its steps are divided into other blocks")
         stage.begin(lot.step, lot.weights)
         for block in lot.blocks:
             for micro_batch in self._members[block]:

@@ -129,7 +129,9 @@ class Lockstep:
             known = [self._port.heard_in_seat(other).past for other in self._others]
             self.say_stopped(max([*known, *([coming.number] if coming is not None else [])]))
             yield from self._port.wait(
-                f"what has stopped the others of seat {self._seat}", self._view.interruption, interruptible=False
+                f"the membership change that has stopped the other workers of seat {self._seat}",
+                self._view.interruption,
+                interruptible=False,
             )
             wait = Activity(WAITS, f"the other workers of seat {self._seat} to stop", self._seat)
             self._until = yield from self._port.wait(wait, self._furthest, interruptible=False)

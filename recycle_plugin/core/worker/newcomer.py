@@ -81,7 +81,7 @@ class Newcomer:
 
     def start(self) -> Iterator[Any]:
         """Return when the newcomer knows where the job is. Raises JobEnded."""
-        yield from self._port.wait("word of where the job is", lambda: self._view.present or None, interruptible=False)
+        yield from self._port.wait("the job's present step", lambda: self._view.present or None, interruptible=False)
 
     def train(self, step: int) -> Waits[bool]:
         """Yield until ``step`` is committed by the others, and applied here if need be: True. False if the worker is a
@@ -119,7 +119,7 @@ class Newcomer:
         """Return whether others may wait for this worker at ``barrier``; then it is a member now. Raises JobEnded."""
         if self.replayed is None or self.replayed != self._position or barrier in self._passed:
             return False
-        what = f"the others, who wait for stage {self._loop.seat.stage}"
+        what = f"a generation with stage {self._loop.seat.stage}, which the others wait for"
         while True:
             generation = yield from self._port.wait(what, self._view.interruption, interruptible=False)
             if (yield from self._enter(generation)):

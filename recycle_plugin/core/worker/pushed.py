@@ -41,7 +41,7 @@ class Need(Enum):
     MICRO_BATCH = "give the next micro-batch"
     PASS = "run it forward and backward"
     STEP = "call step()"
-    NOTHING = "whatever it likes: the step is committed"
+    NOTHING = "nothing: the step is committed"
 
 
 @dataclass

@@ -166,7 +166,7 @@ class StageWork(Undisturbed):
 
         def found() -> T | None:
             if self.others and (why := self.refused()):
-                raise CantReplay(f"what other stages need of stage {self._stage} can't be logged: {why}")
+                raise CantReplay(f"the data of stage {self._stage} for other stages can't be logged: {why}")
             return look()
 
         try:

@@ -283,7 +283,7 @@ class TrainingLoop:
             return
         if self._lockstep is not None and not (yield from self._lockstep.take_up(generation.number)):
             yield from self._port.wait(
-                f"what has come after generation {generation.number}",
+                f"a generation newer than {generation.number}",
                 lambda: True if self._control_view.pending is not generation else None,
                 interruptible=False,
             )
@@ -312,7 +312,7 @@ class TrainingLoop:
                 yield from self._await_stages(empty, generation)
                 continue
             expected = view.expected
-            what = "the coordinator's word that this worker may go" + f": {expected.what}" * bool(expected.what)
+            what = "the coordinator's permission to end" + f": {expected.what}" * bool(expected.what)
 
             def news(heard: int = view.replayed, before: Generation | None = generation) -> bool | None:
                 return view.may_go or view.replayed > heard or view.interruption() is not before or None
@@ -326,7 +326,7 @@ class TrainingLoop:
         view, stages = self._control_view, ", ".join(map(str, empty))
         while view.pending is generation and not view.may_go:  # the deadline: one for the next replayed step
             expected = view.expected
-            what = f"stage {stages} to be replayed ({generation.cause})" + f": {expected.what}" * bool(expected.what)
+            what = f"the replay of stage {stages} ({generation.cause})" + f": {expected.what}" * bool(expected.what)
 
             def news(heard: int = view.replayed) -> bool | None:
                 over = view.pending is not generation or view.may_go

@@ -147,7 +147,7 @@ class Worker:
         try:
             self.iterator_data.provide(program.step, self._control_view)
         except Lacking as lacking:
-            view, text = self._control_view, f"all to hear that {lacking}"
+            view, text = self._control_view, f"all workers to learn that {lacking}"
             self._machine.send(OutOfData(view.rank, view.number, program.step))
             yield from self._machine.wait(text, lambda: None)
 

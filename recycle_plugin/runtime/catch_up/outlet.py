@@ -95,7 +95,7 @@ class TcpOutlet:
             waiting = sum(weight for _, weight in self._sums)
             too_slow = waiting > ROOM and len({step for step, _ in self._sums}) > STEPS
         if too_slow:
-            self._end(f"it takes updates too slowly: {waiting} bytes of more than {STEPS} steps wait for it")
+            self._end(f"it reads updates too slowly: {waiting} bytes of more than {STEPS} steps wait for it")
 
     def has_room(self, waiting: bool) -> bool:
         """Return whether something may be read for this newcomer; ``waiting``: this worker has nothing else to do."""

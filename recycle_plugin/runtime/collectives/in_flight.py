@@ -144,7 +144,7 @@ class Flight:
         """Continue the others' numbers in this group's sequences, once, as a newcomer."""
         while (hear := self._outcomes.count_on(self._name, self.live_ranks())) is not None:
             try:
-                self._session.waiting.run(f"the others' place in {self._name}", hear)
+                self._session.waiting.run(f"the other members' positions in {self._name}", hear)
             except Interrupted:
                 if self._session.hooks.between_steps is None:
                     raise
@@ -527,8 +527,8 @@ class Flight:
             session.waiting.until(news, lambda: None, timeout_s=NEWS_TIMEOUT_S)
         except WaitTimeout:  # before the job's start nobody can be told to meet again
             raise RecycleError(
-                f"{wait} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: check the network "
-                "between their hosts, "
+                f"{wait} failed, and after {NEWS_TIMEOUT_S:.0f} s none of its members is known to be lost: check the "
+                "network between their hosts, "
                 f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})"
             ) from failure
 

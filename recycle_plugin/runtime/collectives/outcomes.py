@@ -198,7 +198,7 @@ class Outcomes:
         Blocks until all have posted. Raises WaitTimeout past the deadline, RecycleError for an unreadable post.
         """
         session, reading = self._session, self.whereabouts.read(generation)
-        what = f"the others' place in the collectives of {group}"
+        what = f"the other members' positions in the collectives of {group}"
         in_force = session.view.number
         session.boards.wait(what, reading, ranks, session.waiting.timeout_s, lambda: session.view.number == in_force)
         return {

@@ -124,7 +124,7 @@ class NewcomersScript:
             over = replay.position + 1 < self._view.committed
             return over and replay.only_steps if self._view.present else None
 
-        return self._wait("word of where the job is", look)
+        return self._wait("the job's present step", look)
 
     def _is_over(self, coming: int) -> bool:
         """Whether step ``coming`` is over; waits until that is known. The counts stay the script's."""
