@@ -15,11 +15,11 @@ class ComesBack:
 
     def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
         """Have ``callback(step, state)`` called in a worker that comes back, before its first step; ``step`` is the
-        last one before. Call it on every worker, before the first step.
+        last step before that. Call it on every worker, before the first step.
 
-        It is for what a script keeps itself: an average of weights, or counters of what it has computed. ``state()`` is
-        called at the lowest live rank of the same stage, between two steps, and returns what torch.save can write.
-        Without it ``callback`` gets None.
+        It is for values that a script keeps itself, such as an average of weights or counters. The lowest live rank of
+        the same stage calls ``state()`` between two steps; the result must be something that torch.save can write.
+        Without ``state``, ``callback`` gets None.
         """
         self._trainer.on_join(callback, state)
 

@@ -105,7 +105,7 @@ class StockNorm:
         self._stage, self._replicas = stage, replicas
 
     def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
-        """Return the squared norm of what stock counts of this stage."""
+        """Return the squared norm of the gradients of this stage that stock counts."""
         return squared_norm(
             [each for one, each in gradients.items() if not self._stage or is_model_parallel_parameter(one)]
         )

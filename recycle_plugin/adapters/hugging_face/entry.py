@@ -22,7 +22,7 @@ IMPLIED = {"batch": "shrink", "rejoin": "never"}
 
 
 def driver(packages: Iterable[str]) -> str | None:
-    """Return what drives the engine by itself, by the packages whose modules build it; None for the script."""
+    """Return the library that drives the engine, found by the packages that build it; None if the script drives it."""
     found = {*packages}
     return next((said for name, said in DRIVERS.items() if name in found), None)
 

@@ -1,5 +1,5 @@
-"""A script's own loop with Accelerate: evaluations are dealt to the live ranks. An evaluation in which a replica is
-lost goes on, since a script that has gathered half of it can't start it again. A warning says what it lacks.
+"""A script's own loop with Accelerate: evaluations are dealt to the live ranks. If a replica is lost in an evaluation,
+the evaluation goes on without its samples, since the script can't begin it again. A warning says so.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Evaluations:
         self._lacks: set[int] = set()  # lost ranks that the evaluation was dealt to
 
     def prepare_data_loader(self, stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-        """Prepare a loader, whose samples are dealt to all ranks, also to those that may come back while it is read."""
+        """Prepare a loader. Its samples are dealt to all ranks, lost ones too, since they may come back while it is
+        read.
+        """
         with self._team.as_at_start():
             return stock(of, *arguments, **named)
 

@@ -1,6 +1,6 @@
-"""What a script has one process do for all, such as writing a file. Which one that is may change with a loss. A process
-whose script goes through steps that are over (passing.py) does none of it again, as far as the script asks Accelerate;
-what else it writes is said.
+"""Work that a script has one process do for all, such as writing a file. A loss may change which process that is. A
+process that repeats past steps (passing.py) does none of this work, if the script decides by Accelerate. For files that
+it writes otherwise a warning is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ WRITES = os.O_WRONLY | os.O_RDWR
 
 
 def install(session: Session) -> None:
-    """Have Accelerate's decorators and properties follow what the script is at, and a newcomer say what it writes."""
+    """Make Accelerate's decorators and properties follow the script's position, and a newcomer report files that it
+    writes.
+    """
     for name in DECORATORS:
         wrap_method(PartialState, name, functools.partial(_when_called, session.hooks))
     if session.view.newcomer:
@@ -64,13 +66,13 @@ def _outside(hooks: ScriptHooks, stock: property) -> property:
 
 
 class Writes:
-    """The files that a script writes in steps that are over, of which the first one is said."""
+    """The files that a script writes in past steps. Only the first one is reported."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._said = session, False
 
     def save(self, stock: Callable[..., Any], obj: object, f: Any, *arguments: Any, **named: Any) -> None:
-        """Save by torch, whose own writer of files no audit hook hears of."""
+        """Save with torch.save, and report the file here: torch's file writer raises no audit event."""
         if isinstance(f, (str, os.PathLike)):
             self._say(f)
         stock(obj, f, *arguments, **named)

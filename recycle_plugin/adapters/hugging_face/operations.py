@@ -150,7 +150,9 @@ class Operations:
                 live = left
 
     def _synchronized(self, stock: Callable[..., Any], rank: int, tensor: torch.Tensor, src: int) -> None:
-        """Set ``tensor`` to a generator's state on ``rank``; a newcomer has it from the others, who are past this."""
+        """Set ``tensor`` to the state of the generator on ``rank``. A newcomer gets it from the others, which have
+        passed this call.
+        """
         if self._team.known:
             tensor.copy_(self._team.known.pop(0))
         else:

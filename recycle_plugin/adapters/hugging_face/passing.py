@@ -1,13 +1,12 @@
-"""A script's own loop with Accelerate in a replica that rejoins: it goes through the steps that are over.
+"""A script's own loop with Accelerate in a replica that rejoins: the script repeats the past steps without computing.
 
 Only the script knows where its loop is, so a newcomer's script runs all of it. Until it reaches the others' step, the
 engine computes nothing: a forward gives zeros of the right shapes and the step's loss; backward and step only count.
-What the script gathers, reduces and synchronises through Accelerate gives what it gave the others (record.py), who keep
-these results from the first step on. Batches are drawn as always, so that the loaders are in the right place
-afterwards.
+Accelerate's gathers, reductions and synchronisations return the results that the others got (record.py); the live ranks
+keep these from the first step on. Batches are drawn as always, so that the loaders end up in the right place.
 
-The others are in the first step that the newcomer's replica takes part in, and wait for its micro-batches there. They
-begin each step with a gather of who is new, and of the last step's loss.
+Meanwhile the others wait in the first step that the newcomer's replica takes part in, for its micro-batches. They begin
+each step with a gather that tells which ranks are new, and the last step's loss.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PASSED_OVER = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit
 
 
 def install(team: Team, session: Session, engine: Any) -> None:
-    """Have a loop of this process go through what is over if it rejoins, and keep what others need for that."""
+    """Make this process repeat past steps if it rejoins, and keep the results that other newcomers will need."""
     made = Passing(team, session, engine)
     for name in ("forward", "backward", "step", "set_gradient_accumulation_boundary"):
         wrap_method(type(engine), name, getattr(made, name))
@@ -175,8 +174,8 @@ class Passing:
         self._team.record = self._record
 
     def _meet(self) -> tuple[Record, Any] | None:
-        """Return, on a newcomer, what the others have kept and the first one's random numbers; None on the others. All
-        ranks call it before a step. Raises RecycleError if no rank is left that has kept it, or if it was too much.
+        """Return, on a newcomer, the others' record and the first live rank's random numbers; None on the others. All
+        ranks call it before a step. Raises RecycleError if no live rank has the record, or if it was too large to keep.
         """
         team, is_new = self._team, self._session.view.newcomer and self._team.record is None
         state = NEW if is_new else WITHOUT if self._loss is None else WITH  # a loss may be NaN
@@ -249,7 +248,7 @@ class Passing:
 
 
 class Form(NamedTuple):
-    """What is kept of a tensor."""
+    """The dtype and shape of a tensor in a forward's kept result."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -261,7 +260,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _shapes(given: Any, trains: bool) -> Any:
-    """Return what decides the shapes of a forward's result; None if its inputs don't tell."""
+    """Return the properties of the inputs that decide the shapes of a forward's result; None if they don't."""
     leaves, tree = tree_flatten(given)
     if any(not isinstance(leaf, KNOWN) for leaf in leaves):
         return None

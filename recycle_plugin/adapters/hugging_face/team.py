@@ -30,8 +30,8 @@ SHARDS = (BatchSamplerShard, IterableDatasetShard)
 
 
 class Team:
-    """The live ranks of the job, as far as all of them agree. ``between()``: whether the script is between two steps.
-    The count does not change inside a step, whose losses are multiplied by it.
+    """The live ranks of the job, as agreed by all of them. ``between()``: whether the script is between two steps. The
+    number of ranks does not change inside a step, because its losses are multiplied by it.
     """
 
     def __init__(self, session: Session, group: MemberGroup, between: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ class Team:
 
     @contextmanager
     def unkept(self) -> Iterator[None]:
-        """A context whose calls the scripts of newcomers do not repeat."""
+        """A context whose calls are not kept, since newcomers' scripts do not repeat them."""
         record, self.record = self.record, None
         try:
             yield

@@ -12,7 +12,7 @@ from recycle_plugin.errors import RecycleError
 
 
 class IndexedData:
-    """A job's micro-batches in the order of Megatron's sampler "single", whose loader says which sample is the first.
+    """A job's micro-batches in the order of Megatron's sampler "single". The loader says which sample is first.
     ``args``: Megatron's, before the first step.
     """
 

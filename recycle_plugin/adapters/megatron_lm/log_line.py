@@ -24,7 +24,7 @@ Numbers = list[tuple[float, ...]]
 
 @torch.no_grad()
 def told(loss: torch.Tensor, values: Any) -> Told:
-    """Return what all workers are told of a micro-batch: its ``loss``, and the ``values`` of the loss function."""
+    """Return the numbers of a micro-batch that all workers get: its ``loss``, and the loss function's ``values``."""
     if not isinstance(values, dict):
         raise RecycleError(
             "the loss function gives no dict of what is logged: return (loss, tokens, {'lm loss': …}), as "

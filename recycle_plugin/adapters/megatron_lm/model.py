@@ -73,11 +73,11 @@ class StageModule(nn.Module):
         return self._run(None, given) if self._first else self._run(given, None)
 
     def loss(self, given: Any, batch: tuple[Any, ...]) -> torch.Tensor:
-        """Return the mean loss of a micro-batch whose activations the last stage is ``given``."""
+        """Return the mean loss of a micro-batch from ``given``, the activations of the last stage."""
         return self._run(None if self._first else given, batch)
 
     def told(self, loss: torch.Tensor) -> Told:
-        """Return what all workers are told of the ``loss`` computed last."""
+        """Return the numbers of the last computed ``loss`` that all workers get."""
         return log_line.told(loss, self._values.pop())
 
     def _run(self, activations: torch.Tensor | None, batch: tuple[Any, ...] | None) -> torch.Tensor:

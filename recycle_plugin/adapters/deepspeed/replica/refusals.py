@@ -1,4 +1,4 @@
-"""What jobs of sharded replicas ask for that is refused, in one line that tells what to write instead."""
+"""Refusals for jobs of sharded replicas: one line for each unsupported setting, with what to write instead."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""What one rank of a replica steps, at each ZeRO stage, and where stock DeepSpeed keeps its gradients.
+"""The shard that one rank of a replica steps, at each ZeRO stage, and the place where stock DeepSpeed keeps its
+gradients.
 
-A *shard* is what a rank's optimizer steps: at ZeRO stages 1 to 3 flat fp32 partitions, at stage 0 all parameters. A
-micro-batch's contribution is the part of its gradients in this shard, after stock's reduction inside the replica. It is
-taken after each backward, not only at the boundary, which a lost replica may move. So a micro-batch counts as a whole
-or not at all. Stages 2 and 3 reduce after each backward anyway; at stages 0 and 1 this costs one more reduction inside
-the replica per micro-batch.
+A *shard* is the part that a rank's optimizer steps: at ZeRO stages 1 to 3 flat fp32 partitions, at stage 0 all
+parameters. A micro-batch's contribution is the part of its gradients in this shard, after stock's reduction inside the
+replica. The contribution is taken after each backward, not only at the boundary, because a lost replica may move the
+boundary. So a micro-batch counts as a whole or not at all. Stages 2 and 3 reduce after each backward anyway; at stages
+0 and 1 this costs one more reduction inside the replica per micro-batch.
 
-The sum over the replicas is put where stock has the reduced gradient between backward and step. Scripts find it there.
-Stock checks what they have made of it for overflows, clips by its norm, steps, and gathers the parameters.
+The sum over the replicas is put where stock has the reduced gradient between backward and step, so scripts find it
+there. Stock then checks it for overflows, as scripts have left it, clips by its norm, steps, and gathers the
+parameters.
 """
 
 from __future__ import annotations
