@@ -8,7 +8,7 @@ class RecycleError(RuntimeError):
 
 
 class NoCredentials(RecycleError):
-    """A process's credentials for the job are missing or invalid; the message says what to do."""
+    """A process's credentials for the job are missing or invalid; the message says how to mend that."""
 
 
 class NotSaved(RecycleError, OSError):
@@ -34,7 +34,7 @@ class Refused(BaseException):
 
 
 class WaitTimeout(RecycleError):
-    """A wait passed its deadline; the message names what was awaited."""
+    """A wait passed its deadline; the message names the awaited thing."""
 
 
 class DeviceStuck(RuntimeError):

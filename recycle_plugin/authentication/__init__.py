@@ -1,1 +1,1 @@
-"""Who may take part in a job: its secret, each port's handshake, and seals on later messages. No torch."""
+"""Admission to a job: its secret, each port's handshake, and seals on later messages. No torch."""

@@ -38,7 +38,7 @@ WHERE = (
 
 
 class NoSecret(NoCredentials):
-    """The job's secret is missing or invalid; the message says what to do."""
+    """The job's secret is missing or invalid; the message says how to mend that."""
 
 
 class NotThere(NoSecret):

@@ -42,7 +42,7 @@ NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCO
 
 
 class NoCertificate(NoCredentials):
-    """The files of the setting ``tls`` can't be used: what is ``wrong``, and what to do (``fix``)."""
+    """The files of the setting ``tls`` can't be used. ``wrong``: the reason; ``fix``: what to do."""
 
     def __init__(self, wrong: str, fix: str) -> None:
         super().__init__(f"recycle.tls: {wrong}; {fix}")

@@ -1,4 +1,4 @@
-"""``recycle doctor``: what a job survives, what each loss costs, and what to change, before the job is started."""
+"""``recycle doctor``: the losses that a job survives, the cost of each, and what to change, before the job starts."""
 
 from __future__ import annotations
 

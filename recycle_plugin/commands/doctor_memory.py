@@ -163,7 +163,7 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
 
 
 def _too_full(job: ConfiguredJob, rows: list[dict], room: Room) -> Iterator[str]:
-    """Yield a line for each host whose workers together need more memory than it has."""
+    """Yield a line for each host with less memory than its workers need together."""
     for host, seats in job.hosts.items():
         need = sum(rows[seat.stage]["peak" if room.device is None else "host"] for seat in seats)
         if need > room.host:

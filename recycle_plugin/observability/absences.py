@@ -41,7 +41,7 @@ class Absence:
 
     @property
     def why(self) -> str:
-        """Why the worker is gone; what was seen first is left out if the supervisor has said more."""
+        """Why the worker is gone. The first observation is left out if the supervisor has reported more."""
         if not self.confirmed:
             return self.how
         confirmed = f"{self.confirmed}, says its supervisor"

@@ -36,7 +36,7 @@ def seats(value: object) -> bool:
 
 
 def others(value: object) -> bool:
-    """Return whether ``value`` is {seat's name: its ranks besides the first one}."""
+    """Return whether ``value`` is {seat's name: its ranks, without the first}."""
     return isinstance(value, dict) and all(
         isinstance(ranks, list) and all(map(count, ranks)) for ranks in value.values()
     )

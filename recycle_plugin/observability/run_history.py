@@ -200,7 +200,9 @@ class RunHistory:
 
     @cached_property
     def _absences(self) -> dict[int, Absence]:
-        """The absences of seats by place in the events: a seat whose ranks go together is gone with the first."""
+        """The absences of seats, by the position of their event. If the ranks of a seat are given up together, it is
+        gone when the first is lost.
+        """
         found: dict[int, Absence] = {}
         last: dict[Seat, Absence] = {}
         for place, one in absences(self.events).items():
@@ -216,7 +218,7 @@ class RunHistory:
 
     @cached_property
     def gone(self) -> dict[str, Absence]:
-        """{seat whose worker was lost or has left and was not replaced: its absence}"""
+        """{seat whose worker was lost or has left, and was not replaced: its absence}"""
         return {str(absence.seat): absence for absence in self.absences if not absence.is_over}
 
     @property

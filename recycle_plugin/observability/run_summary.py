@@ -1,4 +1,4 @@
-"""Summary of a run, for status and report: one sentence, why it ended, what ran where and when."""
+"""Summary of a run, for status and report: one sentence, why the run ended, and its model, hosts and times."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def exit_code(history: RunHistory) -> int:
 
 
 def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
-    """Yield name and text of what ran, where and when, and of how losses were noticed."""
+    """Yield the name and text of each fact: model, hosts, times, and how losses were noticed."""
     yield "topology", history.shape.text
     yield "model", model(history)
     yield "batch", batch(history)
@@ -194,7 +194,7 @@ def slow_replicas(history: RunHistory) -> str:
 
 
 def checkpoints(history: RunHistory) -> str:
-    """Return how many checkpoints were written, and the path of the last one."""
+    """Return the number of checkpoints written, and the path of the last one."""
     written = history.of("checkpoint")
     return f"{len(written)} written, the last one {written[-1]['path']}" if written else "none"
 

@@ -112,8 +112,8 @@ class LineFile:
 
 
 def appending(path: Path) -> BinaryIO:
-    """Open a file to append lines to, and cut off what is behind its last line: who wrote it died there, or could not
-    take it back, and the next line would become a part of it. Raises OSError.
+    """Open a file to append lines to. An incomplete last line is cut off, since the next line would become a part of
+    it: its writer has died, or could not take it back. Raises OSError.
     """
     file = path.open("a+b", buffering=0)
     try:

@@ -1,4 +1,4 @@
-"""Planning, from who is alive to who does what when: reroute, schedule, bound, verify, lower. Every worker plans for
+"""Planning, from the live workers to their programs: reroute, schedule, bound, verify, lower. Every worker plans for
 itself and compares digests, so planning depends on nothing but its arguments.
 """
 

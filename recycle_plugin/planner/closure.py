@@ -119,7 +119,7 @@ class Holdings:
         return found
 
     def sums(self, stage: int, column: int) -> list[Seat]:
-        """Return the seats whose sums contain the weight gradient of a micro-batch."""
+        """Return the seats whose sums contain the micro-batch's weight gradient."""
         at, who, of, columns = self._rows["wgrad"]
         return [Seat(int(one), stage) for one in sorted(who[(at == stage) & (of == stage) & (columns == column)])]
 
@@ -136,7 +136,7 @@ OWN = 1 << 40  # in place of a replica: the holder's own
 
 
 class Rows:
-    """Data of one kind, as it is read: of each piece who holds it, and its micro-batches as text."""
+    """Data of one kind, unpacked: for each piece its holder, and its micro-batches as text."""
 
     def __init__(self) -> None:
         self._of: list[tuple[int, int, int, int]] = []  # of each piece: its first holder, holders, own stage, ranges

@@ -143,7 +143,7 @@ def caps(policy: Policy, stages: int) -> Array:
 
 
 def routing_of(problem: Problem) -> Routing:
-    """Return the routing in ``problem``: what it was made from, or what a search has made of that."""
+    """Return the routing in ``problem``: the given one, or as changed by a search."""
     return Routing(
         problem.replicas, (problem.worker % problem.ranks).reshape(problem.stages, problem.ranks, problem.micro_batches)
     )

@@ -117,7 +117,7 @@ def finished(job, tally, queue, base, kind, record, now):
 
 @inner
 def arrive(job, tally, queue, base, event, record, now):
-    """Put an F, or an I or B, whose inputs are there into its worker's queue."""
+    """Put an F, I or B whose inputs have arrived into its worker's queue."""
     here = job.worker[record]
     if event == GRADIENT:
         key, kind = job.backward_key[record], BACKWARDS
@@ -129,7 +129,9 @@ def arrive(job, tally, queue, base, event, record, now):
 
 @inner
 def choose(job, tally, here):
-    """Return what an idle worker begins, or -1: what it has ready, its memory and the rule decide."""
+    """Return the operation that an idle worker begins, or -1. It depends on the worker's queues, its memory and the
+    rule.
+    """
     rule, stage = job.rule, here // job.ranks
     ready_f, ready_i, ready_w = (
         tally[FORWARDS, here],

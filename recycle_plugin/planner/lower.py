@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.plan import Plan
 
 
 class BoundaryRoute(NamedTuple):
-    """The way of a boundary tensor: who has it, and to whom its maker sends it; None: to nobody."""
+    """The route of a boundary tensor: the seat that has it, and the seat that its maker sends it to; None: no seat."""
 
     source: Seat
     target: Seat | None

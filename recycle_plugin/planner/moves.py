@@ -1,8 +1,7 @@
-"""Moves of the local search, compiled: what each changes, and how it is taken back. ``planner.climb`` decides which.
-
-A state is a sequence of all operations, each after what it needs, and the list of each worker's operations, which is
-part of it. Only operations whose start a move changes are timed again, in the sequence's order, and only until the move
-surely makes some window too wide.
+"""Moves of the local search, compiled: how each changes a state, and how it is undone. ``planner.climb`` chooses them.
+A state is a sequence of all operations, each after those that it depends on, and the list of each worker's operations.
+Only operations whose start a move changes are timed again, in the sequence's order, and only until the move surely
+makes some window too wide.
 """
 
 from __future__ import annotations
@@ -194,7 +193,9 @@ def shift(state, operation, to):
 
 @inner
 def move(net, state, scratch, operation, target, firsts, limit):
-    """Move ``operation`` to where ``target`` stands; return what :func:`settle` does, or -FAR if memory is short."""
+    """Move ``operation`` to the position of ``target``. Return the result of :func:`settle`, or -FAR if memory is
+    short.
+    """
     ahead = state.place[target] < state.place[operation]
     shift(state, operation, state.place[target])
     following = delist(state, operation)

@@ -7,7 +7,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 
 
 class PlanError(Exception):
-    """There is no plan for this membership and policy; the message says what to change."""
+    """No plan exists for this membership and policy; the message says what to change."""
 
 
 class VerificationError(PlanError):

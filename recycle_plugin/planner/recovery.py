@@ -61,18 +61,19 @@ def _having(kind: str, step: int, held: Held) -> frozenset[Seat]:
 
 
 def _sums(members: Collection[Seat], having: Collection[Seat]) -> tuple[dict[int, Seat], list[int]]:
-    """Return by stage who has the reduced gradient, if others lack it; and the stages in which a member lacks it."""
+    """Return the holder of the reduced gradient, by stage, if another member lacks it; and the stages where a member
+    lacks it.
+    """
     lacking = {seat.stage for seat in members if seat not in having}
     holders = {seat.stage: seat for seat in sorted(having, reverse=True) if seat.stage in lacking}
     return holders, sorted(lacking)
 
 
 class Closing(Mapping[Seat, tuple[Instruction, ...]]):
-    """What each seat does behind its micro-batches: REDUCE if its stage lacks the result, TIE if a stage of its tie
-    lacks it, then VALIDATE, by all or by nobody, and STEP, if it is ``behind``.
-
-    If a worker has stepped, all were told the norm, and VALIDATE finds it (core/messages/contributions.py): nobody
-    waits for one again. Each worker asks for its own seat only.
+    """The end of each seat's program, after its micro-batches: REDUCE if its stage lacks the result, TIE if a stage of
+    its tie lacks it, then VALIDATE, by all seats or by none, and STEP, if the seat is ``behind``. If a worker has
+    stepped, all were told the norm, and VALIDATE finds it (core/messages/contributions.py): no seat waits for it again.
+    Each worker asks for its own seat only.
     """
 
     def __init__(self, plan: Plan, step: int, held: Held, lacking: Collection[int], behind: Collection[Seat]) -> None:

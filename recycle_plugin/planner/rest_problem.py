@@ -42,8 +42,8 @@ def rest_problem(rest: Rest, plan: Plan, costs: CostModel) -> RestProblem:
 
 
 def _in_turn(rest: Rest, follows: Mask) -> Mask:
-    """Return whose weight gradient is added behind that of the column before, which is made again too. ``follows``: per
-    column, whether the one before is of the same block.
+    """Return whose weight gradient is added after that of the previous column, which is made again too. ``follows``: by
+    column, whether the previous column is of the same block.
     """
     runs = rest.runs(Op.W) | rest.runs(Op.B)
     before = np.concatenate([np.zeros((len(runs), 1), bool), runs[:, :-1]], axis=1)

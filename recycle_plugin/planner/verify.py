@@ -154,7 +154,7 @@ def _check_memory(plan: Plan, rows: Rows) -> None:
 
 
 def _check_progress(plan: Plan, rows: Rows) -> None:
-    """Run the step without time: each seat goes on as far as its data allow."""
+    """Run the step without time: each seat goes on until it lacks data."""
     topology = plan.view.topology
     tie = np.array([min(topology.tie(stage), default=stage) for stage in range(topology.stages)])
     tables = _tables(topology.stages, topology.ties)

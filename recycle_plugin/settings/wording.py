@@ -1,4 +1,4 @@
-"""Errors of settings, also pydantic's, in our words: which key, what is wrong, what to write instead."""
+"""Errors of settings, also pydantic's, in our words: the key, the mistake, and what to write instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SettingsError(ValueError):
 def explained(
     error: ValidationError, model: type[BaseModel], sections: Sections
 ) -> tuple[str, str, str, tuple[str, ...]]:
-    """Return (key, what is wrong, what to write instead) of the first problem, and the other keys with one."""
+    """Return (key, mistake, what to write instead) of the first problem, and the other keys that have problems."""
     problems: dict[str, dict[str, Any]] = {}
     for problem in error.errors():  # a list inside a union also fails as "no number": the deeper problem says more
         key = _key(problem["loc"], sections)
@@ -69,7 +69,7 @@ def _key(location: tuple[int | str, ...], sections: Sections) -> str:
 
 
 def _explained(problem: dict[str, Any], model: type[BaseModel], sections: Sections) -> tuple[str, str]:
-    """Return (what is wrong, what to write instead) for one of pydantic's problems."""
+    """Return (mistake, what to write instead) for one of pydantic's problems."""
     what, location, value = problem["type"], problem["loc"], problem["input"]
     inside = location[0] in sections and len(location) > 1
     fields = (sections[location[0]] if inside else model).model_fields
