@@ -361,3 +361,13 @@ def test_a_demo_whose_worker_is_not_back_in_time_trains_longer(monkeypatch, caps
     )
     assert demo.run("out", "rejoin", 60) == 1 and tried == [90, 270, 60]
     assert "failed: the worker of seat 0.1 did not come back (this machine is slow" in capsys.readouterr().out
+
+
+def test_the_demo_waits_as_long_as_steps_are_committed():
+    stall, steps = demo.Stall(300.0), iter((7, 12, 12))
+    assert [stall.seen(took_s, lambda: next(steps)) for took_s in (299, 300, 301, 600)] == 4 * [False]
+    assert stall.seen(900, lambda: next(steps))
+
+
+def test_the_demo_gives_up_a_run_that_never_commits():
+    assert demo.Stall(300.0).seen(300, lambda: 0)

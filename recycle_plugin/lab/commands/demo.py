@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,8 @@ from recycle_plugin.render import gantt
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
 FEWEST_STEPS = 10  # the failure comes half-way: fewer steps leave none for a median
 FEWEST_STEPS_BACK = 36  # enough before the kill, until the next process has come, and after that
-DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
+STALL_S = 300.0  # longest time without a commit; a machine with two cores needs about 45 s for a whole run
+BUSY = 2.0  # load per core from which a stall's message names it
 LONGER, TRIES = 3, 2  # if a worker is not back in time, run with 3 times the steps, up to twice
 QUIET_S = 10.0  # interval of progress lines until training begins
 POLL_S = 0.05
@@ -328,9 +329,31 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     return 0 if found["passed"] else 1
 
 
+class Stall:
+    """Tells whether a run has stalled: no step committed for ``limit_s`` seconds. A busy machine may be slow."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._due_s, self._step = limit_s, limit_s, 0
+
+    def seen(self, took_s: float, committed: Callable[[], int]) -> bool:
+        """Return whether the run has stalled, ``took_s`` after its start. Calls ``committed`` once in ``limit_s``."""
+        if took_s < self._due_s:
+            return False
+        before, self._step, self._due_s = self._step, committed(), took_s + self._limit_s
+        return self._step == before
+
+
+def _busy() -> str:
+    """Return a hint if other programs keep this machine busy, else ""."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load < BUSY * cores:
+        return ""
+    return f": this machine has a load of {load:.0f} on {cores} cores, so run it again when it is less busy"
+
+
 def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> RunOutcome:
     """Run the job once and print its events as they come, except warnings and notes already in ``said``."""
-    began, printed, quiet = time.monotonic(), 0, 0
+    began, printed, quiet, stall = time.monotonic(), 0, 0, Stall(STALL_S)
     with TrainingRun(folder, workers, overrides) as job:
         ended = False
         while not ended:
@@ -342,9 +365,9 @@ def _train(folder: Path, workers: int, overrides: Sequence[str], console: Consol
             if took > (quiet + 1) * QUIET_S and not job.resumes():
                 quiet += 1
                 console.print(f"{took:.0f} s: the processes import torch, build the model and find each other")
-            if took > DEADLINE_S:
+            if stall.seen(took, job.committed):
                 job.end()  # ends at a commit, with its report
-                raise job.failed(f"did not end within {DEADLINE_S:.0f} s, at step {job.committed()}")
+                raise job.failed(f"has committed nothing for {STALL_S:.0f} s, after step {job.committed()}{_busy()}")
             time.sleep(POLL_S)
         return job.finish()
 
