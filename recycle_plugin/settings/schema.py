@@ -311,9 +311,9 @@ class Settings(BaseModel):
     costs: Folder | None = setting(
         None,
         f"{COSTS}, or null",
-        "The costs of instructions, for the planner: a file with the microseconds of each stage, such as a "
-        "traced run's `costs.json`, which also has bytes, or "
-        '{"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}. Null: the same for all.',
+        "A JSON file with the costs of instructions, for the planner: the microseconds of each stage, as in "
+        '{"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}, or a traced run\'s `costs.json`, '
+        "which also has bytes. Null: the same for all.",
     )
     checkpoint: CheckpointSettings | None = setting(
         None,
