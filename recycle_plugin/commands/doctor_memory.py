@@ -25,7 +25,7 @@ PARTS = {
     "host": "host",
 }
 OF_A_PARAMETER = ("weights", "masters", "optimizer", "undo", "sum", "contributions", "new", "second", "scaled", "work")
-NO_RUN = "of each stage: not known without a run: --run RUN_DIR takes what a traced run has measured of its own model"
+NO_RUN = "bytes of each stage: not known without a run of your model with recycle.trace (--run RUN_DIR)"
 
 
 def memory(job: ConfiguredJob) -> Section:
@@ -35,8 +35,8 @@ def memory(job: ConfiguredJob) -> Section:
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
     lines: tuple[str, ...] = (
-        "bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker keeps the last "
-        "sum until it hears of the commit",
+        "bytes a parameter, with Adam, at each moment of a step; a worker keeps the last step's sum until it knows of "
+        "its commit",
     )
     if job.survives:
         data["activation_cap"], said = _enough(job)
@@ -48,9 +48,9 @@ def memory(job: ConfiguredJob) -> Section:
     lines = (
         *_origin(job, room),
         "kept: boundary tensors of two steps, after one loss; activations: at the cap; "
-        "running: what an instruction needs, an estimate",
-        "between: steps; today, with all workers, and peak, after one loss: the most within one; host: beside these, "
-        "where the device is not the host",
+        "running: an estimate of an instruction's workspace",
+        "between: between two steps; today: the most within a step, with all workers; peak: the same after one loss; "
+        "host: in host memory, if the device has its own",
         *lines,
     )
     wrong = (*(_too_much(rows, room.device) if room.device is not None else ()), *_too_full(job, rows, room))
@@ -80,7 +80,7 @@ def _origin(job: ConfiguredJob, room: Room) -> Iterator[str]:
     """Yield lines on the source of these bytes, and on the memory that they have to fit into."""
     first = job.measured[0]
     yield (
-        f"measured, in the run of the costs, on {first.device}: state, gradients, what a micro-batch holds, boundary "
+        f"measured on {first.device} by the run of the costs: state, gradients, the bytes of a micro-batch, boundary "
         "tensors; the rest follows from these and from the settings here"
     )
     host = f"{_has('host', room.host)} for all its workers, beside what their processes take"
@@ -114,11 +114,11 @@ def _enough(job: ConfiguredJob) -> tuple[dict, str]:
     held = f"{SECTION}.activation_cap {shown(job.settings.activation_cap)}"
     if now <= goal:
         return data, f"{held} is enough: from {high} micro-batches{size} on one loss costs {cost}"
-    return data, f"{held}: one loss costs {times(now / free)}; {high} micro-batches{size}: {cost}"
+    return data, f"{held}: one loss costs {times(now / free)}; with {high} micro-batches{size} {cost}"
 
 
 def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
-    """Return {moment of a step: {part: bytes}} of one parameter, without what does not grow with the model."""
+    """Return {moment of a step: {part: bytes}} of one parameter, without parts that do not grow with the model."""
     one = WorkerBytes(1, _dtype(job), job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
     moments = {
         "committed": one.settled,

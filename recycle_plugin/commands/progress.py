@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EVERY_S = 4.0
+FIRST = " (the first call on a machine also compiles the planner)"
 
 
 @contextmanager
@@ -17,8 +18,10 @@ def told(what: Callable[[], str]) -> Iterator[None]:
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
+        hint = FIRST
         while not over.wait(EVERY_S):
-            print(f"{what()}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+            print(f"{what()}: {time.monotonic() - began:.0f} s so far{hint}", file=sys.stderr, flush=True)
+            hint = ""
 
     if not sys.stderr.isatty():
         yield

@@ -132,8 +132,8 @@ def test_hosts_that_lose_the_same_are_told_together(doctor) -> None:
 @pytest.mark.parametrize(
     "cap, says",
     [
-        (2, "one loss costs 1.48x; 4 micro-batches: nothing"),
-        (4, "one loss costs 1.43x; 7 micro-batches: 1.29x"),
+        (2, "one loss costs 1.48x; with 4 micro-batches nothing"),
+        (4, "one loss costs 1.43x; with 7 micro-batches 1.29x"),
         (7, "7 is enough: from 7"),
     ],
 )
@@ -416,11 +416,10 @@ Versions here
   megatron-core  0.16.0  needs >=0.16,<0.17
 
 Memory of a worker
-  of each stage: not known without a run: --run RUN_DIR takes what a traced run has measured of its
-    own model
-  recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
-  bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
-    keeps the last sum until it hears of the commit
+  bytes of each stage: not known without a run of your model with recycle.trace (--run RUN_DIR)
+  recycle.activation_cap null: one loss costs 1.92x; with 3 micro-batches 1.85x
+  bytes a parameter, with Adam, at each moment of a step; a worker keeps the last step's sum until
+    it knows of its commit
                  committed  between steps  computing  summing  stepping
   weights                4              4          4        4         4
   optimizer              8              8          8        8         8
@@ -475,17 +474,17 @@ Versions here
 
 Memory of a worker
 ! stages 0-1: 1.34 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 2
-  measured, in the run of the costs, on cuda: state, gradients, what a micro-batch holds, boundary
+  measured on cuda by the run of the costs: state, gradients, the bytes of a micro-batch, boundary
     tensors; the rest follows from these and from the settings here
   the device has 0.59 GiB; the host has 1024.00 GiB for all its workers, beside what their processes
     take
-  kept: boundary tensors of two steps, after one loss; activations: at the cap; running: what an
-    instruction needs, an estimate
-  between: steps; today, with all workers, and peak, after one loss: the most within one; host:
-    beside these, where the device is not the host
+  kept: boundary tensors of two steps, after one loss; activations: at the cap; running: an estimate
+    of an instruction's workspace
+  between: between two steps; today: the most within a step, with all workers; peak: the same after
+    one loss; host: in host memory, if the device has its own
   recycle.activation_cap 6 is enough: from 2 micro-batches (0.39 GiB) on one loss costs 1.47x
-  bytes a parameter, with Adam: once a step is committed, before that, and in the next; a worker
-    keeps the last sum until it hears of the commit
+  bytes a parameter, with Adam, at each moment of a step; a worker keeps the last step's sum until
+    it knows of its commit
                  committed  between steps  computing  summing  stepping
   weights                4              4          4        4         4
   optimizer              8              8          8        8         8

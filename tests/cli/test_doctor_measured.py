@@ -106,12 +106,12 @@ def test_a_host_that_is_too_small_is_told_of_and_a_device(measured):
 def test_it_is_said_whose_bytes_these_are_and_of_what_else(doctor, surroundings):
     write(samples=4)
     code, text = doctor({**HEALTHY, "bf16": {"enabled": True}}, JOB)
-    assert code == 0 and "measured, in the run of the costs, on cpu: state, gradients" in text
+    assert code == 0 and "measured on cpu by the run of the costs: state, gradients" in text
     assert "the host has 4.00 GiB for all its workers" in text
     assert "measured with micro-batches of 4, and the job's have 1" in text
     assert "measured without fp32 masters, and the job is in bf16" in text
     Path("costs.json").write_text(json.dumps(COSTS))
-    assert "of each stage: not known without a run" in doctor(HEALTHY, JOB)[1]
+    assert "bytes of each stage: not known without a run" in doctor(HEALTHY, JOB)[1]
 
 
 @pytest.mark.parametrize(
