@@ -216,7 +216,9 @@ class StateFiles:
     # --- writing -----------------------------------------------------------------------------------
 
     def part(self, number: int, parts: int) -> dict[str, Any]:
-        """Return what replica ``number`` of ``parts`` writes in stock. Raises RecycleError if state can't be cut."""
+        """Return the file contents that replica ``number`` of ``parts`` writes in stock. Raises RecycleError if state
+        can't be cut.
+        """
         groups = self._flat.groups
         spans = [_span(group, number, parts) for group in groups]
         state = {

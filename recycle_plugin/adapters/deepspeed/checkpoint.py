@@ -135,7 +135,9 @@ class EngineFiles(CheckpointFormat):
             self.load_rest(state, Path(found[0]).parent, True)
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
-        """Load what stock code leaves to the plugin, from the checkpoint ``path``. Raises RecycleError for a misfit."""
+        """Load the values that stock code leaves to the plugin, from the checkpoint ``path``. Raises RecycleError for a
+        misfit.
+        """
         read = self.engine.checkpoint_engine.load
         with in_words(path), self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
@@ -148,7 +150,7 @@ class EngineFiles(CheckpointFormat):
                 state.put({"loss_scale": dict(vars(self.scaler))})  # the loss is multiplied by this copy
 
     def load_beside(self, state: StageState, path: Path, with_optimizer: bool) -> None:
-        """Load what stock's files have no place for, from the stage's own file beside them."""
+        """Load the values that stock's files have no place for, from the stage's own file beside them."""
         engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location=HOST)
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         if self.scaler is not None and with_optimizer and "loss_scale" in saved["small"]:
@@ -179,8 +181,8 @@ UNREADABLE = (
 
 @contextmanager
 def in_words(folder: Path) -> Iterator[None]:
-    """A context in which the checkpoint ``folder`` is read; errors of stock code, of torch, and of what is not in the
-    files become RecycleErrors.
+    """A context in which the checkpoint ``folder`` is read. Errors of stock code, of torch, and for values missing in
+    the files become RecycleErrors.
     """
     try:
         yield
@@ -256,7 +258,7 @@ class Inventory(ShareEngine):
 
 
 def file_beside(folder: Path, stage: int) -> Path:
-    """Return the path of the file with what stock's files of a stage have no place for."""
+    """Return the path of the file for the values of a stage that stock's files have no place for."""
     return folder / f"recycle_stage_{stage:02d}.pt"
 
 

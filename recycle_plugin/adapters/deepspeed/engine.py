@@ -53,7 +53,7 @@ WHOLE = "eval_batch() with return_logits, without compute_loss or with another r
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """What the engine needs besides DeepSpeed's own arguments."""
+    """The engine's arguments beside DeepSpeed's own."""
 
     session: Session
     settings: Settings

@@ -74,8 +74,8 @@ class RepeatedStates:
 
 
 def readable(given: Any) -> tuple[Any, Stateful | None]:
-    """Return the iterator to read for what a script has ``given``, an iterator or a stateful loader, and the object
-    with its states, None if nothing has any. Raises RecycleError for anything else.
+    """Return the iterator to read for ``given``, a script's iterator or stateful loader, and the object with its
+    states, or None. Raises RecycleError for any other object.
     """
     if isinstance(given, RepeatingLoader) and is_stateful(given.loader):
         return given, RepeatedStates(given)

@@ -66,8 +66,8 @@ class HalfOptimizer(MasterOptimizer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """Load what either of stock's optimizers has saved; stock code calls it only if the state is wanted. Raises
-        RecycleError for the state of another model, or another kind of loss scale.
+        """Load a state that one of stock's two optimizers has saved. Stock code calls this only if the state is wanted.
+        Raises RecycleError for the state of another model, or another kind of loss scale.
         """
         check_kind(state[DYNAMIC], self._scaler)
         flat = FLAT_GROUPS in state

@@ -40,7 +40,9 @@ def opening(session: Session) -> Iterator[None]:
 
 
 class FirstLive:
-    """Stands in for an engine's ``monitor``: writes in the first live worker only, and drops what can't be written."""
+    """Replaces an engine's ``monitor``: only the first live worker writes, and values that can't be written are
+    dropped.
+    """
 
     def __init__(self, stock: MonitorMaster, session: Session) -> None:
         self._stock, self._session = stock, session

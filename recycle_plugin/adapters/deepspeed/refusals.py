@@ -196,7 +196,7 @@ REMOVED = (
 
 
 def _bypassed(config: dict[str, Any]) -> Iterator[str]:
-    """Refuse what DeepSpeed would do in code that the plugin replaces: it would silently not happen."""
+    """Refuse settings for DeepSpeed code that the plugin replaces: they would silently have no effect."""
     for name, reason in BYPASSED.items():
         if value_of(config, name):
             yield f"{name} {reason}"

@@ -28,8 +28,8 @@ def driver(packages: Iterable[str]) -> str | None:
 
 
 def section(driver: str | None, given: Any) -> Any:
-    """Return the section ``given``, with what it implies if ``driver`` trains replicas: its loop draws a fixed number
-    of micro-batches per step, and counts steps from the first.
+    """Return the section ``given`` with the implied settings if ``driver`` trains replicas: its loop draws a fixed
+    number of micro-batches per step, and counts steps from the first.
     """
     if driver is None or not isinstance(given, dict) or given.get("replicas") is None:
         return given
@@ -68,7 +68,9 @@ def loads_last(driver: str | None) -> bool:
 
 
 def imported(module: ModuleType, session: Session) -> None:
-    """Prepare ``module`` (accelerate.accelerator, being imported) for what scripts do before the engine is built."""
+    """Prepare ``module`` (accelerate.accelerator, being imported) for calls that scripts make before the engine is
+    built.
+    """
     from recycle_plugin.adapters.hugging_face import loop, one_process
 
     loop.note_trackers(module, session)

@@ -41,7 +41,7 @@ def note_trackers(module: Any, session: Session) -> None:
 
 
 def _start_trackers(stock: Callable[..., Any], of: Any, *arguments: Any, **named: Any) -> Any:
-    """Call ``stock``; first start the trackers if this process is the first one only since others are lost."""
+    """Call ``stock``. If this process became the first only through losses, start the trackers before."""
     if of.is_main_process and not of.trackers and hasattr(of, "recycle_trackers"):
         of.recycle_trackers()
     return stock(of, *arguments, **named)

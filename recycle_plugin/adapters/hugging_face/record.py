@@ -36,8 +36,8 @@ class Call:
 
 @dataclass
 class Record:
-    """``losses``: the mean loss of each of the ``steps`` that are over; the last one follows when the next step begins.
-    ``calls``: the calls between them, in order, of ``size`` bytes.
+    """The record of a loop. ``losses``: the mean loss of each of the ``steps`` that are over; the last loss follows
+    when the next step begins. ``calls``: the calls between these steps, in order, of ``size`` bytes.
     """
 
     steps: int = 0
@@ -47,7 +47,7 @@ class Record:
 
     @property
     def full(self) -> bool:
-        """Whether the calls exceed what is kept, so that no script can go through them."""
+        """Whether the calls exceed the limit, so that no newcomer's script can repeat them."""
         return self.size > MOST
 
     def add(self, name: str, value: Any, before: tuple[int, ...], live: tuple[int, ...]) -> None:

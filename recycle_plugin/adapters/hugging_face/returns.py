@@ -56,7 +56,7 @@ class Loop:
 
 
 class Returns:
-    """What Trainer's methods do in addition if replicas rejoin; those that get ``stock`` call it."""
+    """The additions to Trainer's methods if replicas rejoin. Methods that get ``stock`` call it."""
 
     def __init__(self, team: Team, session: Session, engine: Any) -> None:
         self._team, self._session, self._engine = team, session, engine

@@ -48,11 +48,13 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what one process does for all."""
+        """Whether this rank does the work that one process does for all."""
         return self.replay is None and self.live[0] == self._session.rank
 
     def kept(self, name: str, device: torch.device, call: Callable[[], T]) -> T:
-        """Return ``call()``, the same on all live ranks; in steps that are over, what ``name`` gave, on ``device``."""
+        """Return ``call()``, the same on all live ranks. In past steps return the kept result of ``name`` instead, on
+        ``device``.
+        """
         if self.replay is not None:
             found = self.replay.next(name)
             self.live = found.live
@@ -152,8 +154,8 @@ class Team:
 
     @contextmanager
     def as_seen(self) -> Iterator[None]:
-        """A context in which process 0 is the first rank that this one sees alive, whether or not the others agree:
-        scripts may call its content on one rank only.
+        """A context in which process 0 is the first rank that this rank knows to be alive. The others may not agree
+        yet: scripts may call the context's content on one rank only.
         """
         agreed = self.live
         self._count(tuple(sorted(set(self._session.view.roster.ranks) & set(agreed))))

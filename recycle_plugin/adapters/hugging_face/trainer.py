@@ -37,7 +37,7 @@ def install(team: Team, returns: Returns | None) -> None:
 
 
 def check(args: Any) -> None:
-    """Raise RecycleError if a Trainer's arguments ask for what is not supported, before its first step."""
+    """Raise RecycleError if a Trainer's arguments ask for something unsupported, before its first step."""
     for name, why in REFUSED.items():
         if getattr(args, name, False):
             raise RecycleError(f"TrainingArguments({name}=True) with recycle.replicas {why}; leave it out")

@@ -91,7 +91,7 @@ class Job:
     # --- what Megatron's loop calls --------------------------------------------------------------------
 
     def train_step(self, forward_step: Any, data_iterator: Any) -> tuple[Any, ...]:
-        """Train a step. Returns what Megatron's ``train_step`` returns."""
+        """Train a step. Return the same values as Megatron's ``train_step``."""
         self._module.forward_step = forward_step
         self._data.take(data_iterator)
         self._resize_if_ramped_up(get_num_microbatches())
@@ -173,7 +173,9 @@ class Job:
             self._unsaid = [*((at, line) for at, line in self._unsaid if at == step), (step, message)]
 
     def _take_over(self) -> None:
-        """Print the kept lines of steps that the lost printing worker, replaced by this one, had not applied."""
+        """Print the kept lines of the steps that the lost printing worker, whose place this worker takes, had not
+        applied.
+        """
         for step, line in self._unsaid:
             if step > self._session.view.interrupted_behind:
                 print_whole(line)

@@ -126,7 +126,9 @@ def masters_of(module: nn.Module, inner: Any) -> Masters | None:
 
 
 def master_of(inner: Any) -> Callable[[nn.Parameter], nn.Parameter]:
-    """Return a function from a weight to what the optimizer ``inner`` steps for it; in fp32 the weight itself."""
+    """Return a function from a weight to the tensor that the optimizer ``inner`` steps for it; in fp32 the weight
+    itself.
+    """
     groups = zip(getattr(inner, "float16_groups", ()), getattr(inner, "fp32_from_float16_groups", ()))
     pairs = {weight: master for weights, masters in groups for weight, master in zip(weights, masters)}
     return lambda weight: pairs.get(weight, weight)

@@ -155,7 +155,7 @@ def prepare(args: Namespace, config: Any, session: Session) -> None:
 
 
 def keep_whole(args: Namespace, config: Any, *more: Any) -> None:
-    """Have each worker of a stage keep the optimizer's state whole, in what is built from now on."""
+    """Have each worker of a stage keep the optimizer's state whole, in optimizers built from now on."""
     _set(WHOLE, args, config, *more)
 
 

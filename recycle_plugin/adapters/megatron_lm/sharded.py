@@ -45,7 +45,7 @@ class ShardedFiles(MegatronFiles):
     """The file of one worker's stage, by Megatron's sharded state dict."""
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
-        """Hand over the stage's file, and from the first stage what all have in common, if this worker writes it."""
+        """Hand over the stage's file, and from the first stage the values common to all, if this worker writes it."""
         if share.turn:
             return
         sharded, common = self._parted(state)

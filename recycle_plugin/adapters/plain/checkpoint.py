@@ -79,7 +79,7 @@ class PlainFiles(CheckpointFormat):
 
     def _contents(self, state: StageState) -> dict[str, Any]:
         """Return the contents of the stage's file. ``layers`` is the module's state dict, with buffers and frozen
-        weights; the other keys have the rest of what a step changes.
+        weights; the other keys have the rest of the state that a step changes.
         """
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
         return {

@@ -170,7 +170,7 @@ class DistributedFiles:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _rest(self, state: StageState) -> bytes:
-        """Return what else a step changes, in a form that DCP does not interpret."""
+        """Return the rest of the state that a step changes, in a form that DCP does not interpret."""
         rest = {name: value for name, value in state.small().items() if name not in ELSEWHERE}
         return _saved({"kinds": dict(self.kinds), "rest": rest})
 
@@ -317,7 +317,7 @@ def _groups(metadata: Metadata, folder: Path) -> int:
 
 
 def _held(contents: Mapping[str, Any]) -> dict[str, torch.Tensor | bytes]:
-    """Return what is to be written by DCP's names: this worker's part of a tensor, or bytes."""
+    """Return the data to write, by DCP's names: this worker's part of a tensor, or bytes."""
     return {
         name: (one.to_local() if isinstance(one, DTensor) else one).detach() if torch.is_tensor(one) else _saved(one)
         for name, one in contents.items()

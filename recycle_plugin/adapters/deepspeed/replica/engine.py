@@ -54,7 +54,7 @@ from recycle_plugin.settings.schema import Settings
 
 @dataclass(frozen=True)
 class ReplicaArguments:
-    """What the engine needs besides DeepSpeed's own arguments."""
+    """The engine's arguments beside DeepSpeed's own."""
 
     session: Session
     settings: Settings
@@ -173,7 +173,7 @@ class ReplicaEngine(DeepSpeedEngine):
                 super().step(lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one of this rank in the step, as far as is known."""
+        """Whether the current micro-batch is the last of this rank in the step. A later loss may change that."""
         return self._steps.at_boundary if self._boundary is None else self._boundary
 
     @property
@@ -272,7 +272,7 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def no_sync(self) -> Any:
         """Do nothing if batches shrink, as in Accelerate's loop: each micro-batch is reduced at once anyway. Else raise
-        RecycleError: what a rank sums for itself is lost with it, and no other rank could take over its micro-batches.
+        RecycleError: a sum kept on one rank would be lost with it, and no other rank could take over its micro-batches.
         """
         if self._job.settings.batch == "shrink":
             return nullcontext()

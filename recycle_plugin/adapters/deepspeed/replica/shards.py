@@ -84,7 +84,7 @@ class Whole:
         """Do nothing: ``parameter.grad`` is the plugin's again."""
 
     def made(self, sums: Sequence[torch.Tensor | None]) -> Slots | None:
-        """Return what the script has made of ``sums``, None if it has changed nothing."""
+        """Return ``sums`` as the script has changed them, None if it has changed nothing."""
         found = self.gradients.view()
         return found if _differ(found, sums) else None
 
@@ -157,12 +157,12 @@ class Partitions:
         self._forget()
 
     def made(self, sums: Sequence[torch.Tensor | None]) -> Slots | None:
-        """Return what the script has made of ``sums``, None if it has changed nothing."""
+        """Return ``sums`` as the script has changed them, None if it has changed nothing."""
         found: Slots = [_changed(self._shown(group), gradient) for group, gradient in enumerate(sums)]
         return found if _differ(found, sums) else None
 
     def _shown(self, group: int) -> torch.Tensor:
-        """Return what is in the place of a group's reduced gradient, flat."""
+        """Return the flat tensor in the place of a group's reduced gradient."""
         return self._optimizer.averaged_gradients[group].flat_partition
 
     def follow(self, norm: torch.Tensor) -> None:
@@ -272,7 +272,7 @@ class PartitionedWeights(Partitions):
 
     @torch.no_grad()
     def _clear_paddings(self) -> None:
-        """Zero what stock has allocated beyond a parameter's end and never reads: replicas would differ in it."""
+        """Zero the memory beyond a parameter's end, which stock never reads: replicas would differ in it."""
         for group, flat in zip(self._optimizer.fp16_groups, self.parameters, strict=True):
             for parameter, part in zip(group, flat.split([each.partition_numel() for each in group]), strict=True):
                 begin = parameter.ds_process_group.rank() * len(part)
