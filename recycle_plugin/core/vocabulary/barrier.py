@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Meets(StrEnum):
-    """What all have done once they have met. The value begins the text form."""
+    """What all workers have done once they have met at a barrier. The value begins the text form."""
 
     SCRIPT = ""  # come to one call of their scripts
     SAVED = "the end of"  # a script's call that saves a checkpoint

@@ -25,7 +25,7 @@ SHOWN = 40  # characters of a malformed text in an error
 
 
 class Group(NamedTuple):
-    """What data of one kind, stage and step have in common."""
+    """The kind, stage and step that the data of a group share."""
 
     kind: str
     stage: int

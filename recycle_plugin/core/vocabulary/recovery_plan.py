@@ -112,7 +112,9 @@ def _astray(held: Held, step: int) -> frozenset[Seat]:
 
 
 def without_later(held: Held, step: int) -> Held:
-    """Return what counts of ``held`` if ``step`` was rejected: no later data, and no parameters applied unaware."""
+    """Return the part of ``held`` that still counts if ``step`` was rejected: no later data, and no parameters applied
+    by a worker that did not know.
+    """
     back = _astray(held, step)
     return {
         seat: frozenset(datum for datum in have if datum.step <= step or (datum.kind == "params" and seat not in back))

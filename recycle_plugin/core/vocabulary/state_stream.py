@@ -31,7 +31,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Head:
-    """What goes by value of the state after ``step``, and the weight of each unit, in bytes."""
+    """The non-tensor state after ``step``, and the weight of each unit, in bytes."""
 
     step: int
     value: Any
@@ -79,7 +79,9 @@ class Marker:
 
 @dataclass(frozen=True)
 class Handed:
-    """What the source's script hands over to the newcomer's, ``value``, if ``step`` is its last one."""
+    """The ``value`` that the source's script gives to the newcomer's script, if ``step`` is the newcomer's last past
+    step.
+    """
 
     step: int
     value: bytes

@@ -114,8 +114,9 @@ class StepBatches:
         return replace(self, of_steps=later, void=self.void if self.void > step else 0)
 
     def gone(self, have: AbstractSet[Datum]) -> set[Datum]:
-        """Return what no longer counts of a worker's data ``have``: of void steps all sums, and data of micro-batches
-        that the step does not have. If such data is in a sum, all of the sum goes: nothing can be subtracted.
+        """Return the part of a worker's data ``have`` that no longer counts: all sums of void steps, and data of
+        micro-batches that the step does not include. If such data is in a sum, the whole sum goes: nothing can be
+        subtracted.
         """
         if not self.void:
             return set()

@@ -85,7 +85,7 @@ class WorkerBytes:
 
     @property
     def on_host(self) -> int:
-        """What takes a step back in host memory that is not the device's."""
+        """The bytes in host memory of the undo record, if the device has its own memory."""
         return self._copies * (self.undo == "host_snapshot") * self.apart
 
     @property

@@ -26,7 +26,7 @@ class Inlet(Protocol):
         """Ask the source for units."""
 
     def items(self) -> Iterable[Item]:
-        """Return what has arrived since the last call, in order."""
+        """Return the items that have arrived since the last call, in order."""
 
     @property
     def broken(self) -> bool:
@@ -46,7 +46,7 @@ class _Stream:
     ends: dict[int, Marker] = field(default_factory=dict)  # those that end a step's changes, by step
 
     def fetch(self) -> bool:
-        """Take what is in the line; return whether there was anything."""
+        """Take the items that the connection has; return whether there were any."""
         self.items.extend(self.inlet.items())
         return bool(self.items)
 
@@ -108,8 +108,8 @@ class CatchingUp:
             self._share_out()
 
     def handed(self, giver: WorkerId) -> bytes | None:
-        """Return what ``giver``'s script hands over after the last step here; None while it may still come, b"" if it
-        won't. Nothing else that arrives is used any more.
+        """Return the ``on_join`` value of ``giver``'s script after the last step here. None while it may still come,
+        b"" if it won't come. Nothing else that arrives is used any more.
         """
         stream = self._streams.get(giver)
         gone = stream is None or stream.inlet.broken
@@ -162,7 +162,7 @@ class CatchingUp:
         self._streams.clear()
 
     def pump(self, until: int) -> bool:
-        """Handle what has arrived and follow up to step ``until`` at most. Return whether anything changed."""
+        """Handle arrived items, and follow up to step ``until`` at most. Return whether anything has changed."""
         before = self.clock, len(self._here), len(self._streams), self.taken
         for source in [source for source, stream in self._streams.items() if not self._hear(source, stream)]:
             self._drop(source)
@@ -175,7 +175,9 @@ class CatchingUp:
     # --- what comes --------------------------------------------------------------------------------
 
     def _hear(self, source: WorkerId, stream: _Stream) -> bool:
-        """Handle what a source has sent; later states stay in the line, which is bounded. Return whether it stands."""
+        """Handle the items of a source. Later states stay in the connection, whose buffer is bounded. Return whether
+        the source is still connected.
+        """
         while stream.items or stream.fetch():
             if not self._take(source, stream, stream.items[0]):
                 return True

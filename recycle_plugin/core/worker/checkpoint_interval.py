@@ -71,7 +71,9 @@ class CheckpointInterval:
         self.due = self._next(begun, free)
 
     def dropped(self, committed: int) -> None:
-        """Make the next one due at once: the membership changed during a write, and all go on from ``committed``."""
+        """Make the next checkpoint due at once: the membership changed during a write, and all go on from
+        ``committed``.
+        """
         self.due = unstarted(committed)
 
     def joined(self, committed: int) -> None:

@@ -61,7 +61,7 @@ def save(
 
 
 def why_not(passed: BarrierPassed) -> str:
-    """Return the reasons why what was written before the barrier can't be used, by rank; "" if it can."""
+    """Return, by rank, why its files from before the barrier can't be used; "" if they can."""
     return "; ".join(dict.fromkeys(why for _, why in sorted(passed.values.items(), key=lambda said: int(said[0]))))
 
 

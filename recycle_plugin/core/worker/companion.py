@@ -34,7 +34,7 @@ class CompanionMachine(ControlPort, Protocol):
         """Return a copy of the state of this worker's stage, and of all else that a replay changes."""
 
     def otherwise(self, kept: Any) -> str:
-        """Return in words how the state here differs from ``kept``; "" if only by what the order of sums changes."""
+        """Return in words how the state here differs from ``kept``; "" if another order of sums explains it."""
 
     def put_back(self, kept: Any) -> None:
         """Restore ``kept``, a result of :meth:`keep_state`."""

@@ -298,7 +298,7 @@ class ControlView:
             yield self.news.popleft()
 
     def take_replay(self) -> Replay | None:
-        """Take out what this worker is to replay, if that was not taken before."""
+        """Return the replay for this worker, once; None if there is no new one."""
         found, self.replay = self.replay, None
         return found
 
@@ -312,7 +312,7 @@ class ControlView:
         return True if self.committed >= step else None
 
     def may_come(self, step: int) -> bool:
-        """Return whether a peer may send something of ``step``, negative for an evaluation, by what is known here."""
+        """Return whether a peer may still send data of ``step`` (negative: an evaluation), as far as is known here."""
         return is_reached(step, self.committed, self.evaluated)
 
     def collected(self, step: int, name: str) -> dict[str, Any] | None:
@@ -356,11 +356,11 @@ class ControlView:
 
 
 class ControlPort(Protocol):
-    """What a worker's machine has for all its parts: the control plane as the worker knows it, and the way there."""
+    """The part of a worker's machine that all others use: the view of the control plane, and the connection to it."""
 
     @property
     def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
+        """The worker's view of the control plane."""
 
     def send(self, message: object) -> None:
         """Send ``message`` to the coordinator."""

@@ -30,7 +30,7 @@ class InstructionRunner(Protocol):
         """Return the world's clock, in integer microseconds."""
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterable[Any]:
-        """Wait until what ``instruction`` needs is at ``seat``."""
+        """Wait until the inputs of ``instruction`` are at ``seat``."""
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
         """Report that an instruction is about to run or has run (``when``: "before", "after"); faults strike here."""

@@ -19,7 +19,7 @@ class FilledStage:
         self._machine, self._store, self._steps = machine, store, steps
 
     def begin(self, step: int, head: Any) -> None:
-        """Take what goes by value of the state after ``step``, and make room for units."""
+        """Set the non-tensor state to that after ``step``, and allocate the units."""
         self._machine.hashing.finish()
         self._steps.stepped = self._steps.committed = step
         self._store.rewind(step, self._store.valid_from)

@@ -45,7 +45,7 @@ class HelpingMachine(Protocol):
 
     @property
     def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
+        """The worker's view of the control plane."""
 
     def words(self) -> list[Word]:
         """Return the messages about replays that this worker has received since the last call."""
@@ -77,7 +77,9 @@ class Helper:
         return True if self._asked else None
 
     def work(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
-        """Do what was asked for. ``wanted(stage)``: whether the stage is still replayed; called now and then."""
+        """Carry out requests for help. ``wanted(stage)``: whether the stage is still being replayed; called now and
+        then.
+        """
         while self._asked:
             word = self._asked.pop(0)
             if isinstance(word, Call) and wanted(word.stage):

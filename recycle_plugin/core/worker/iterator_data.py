@@ -177,7 +177,7 @@ class IteratorData:
         return self._ended if self._ended == self.stands.iterator else 0
 
     def leave_out(self, step: int) -> None:
-        """Drop what was drawn for ``step``, which can't be filled: all iterators have ended."""
+        """Drop the draws for ``step``, which can't be filled: all iterators have ended."""
         self._store.drop_draws(step)
         self._read_so_far.pop(step, None)
         self.lacks = step  # others may have to hear it once more

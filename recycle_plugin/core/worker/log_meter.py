@@ -10,7 +10,7 @@ AGAIN = COMPUTE | {Op.STEP}  # what a replay runs again
 
 
 class LogMeter:
-    """Counts what a worker computes and sends, from its first step on."""
+    """Measures the computing and sending of a worker, from its first step on."""
 
     def __init__(self) -> None:
         self._steps = self._us = self._down = self._up = self._logged = 0

@@ -67,4 +67,4 @@ class Planner(Protocol):
     def recover(
         self, plan: Plan, batches: StepBatches, step: int, held: Held, also_back: frozenset[Seat] = frozenset()
     ) -> RecoveryPlan:
-        """Return what is left of ``step``, with micro-batches by ``batches`` (core.vocabulary.recovery_plan)."""
+        """Return the rest of ``step`` to run, with micro-batches by ``batches`` (core.vocabulary.recovery_plan)."""

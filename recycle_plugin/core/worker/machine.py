@@ -29,7 +29,7 @@ class Operations(Protocol):
     """The computations of a machine."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Make what LOAD, F, I, W, B or STEP provides, from the store's data."""
+        """Compute the results of LOAD, F, I, W, B or STEP from the store's data."""
 
     def go_by(self, share: LiveShare) -> None:
         """Set the contributing part of the replicas, by which REDUCE divides and STEP scales the rate."""
@@ -60,7 +60,9 @@ class Units(Protocol):
         """Write a unit of another worker's state."""
 
     def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
-        """Return what REDUCE and TIE of ``step`` would leave, with ``sums`` for these units and nothing for others."""
+        """Return the results that REDUCE and TIE of ``step`` would have, with ``sums`` for these units and nothing for
+        others.
+        """
 
     def settings(self) -> Any:
         """Return the optimizer's settings for its next step, as a script sets them; not scaled for a step."""
@@ -76,7 +78,7 @@ class Hashing(Protocol):
         """Begin to hash the state after ``step``; the coordinator is sent the result."""
 
     def finish(self) -> None:
-        """Return when no hash is being made: what follows changes the state."""
+        """Return when no hash is being computed: the next action changes the state."""
 
 
 class Machine(ControlPort, Protocol):
@@ -118,7 +120,9 @@ class Machine(ControlPort, Protocol):
         """
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
-        """Return what peers have sent since the last call: datum, value, and the generation that it is valid from."""
+        """Return the data that peers have sent since the last call: datum, value, and the generation from which it is
+        valid.
+        """
 
     def hear_out(self) -> None:
         """Receive all that lost workers have sent, and accept nothing more from them afterwards."""
@@ -169,7 +173,7 @@ class Machine(ControlPort, Protocol):
         """Return this worker's state for ``newcomer``, the line to it, and an address at which it is let in."""
 
     def script_state(self) -> bytes:
-        """Return what this worker's script hands over to a newcomer's."""
+        """Return the value that this worker's script gives to a newcomer's script."""
 
     def watch_state(self) -> None:
         """Watch from now on what the script changes of the state before the next step."""
