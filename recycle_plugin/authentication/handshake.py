@@ -55,7 +55,7 @@ class Port(Enum):
 
 class Stranger(ConnectionError):
     """The other end of a connection does not know the job's secret; the message says what it did instead. ``silent``:
-    it sent nothing. ``advice``: what to change if it may be of this job all the same.
+    it sent nothing. ``advice``: what to change if it belongs to this job after all.
     """
 
     def __init__(self, done: str, silent: bool = False, advice: str = "") -> None:
@@ -88,7 +88,7 @@ class Seals(NamedTuple):
 
 
 class Proved(NamedTuple):
-    """A connection on which both ends have proved to know the secret: what to talk over from now on, and its seals."""
+    """A connection on which both ends have proved to know the secret: the socket to use from now on, and its seals."""
 
     connection: Connection
     seals: Seals
@@ -175,7 +175,7 @@ async def answer_in_loop(connection: socket.socket, secret: Secret, port: Port) 
 
 
 class _Words:
-    """Input and output of a handshake; ``had``: what has arrived of the awaited bytes."""
+    """Input and output of a handshake. ``had``: the received part of the awaited bytes."""
 
     had = b""
 

@@ -96,7 +96,7 @@ class Tls:
 
 
 class Shaken(NamedTuple):
-    """One step of a TLS handshake: what to send to the other end, and whether this end has finished."""
+    """One step of a TLS handshake: the bytes to send to the other end, and whether this end has finished."""
 
     said: bytes
     through: bool

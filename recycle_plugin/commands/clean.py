@@ -48,7 +48,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    """Show what may be removed, or remove it, and return the exit code. Raises ValueError for other folders."""
+    """Show the removable files, or remove them, and return the exit code. Raises ValueError for other folders."""
     histories = {folder: RunHistory.read(folder) for folder in found.folders}  # read all before removing anything
     kept, total, unlocked = False, 0, list[str]()
     for folder, history in histories.items():

@@ -115,7 +115,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def take_run(found: argparse.Namespace) -> None:
-    """Take from the run folder what ``found`` lacks: costs, stages and replicas. Raises ValueError for bad input."""
+    """Fill in missing costs, stages and replicas of ``found`` from its run folder. Raises ValueError for bad input."""
     if found.profile is not None:
         raise ValueError("--run and --profile both name costs: leave one out")
     shape, costs = RunHistory.read(found.folder).shape, found.folder / COSTS

@@ -12,7 +12,9 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report; ``wrong``: lines on what has to change; ``table``: aligned lines after ``lines``."""
+    """A section of the report. ``wrong``: lines on things that have to change; ``table``: aligned lines after
+    ``lines``.
+    """
 
     key: str
     title: str

@@ -23,7 +23,7 @@ def refused(job: ConfiguredJob) -> Section:
 
 
 def device_link(job: ConfiguredJob) -> Section:
-    """Return the section on what NCCL carries, and on environment variables that would hang or end a survivor."""
+    """Return the section on data over NCCL, and on environment variables that would hang or end a survivor."""
     wrong = tuple(objections(os.environ))
     sums = "NCCL: sums of gradients and tied weights, and the script's collectives, in groups made anew after each loss"
     given = sets(os.environ) | at_start(os.environ)

@@ -72,7 +72,7 @@ def _divided(number: int, by: int, what: str, of: str) -> int:
 
 
 def parsed(flags: Sequence[str]) -> Namespace:
-    """Return what Megatron's parser would make of the flags that matter here."""
+    """Return the values that Megatron's parser would give the flags that matter here."""
     found: dict[str, object] = dict(DEFAULTS)
     names = {row.flag: row.name for row in ROWS} | OTHERS | COUNTS
     for flag, value in _words(flags):

@@ -19,7 +19,7 @@ LONGEST = 200  # most characters of a cause in the sentence
 
 
 def sentence(history: RunHistory) -> str:
-    """Return what happened in the run of ``history``, and its cost, in one sentence."""
+    """Return one sentence: what happened in the run of ``history``, and the cost."""
     said = f"{_subject(history)} {_trained(history)}{_outcome(history)}"
     lost = history.failures
     if not lost:

@@ -19,7 +19,7 @@ from recycle_plugin.planner.timing import project
 def assemble(
     view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, bound_us: int
 ) -> Plan:
-    """Return the plan of the solution's order; each program ends with what its stage does at a step's end."""
+    """Return the plan of the solution's order. Each program ends with its stage's instructions at a step's end."""
     closing, closing_at = _closing(view, problem, policy, solution)
     seats, row, ends = _rows(view, problem, solution.order, (closing >= 0).sum(axis=1))
     codes, times = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)

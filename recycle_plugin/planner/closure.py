@@ -72,7 +72,7 @@ class Rest:
 
 
 class Holdings:
-    """What live workers hold of ``step``, as arrays. Costs time in proportion to that."""
+    """The data of ``step`` that live workers hold, as arrays. Costs time in proportion to the data."""
 
     def __init__(self, plan: Plan, step: int, held: Held) -> None:
         shape = plan.view.topology

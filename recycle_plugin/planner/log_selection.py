@@ -51,7 +51,7 @@ class Line:
         return len(self.recompute_s)
 
     def log_bytes(self, logged: Sequence[int]) -> int:
-        """Return what the log of these boundaries takes when it is largest, just before a checkpoint."""
+        """Return the bytes of the log of these boundaries when it is largest, just before a checkpoint."""
         return self.every * sum(self.boundary_bytes[each] for each in logged)
 
     def recovery_s(self, first: int, end: int) -> float:
@@ -143,7 +143,7 @@ def choose_anew(line: Line, logged: Sequence[int], budget: int | None) -> Select
 
 
 def selection(line: Line, logged: Sequence[int], budget: int | None) -> Selection:
-    """Return what logging these boundaries, given in order, means."""
+    """Return the cost of logging these boundaries, given in order."""
     together = groups(logged, line.stages)
     worst = max(line.recovery_s(*group) for group in together)
     size, expected = line.log_bytes(logged), line.expected_s(logged)

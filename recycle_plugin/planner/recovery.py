@@ -146,7 +146,7 @@ class Recovery:
         return {self._named(column): Seat(replica, stage) for column, replica in zip(columns.tolist(), who)}
 
     def _kept(self, seat: Seat) -> Iterator[Instruction]:
-        """Yield what ``seat`` has from before, and sends before anything else."""
+        """Yield the data that ``seat`` has from before the failure and sends before anything else."""
         for kind, user in (("act", seat.stage + 1), ("grad", seat.stage - 1)):
             mine = self.rest.sent[kind][seat.stage] & (self.rest.kept[kind][seat.stage] == seat.replica)
             for column in np.flatnonzero(mine).tolist():

@@ -91,7 +91,7 @@ def less(rest, tally, queue, base, touched, kind, record, now, lag, events, agen
 
 @inner
 def settle(rest, tally, queue, base, touched, kind, record, now, events, agenda):
-    """Give memory back at the end of an operation, and record what it has made; return the number of events."""
+    """Free memory at the end of an operation, and record its results; return the number of events."""
     here = rest.worker[record]
     tally[here, BUSY] = 0
     touch(touched, here)
@@ -116,7 +116,7 @@ def settle(rest, tally, queue, base, touched, kind, record, now, events, agenda)
 
 @inner
 def choose(rest, tally, here):
-    """Return the queue from which an idle worker takes what it begins next, or -1."""
+    """Return the queue from which an idle worker takes its next operation, or -1."""
     weights = tally[here, WEIGHTS] - tally[here, WEIGHTS_DONE]
     if tally[here, BACKWARDS] and (rest.room[here] >= 0 or not weights):
         return BACKWARDS
