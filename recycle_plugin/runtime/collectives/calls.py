@@ -215,7 +215,9 @@ def monitored_barrier(session: Session, stock: Stock, *arguments: Any, **given: 
 
 
 def save(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:
-    """Call torch.distributed.checkpoint's. Raises RecycleError as :func:`load`, and for what would be written wrong."""
+    """Call torch.distributed.checkpoint's. Raises RecycleError as :func:`load` does, and for values that would be
+    written wrong.
+    """
     values = dict(_values("", _bound(stock, arguments, given).arguments["state_dict"]))
     return _of_all(stock, arguments, given, lambda group: _check_one_value_each(stock, group, values))
 

@@ -276,7 +276,7 @@ class Flight:
         self._end(call, error)
 
     def _notice(self, call: Call) -> Broken | None:
-        """Record the outcome of the present try; returns what broke it, if anything."""
+        """Record the outcome of the present try; return the error that broke it, or None."""
         with self._lock:
             handle = call.handle
             if call.over or handle is None or not handle.poll():

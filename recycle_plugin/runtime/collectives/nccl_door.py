@@ -85,7 +85,7 @@ def at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def objections(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong with the environment, one line each."""
+    """Yield one line for each mistake in the environment."""
     for variable in VARIABLES:
         given = environment.get(variable.name)
         if given is not None and given not in variable.fits:
@@ -102,7 +102,7 @@ def objections(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def unfit() -> Iterator[str]:
-    """Yield what is wrong with the releases that this process has loaded, one line each."""
+    """Yield one line for each loaded release that does not fit."""
     import torch
 
     if not torch.distributed.is_nccl_available():

@@ -97,7 +97,7 @@ class Way:
         return not self.over and oldest is not None and time.monotonic() - oldest > STUCK_S
 
     def leave(self) -> Handle:
-        """Abandon what is under way. The handle is over once nothing is stuck on the device."""
+        """Abandon operations under way. The handle is over once nothing is stuck on the device."""
         self.over = self.left = True
         self.under_way.clear()
         return self.link.abort()
@@ -182,7 +182,7 @@ class LinkedPairs:
         self._tcp.keep_only(peers)
 
     def close(self) -> None:
-        """Stop receiving; live peers still get what is under way, within a second. Links end with the process."""
+        """Stop receiving. Data under way to live peers still arrives, within a second. Links end with the process."""
         with self._session.waiting.changed:
             sending = [*self._out.values()]
             self._session.waiting.changed.wait_for(lambda: not any(way.busy for way in sending), LINGER_S)
@@ -194,7 +194,7 @@ class LinkedPairs:
     # --- membership changes (runtime.collectives.outcomes.Follower) -----------------------------------
 
     def give_up_links(self) -> None:
-        """End what is under way: the membership is about to change."""
+        """End operations under way: the membership is about to change."""
         self._given_up += 1
         for way in self._ways():
             way.leave()
@@ -303,7 +303,9 @@ class LinkedPairs:
         self._outbox(way).send(Word(LinkOver(way.link.generation, way.sends)))
 
     def _send_again(self) -> None:
-        """Send through the host what a link has not brought, in a thread of its own: the copy to the host may block."""
+        """Send through the host the tensors that a link has not delivered, in a thread of its own: the copy to the host
+        may block.
+        """
         session = self._session
         while True:
             way, number = self._again.get()

@@ -84,7 +84,9 @@ class Startup:
 
     @contextmanager
     def building(self, trained: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Return a context in which a framework makes all replicas' models equal; ``trained``: what steps change."""
+        """Return a context in which a framework makes all replicas' models equal. ``trained``: the tensors that steps
+        change.
+        """
         self._arriving = {}
         for tensor in trained:
             self._arriving.setdefault(_address(tensor), []).append(tensor)
@@ -101,7 +103,7 @@ class Startup:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Return a context for what a newcomer does not repeat, such as a checkpoint: its calls are not kept."""
+        """Return a context for work that a newcomer does not repeat, such as a checkpoint: its calls are not kept."""
         before, self._apart = self._apart, True
         try:
             yield

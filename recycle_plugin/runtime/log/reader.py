@@ -147,7 +147,7 @@ class LogReader:
         return self._since.of(step)
 
     def incomplete(self, stage: int) -> list[str]:
-        """Return the signs that something is lost of what ``stage`` has logged, in words; [] if there is none."""
+        """Return, in words, the signs that logged data of ``stage`` is lost; [] if there are none."""
         of = {worker for worker, segments in self.segments.items() if segments[0].stream.seat.stage == stage}
         if not of:
             return [f"no log of stage {stage} is in {self.folder}"]
@@ -167,7 +167,7 @@ class LogReader:
         return {worker: each for worker, each in self._commits.get(step, {}).items() if each.valid_from >= since}
 
     def _counted(self, step: int, places: Iterable[_Place]) -> list[_Place]:
-        """Return the places of what counts of a step, the latest last."""
+        """Return the places of the data that counts of a step, the latest last."""
         since = self._since.of(step)
         return sorted(
             (each for each in places if each.entry.valid_from >= since), key=lambda each: each.entry.valid_from
@@ -206,7 +206,9 @@ class LogReader:
                 self._fault(segment.path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
 
     def _goes_on_from(self, before: LogReader) -> bool:
-        """Return whether all that ``before`` has indexed is there still, so that only what follows has to be."""
+        """Return whether all data that ``before`` has indexed is still there, so that only later data has to be
+        indexed.
+        """
         there = {segment.path: segment for segments in self.segments.values() for segment in segments}
         return self.run_id == before.run_id and all(
             path in there

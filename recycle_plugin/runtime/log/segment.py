@@ -51,7 +51,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class LogFault(NamedTuple):
-    """A fault of a log: in which file, from which byte, and what is wrong or was expected there."""
+    """A fault of a log: the file, the first wrong byte, and what is wrong or was expected there."""
 
     file: Path
     offset: int

@@ -39,7 +39,9 @@ class Mover(Protocol):
         """Yield the data received since the last call: datum, tensors, and the generation from which they are valid."""
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
-        """Return when what was sent to these peers survives this process's death; Interrupted on a new membership."""
+        """Return when the data sent to these peers survives this process's death. Raises Interrupted on a new
+        membership.
+        """
 
     def hears(self) -> bool:
         """Return whether this worker's own listener lets peers in; may take seconds. If nothing arrives, that shows
@@ -58,4 +60,4 @@ class Mover(Protocol):
         """From now on send only to ``members``; broken connections to these are made anew."""
 
     def close(self) -> None:
-        """Stop receiving; what is under way to live peers still gets there, within a second."""
+        """Stop receiving. Data under way to live peers still arrives, within a second."""

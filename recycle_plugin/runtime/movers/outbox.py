@@ -124,7 +124,7 @@ class Outbox:
                 end(self._opening)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
-        """Write what the socket takes at once; returns the rest."""
+        """Write as much as the socket takes at once; return the rest."""
         assert self._connection is not None, "nothing is sent before there is a connection"
         try:
             while parts:

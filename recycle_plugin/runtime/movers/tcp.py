@@ -180,7 +180,7 @@ class Transport:
             raise self._failure
 
     def close(self) -> None:
-        """Stop receiving; what is under way to live peers still gets there, within a second."""
+        """Stop receiving. Data under way to live peers still arrives, within a second."""
         deadline = time.monotonic() + LINGER_S
         with self._peers:
             outboxes = [*self._outboxes.values()]

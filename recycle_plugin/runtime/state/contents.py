@@ -139,7 +139,7 @@ class Telling:
         return {name: self.of(found[name], f"{where}/{name}" if where else name) for name in kept}
 
     def kept(self, value: Any, where: str) -> Any:
-        """Tell what an optimizer keeps for a parameter; its tensors are never shared with others."""
+        """Read the optimizer's state for a parameter; its tensors are never shared with others."""
         if self._tensors is None or not isinstance(value, torch.Tensor):
             return self.of(value, where)
         if value.layout != torch.strided:

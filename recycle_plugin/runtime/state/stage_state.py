@@ -193,7 +193,9 @@ class StageState:
         return self.digesting()()
 
     def digesting(self) -> Callable[[], str]:
-        """Return what computes :meth:`digest` of the present state, on any thread, before any tensor changes."""
+        """Return a function that computes :meth:`digest` of the present state, on any thread, before any tensor
+        changes.
+        """
         tensors = self.tensors()
         layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
         small = self.small() | self.optimizer.compared()
@@ -230,7 +232,7 @@ class OptimizerState:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """{parameter: what the optimizer keeps for it}; empty for a pure wrapper."""
+        """{parameter: the optimizer's state for it}; empty for a pure wrapper."""
         return getattr(self.optimizer, "state", {})
 
     def parameters(self) -> dict[str, torch.Tensor]:

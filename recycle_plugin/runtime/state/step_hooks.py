@@ -9,7 +9,9 @@ from torch.optim import optimizer as optimizers
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], list[object]]:
-    """Return what torch calls before and after the optimizer's step, in order: also the hooks of all optimizers."""
+    """Return the hooks that torch calls before and after the optimizer's step, in order, also the hooks of all
+    optimizers.
+    """
     before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
     return (
         [*chain(optimizers._global_optimizer_pre_hooks.values(), before.values())],

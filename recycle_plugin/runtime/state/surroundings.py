@@ -49,7 +49,9 @@ class Surroundings:
 
     @property
     def retrained(self) -> str:
-        """What the script has frozen, thawed or added to the optimizer since that was remembered, in words, or ""."""
+        """The parameters that the script has frozen, thawed or added to the optimizer since this was remembered, in
+        words, or "".
+        """
         if len(self._groups()) != self._group_count:
             return "groups of the optimizer were added or removed"
         changed = next((one for one, trained in self._trained if one.requires_grad != trained), None)
@@ -74,7 +76,7 @@ class Surroundings:
         self._left = [owners[number].get(name) for number, name in self._places]
 
     def changed(self) -> dict[Place, tuple[Any, Any]]:
-        """Return what the script has changed since :meth:`leave`, as {place: (value then, value now)}."""
+        """Return the script's changes since :meth:`leave`, as {place: (value then, value now)}."""
         found = {}
         for (number, name), left in zip(self._places, self._left):
             now = self._owners[number].get(name, left)
@@ -144,7 +146,7 @@ class SetByScript:
         surroundings.leave()
 
     def begin(self, step: int) -> None:
-        """Record for ``step`` what the script has set since :meth:`end`."""
+        """Record for ``step`` the values that the script has set since :meth:`end`."""
         self._buffers.begin(step)
         for later in [number for number in self._by_step if number >= step]:  # of steps before a checkpoint was loaded
             del self._by_step[later]
@@ -158,7 +160,7 @@ class SetByScript:
         self._buffers.leave()
 
     def apply(self, step: int) -> None:
-        """Set again what the script set for ``step``."""
+        """Set the script's values for ``step`` again."""
         self._surroundings.set(self._by_step.get(step, {}))
         self._buffers.apply(step)
 
@@ -206,8 +208,8 @@ def layers_digest(module: torch.nn.Module) -> str:
 
 
 class _Buffers:
-    """What a script writes to the buffers of ``module``, or replaces there, before each of its steps. Seen by their
-    versions, so changes past these, such as by ``.data``, are missed.
+    """The script's writes to, and replacements of, buffers of ``module`` before each of its steps. They are seen by the
+    buffers' versions, so changes that leave versions alone, such as by ``.data``, are missed.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

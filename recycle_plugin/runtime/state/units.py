@@ -48,10 +48,10 @@ class StepSums(Protocol):
     """The part of runtime/stage/gradients.py that units need."""
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return what ``step`` applies to each parameter."""
+        """Return the gradient that ``step`` applies to each parameter."""
 
     def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
-        """Return what REDUCE and TIE leave, by datum, at a worker that knows only these sums."""
+        """Return the results of REDUCE and TIE, by datum, for a worker that knows only these sums."""
 
 
 class UnitValue(NamedTuple):
@@ -153,7 +153,7 @@ class StageUnits:
             self.spent(time.perf_counter() - began)
 
     def sums(self, step: int, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Return what ``step`` applies to each unit that it applies something to, as REDUCE left it, without copies."""
+        """Return the gradients that ``step`` applies to each unit, as left by REDUCE, without copies."""
         found = {}
         for name in names:
             trained = self._trained(self._all()[name])
@@ -283,7 +283,9 @@ class StageUnits:
             write_to(target, tensor, f"unit {name}")
 
     def gathered(self, step: int, sums: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[Datum, Any]:
-        """Return what REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, none for others."""
+        """Return the results that REDUCE and TIE of ``step`` would have, with ``sums`` for these units and none for
+        others.
+        """
         found = {}
         for name, values in sums.items():
             for parameter, value in zip(self._trained(self._all()[name]), values, strict=True):

@@ -35,7 +35,7 @@ class Undo(Protocol):
         """
 
     def before_step(self) -> None:
-        """Keep what restore() needs, over the last record. Gradients must be as applied: reduced and clipped."""
+        """Keep the data for restore(), over the last record. Gradients must be as applied: reduced and clipped."""
 
     def restore(self) -> None:
         """Take back the step since ``before_step()``, once; raises RuntimeError if there is none."""

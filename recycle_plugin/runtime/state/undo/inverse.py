@@ -74,7 +74,9 @@ class Inverse:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Keep gradients and what cannot be computed back; raises RecycleError if the step could not be taken back."""
+        """Keep gradients, and values that can't be computed back. Raises RecycleError if the step could not be taken
+        back.
+        """
         _check_groups(self._optimizer, self._rule)
         _check_hooks(self._optimizer)
         seen, self._seen = self._seen, None
@@ -111,7 +113,7 @@ class Inverse:
         self._whole.rewritten()
 
     def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.AppliedStep]:
-        """Yield what was applied to each parameter that had a gradient, with the hyper-parameters used then."""
+        """Yield the gradient applied to each parameter that had one, with the hyper-parameters used then."""
         named = {parameter: name for name, parameter in self._of.parameters().items()}
         for group, told in zip(self._optimizer.param_groups, groups, strict=True):
             saved = Putting().into({}, told.items())
