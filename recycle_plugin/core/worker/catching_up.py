@@ -256,7 +256,9 @@ class CatchingUp:
                 self._streams[source].inlet.ask(Asked(tuple(names)))
 
     def _take_over(self) -> None:
-        """Have sources leave out what they would send last, as much as a new one can send. Looks at all units."""
+        """Have sources leave out the units that they would send last, as many as a new source can send. Looks at all
+        units.
+        """
         for source, stream in self._streams.items():
             asked = [name for name, whom in self._from.items() if whom == source and name not in self._here]
             left = sum(self._weights[name] for name in asked) / len(self._streams)

@@ -88,7 +88,7 @@ class CheckpointInterval:
 
 @dataclass
 class Meter:
-    """The clock of one worker's steps, which measures what a checkpoint costs it."""
+    """The clock of one worker's steps. It measures the cost of a checkpoint to the worker."""
 
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _slowed: list[float] | None = None  # of a checkpoint's steps so far

@@ -47,7 +47,7 @@ class Evaluations:
         self._number = 0
 
     def count_on(self, number: int) -> None:
-        """Go on after evaluation ``number``, the last one that the others did before this worker joined."""
+        """Go on after evaluation ``number``, the last that the others did before this worker joined."""
         self._number = number
 
     def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, Loss]]:

@@ -96,7 +96,7 @@ class Lockstep:
         return (yield from self._port.wait(wait, self._begun, interruptible=False))
 
     def _begun(self) -> bool | None:
-        """Return whether all have begun what this shard begins; None while one still may."""
+        """Return whether all have begun this shard's action; None while another shard still may."""
         mine, waits = self._word, False
         for word in map(self._port.heard_in_seat, self._others):
             if word.generation == mine.generation and word.joint >= mine.joint:

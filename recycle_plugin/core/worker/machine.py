@@ -176,4 +176,4 @@ class Machine(ControlPort, Protocol):
         """Return the value that this worker's script gives to a newcomer's script."""
 
     def watch_state(self) -> None:
-        """Watch from now on what the script changes of the state before the next step."""
+        """From now on watch for the script's changes of the state before the next step."""

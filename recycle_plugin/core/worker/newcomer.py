@@ -282,7 +282,7 @@ class Newcomer:
             self._hash_at = {step for step in self._hash_at if step > clock}
 
     def _tell_behind(self, step: int) -> None:
-        """Report at intervals how far the script is behind the others, and what it can leave out to reach them."""
+        """Report at intervals how far the script is behind the others, and what it could skip to reach them."""
         now, committed = self._port.clock(), self._view.committed
         at, before, others = self._behind or (now, step, committed)
         if self._behind is None or now - at >= BEHIND_S:

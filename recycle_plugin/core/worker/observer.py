@@ -33,9 +33,7 @@ class Observer:
         """``step`` was applied with regard to ``norm``, and may yet be taken back."""
 
     def time_of(self, step: int) -> ComputeTime | None:
-        """Return what ``step``, which was applied, took, the first time that it is asked for; None if the observer
-        does not measure that.
-        """
+        """Return the time of ``step`` on the first call after it was applied; None if it is not measured."""
         return None
 
     def rejected(self, after: int, valid_from: int) -> None:

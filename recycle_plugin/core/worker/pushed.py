@@ -58,7 +58,7 @@ class Script:
     behind: tuple[int, int] = (0, 0)
 
     def lacks(self, instruction: Instruction) -> Need | None:
-        """Return what the script has to do before ``instruction`` can begin; None for nothing."""
+        """Return the :class:`Need` that ``instruction`` waits for; None if it can begin."""
         if instruction.op in (Op.LOAD, Op.F) and not self.gives:
             return Need.MICRO_BATCH
         return Need.STEP if instruction.op in CLOSING and not self.closes else None
@@ -101,7 +101,9 @@ class PushedWorker(Worker):
         return {str(step): self.place_behind(step)}
 
     def place_behind(self, step: int) -> Place:
-        """Return the place in this seat's data after ``step``, the last applied one, without what the next has."""
+        """Return the place in this seat's data after ``step``, the last applied step, without the data of the next
+        step.
+        """
         if self.script.behind[0] != step:  # it is being applied
             self.script.behind = step, self.script.given
         return Place(read=self.script.behind[1])
@@ -151,7 +153,9 @@ class PushedWorker(Worker):
 
 
 def steps(loop: TrainingLoop) -> Iterator[Any]:
-    """Train step after step; yield what the script has to do (NOTHING at a commit) and, if waits don't block, waits."""
+    """Train step after step. Yield each :class:`Need` of the script (NOTHING at a commit) and, if waits don't block,
+    waits.
+    """
     while True:
         yield from loop.advance(loop.machine.stepped + 1)
         yield from loop.settle()
@@ -220,7 +224,7 @@ class PushedSteps:
             self.need = yield from self._resume(closes=True)
 
     def _resume(self, closes: bool) -> Waits[Need]:
-        """Go on with the program; the value is what it needs of the script."""
+        """Go on with the program; the value is the next :class:`Need` of the script."""
         if self._steps is None:
             self._steps = self._make()
         self._script.closes = closes

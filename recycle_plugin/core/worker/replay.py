@@ -26,7 +26,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 
 
 class Replayed(NamedTuple):
-    """What a replay took: ``bytes`` of a checkpoint, and how many ``helpers`` stayed to the end."""
+    """The cost of a replay: ``bytes`` of a checkpoint, and how many ``helpers`` stayed to the end."""
 
     bytes: int
     helpers: int

@@ -29,7 +29,7 @@ class SharedState(Protocol):
     """A worker's state of its stage, as it is sent to others."""
 
     def head(self) -> tuple[Any, Mapping[str, int]]:
-        """Return what goes by value, and the weight of each unit in bytes, by name."""
+        """Return the non-tensor state, and the weight of each unit in bytes, by name."""
 
     def read(self, name: str, rest: bool) -> Any:
         """Return a copy of a unit; None while some of it is left to be read by the next calls, between which it does
@@ -37,7 +37,7 @@ class SharedState(Protocol):
         """
 
     def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
-        """Return what ``step`` applies to each of these units."""
+        """Return the gradients that ``step`` applies to each of these units."""
 
     def changed(self, names: Iterable[str]) -> Iterable[str]:
         """Return those of these units that the script has changed since the last step."""
@@ -50,7 +50,7 @@ class Outlet(Protocol):
     """A line to one newcomer; no call blocks."""
 
     def asked(self) -> Iterable[Asked]:
-        """Return what the newcomer has asked for since the last call."""
+        """Return the newcomer's requests since the last call."""
 
     def send(self, item: Item) -> None:
         """Send one item, after all before it."""
@@ -63,7 +63,7 @@ class Outlet(Protocol):
         """Whether the newcomer is gone."""
 
     def close(self) -> None:
-        """Close the line; what was sent still gets there."""
+        """Close the line. Data already sent still arrives."""
 
 
 class Service:
@@ -117,7 +117,9 @@ class Service:
                     self.outlet.send(self._script)
 
     def hand_over(self, step: int, state: Callable[[], bytes]) -> None:
-        """Send what this worker's script hands over, if the newcomer has asked for it; ``step`` is its last one."""
+        """Send the ``on_join`` value of this worker's script, if the newcomer has asked for it; ``step`` is its last
+        past step.
+        """
         self._hear()
         if self._wants_script:
             self._script = Handed(step, state())
@@ -130,7 +132,7 @@ class Service:
             self._read(stepped, True, rest=True)
 
     def _end_changes(self, stepped: int, summed: bool) -> None:
-        """Send once that the script no longer changes the state after ``stepped``, after what it has changed."""
+        """Send the script's last changes of the state after ``stepped``, then, once, that no more follow."""
         if self._at != stepped or self._ended == stepped:
             return
         self._ended = stepped
@@ -145,7 +147,7 @@ class Service:
         self.outlet.send(Marker(stepped, ends=True, settings=self._state.settings()))
 
     def summed(self, step: int) -> None:
-        """Send what ``step`` applies to the units that were handed out, now that it exists."""
+        """Send the gradient sum of ``step`` for the units already sent, now that the sum exists."""
         if self._handed:
             self.outlet.send(Sums(step, self._state.sums(step, sorted(self._handed))))
 

@@ -54,7 +54,7 @@ class SharingMachine(ReplayingMachine, Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which other workers reach this one."""
+        """The address of this worker for other workers."""
 
     def words(self) -> list[Word]:
         """Return the messages about its replay that this worker has received since the last call."""

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkingMachine(Protocol):
-    """What does a stage's work again from logs; generators as in core.worker.machine.Machine."""
+    """The machine that repeats a stage's work from logs. Generators as in core.worker.machine.Machine."""
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
         """Yield until ``ready()``, polled, is not None, the value. ``what``: the log entry that it waits for. ``made``:
@@ -36,7 +36,7 @@ class WorkingMachine(Protocol):
         """Wait for the time that ``instruction`` takes, if no computing does."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Make what LOAD, F, I, W, B or STEP provides, from the store's data."""
+        """Compute the results of LOAD, F, I, W, B or STEP from the store's data."""
 
 
 class ReplayingMachine(ControlPort, WorkingMachine, Protocol):
@@ -52,10 +52,10 @@ class ReplayingMachine(ControlPort, WorkingMachine, Protocol):
         """Drop the weight gradients of the steps after ``after`` that were summed here."""
 
     def set_for(self, step: int) -> None:
-        """Set what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
+        """Set the values that the script had set for ``step``, which it has passed: learning rates and the like."""
 
     def differs(self, made: Any, sent: Any) -> str:
-        """Return in words how ``made`` differs from ``sent``; "" if only by what the order of sums changes."""
+        """Return in words how ``made`` differs from ``sent``; "" if another order of sums explains it."""
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
         """Return the sum of a REDUCE over all contributions of the stage, which are all here."""
@@ -70,7 +70,9 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed. ``stage``: can make what is missing; ``checkpoint``: path of an unreadable one."""
+    """The stage can't be replayed. ``stage``: the stage that can make the missing data; ``checkpoint``: the path of an
+    unreadable checkpoint.
+    """
 
     def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
         super().__init__(why)
@@ -95,8 +97,8 @@ class Undisturbed:
 
 
 class StageWork(Undisturbed):
-    """What a stage does with micro-batches of committed steps, from the logs, on ``machine`` and in ``store``, in a
-    pipeline of ``shape``. ``splits``: backwards are split; ``keep(datum, value)`` gets what a log has to have.
+    """A stage's work on micro-batches of committed steps, from the logs, on ``machine`` and in ``store``, in a pipeline
+    of ``shape``. ``splits``: backwards are split; ``keep(datum, value)`` gets the data that belongs in a log.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class StageWork(Undisturbed):
         self.refused: Callable[[], str] = str  # why what these need is not logged here
 
     def keep(self, datum: Datum, value: Any) -> None:
-        """Give ``value`` to whatever keeps what a log has to have."""
+        """Keep ``value``, which belongs in a log."""
         self._keep(datum, value)
 
     def run(self, step: int, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
@@ -135,12 +137,12 @@ class StageWork(Undisturbed):
         return last - self._stage
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Wait until what ``instruction`` needs is read from the logs."""
+        """Wait until the inputs of ``instruction`` are read from the logs."""
         for datum in self._store.missing(instruction):
             yield from self._fetch(datum)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """Compute, and keep for the log what would travel: another stage may have to be replayed later."""
+        """Compute, and keep the data that would travel for the log: another stage may have to be replayed later."""
         yield from self._machine.spend(instruction)
         self._store.run(instruction, self._machine.compute)
         for datum in provides(instruction):
@@ -162,7 +164,9 @@ class StageWork(Undisturbed):
         return (yield from self.wait(what, logged, not self.others.issuperset(others)))
 
     def wait(self, what: str, look: Callable[[], T | None], made: bool, stage: int | None = None) -> Waits[T]:
-        """Wait for what ``look()`` finds in logs (WorkingMachine.wait_logged). ``stage``: which could make it again."""
+        """Wait until ``look()`` finds its entry in the logs (WorkingMachine.wait_logged). ``stage``: the stage that
+        could make it again.
+        """
 
         def found() -> T | None:
             if self.others and (why := self.refused()):

@@ -25,9 +25,9 @@ from recycle_plugin.core.worker.observer import Observer
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """What a replay of the committed ``step`` needs beside boundary tensors: the ``norm`` that it was applied with,
-    None if nobody asked for it; data of it counts from generation ``counts_from`` on. ``valid_from``: the generation
-    from which its writer's data is valid.
+    """The part of a committed ``step`` that its replay needs beside boundary tensors: the ``norm`` that it was applied
+    with, None if no worker asked for it. Data of the step counts from generation ``counts_from`` on. ``valid_from``:
+    the generation from which its writer's data is valid.
     """
 
     step: int
@@ -62,13 +62,13 @@ class DiskLog(Protocol):
         """Write the record of a committed step."""
 
     def void(self, after: int, valid_from: int) -> None:
-        """Take back what was written of steps after ``after`` and is valid from before generation ``valid_from``."""
+        """Take back data of steps after ``after`` that is valid from before generation ``valid_from``."""
 
     def mark(self, step: int) -> None:
         """Record that all that ``step`` needs of this worker was written; tell the coordinator once it is on disk."""
 
     def checkpointed(self, step: int) -> None:
-        """Drop what is kept up to ``step``: a checkpoint of it is durable."""
+        """Drop the log up to ``step``: a checkpoint of it is durable."""
 
     def interrupted(self, step: int, why: str) -> None:
         """Record that no step from ``step`` on can be replayed before the next checkpoint is durable."""
@@ -96,14 +96,14 @@ class ReplayLogs(Protocol):
         """Return whether no copy of a datum can be read, or it is missing and part of its stage's log is lost."""
 
     def faults(self) -> str:
-        """Return in words what can't be read; empty if all can."""
+        """Return, in words, the parts that can't be read; empty if all can."""
 
     def close(self) -> None:
-        """Drop what was fetched to be read."""
+        """Drop data fetched from other hosts for reading."""
 
 
 class StepLog(Observer):
-    """What one worker logs, on ``log``. ``boundaries``: those logged until :meth:`committed` names others;
+    """One worker's writing to ``log``. ``boundaries``: those logged until :meth:`committed` names others;
     ``weigh(value)``: its bytes, for the ``meter``.
     """
 
@@ -186,7 +186,7 @@ class StepLog(Observer):
         self._kept = {datum: number for datum, number in self._kept.items() if datum.step > step}
 
     def checkpointed(self, step: int) -> None:
-        """Drop what is kept up to ``step``, whose checkpoint is durable."""
+        """Drop the log up to ``step``, whose checkpoint is durable."""
         if step > self._checkpoint:
             self._checkpoint = step
             self._records = {each: record for each, record in self._records.items() if each > step}
@@ -194,13 +194,13 @@ class StepLog(Observer):
             self._log.checkpointed(step)
 
     def committed(self, view: ControlView, valid_from: int) -> None:
-        """Write records of new commits, drop what a durable checkpoint replaces, and take the boundaries to log."""
+        """Write records of new commits, drop data before a durable checkpoint, and take the boundaries to log."""
         self.commit(view.committed, valid_from)
         self.checkpointed(view.durable)
         self.boundaries = self.boundaries if view.logged is None else view.logged
 
     def ran(self, span: Span) -> None:
-        """Measure what a replay would run again."""
+        """Measure the instructions that a replay would run again."""
         self.meter.ran(span)
 
     def broke_off(self, step: int, why: str) -> None:

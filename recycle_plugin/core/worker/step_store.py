@@ -40,7 +40,7 @@ class Tier(Protocol):
     """A kind of memory: a device's, a host's, a disk."""
 
     def keep(self, value: Any) -> Any:
-        """Return the value, of whatever tier, as it is kept in this one."""
+        """Return the value as this tier keeps it, from any tier."""
 
     def weigh(self, kept: Any) -> int:
         """Return the share of a budget that a kept value takes, in the budget's unit."""
@@ -125,7 +125,7 @@ class StepStore:
         }
 
     def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-        """Return what ``instruction`` requires here (core.vocabulary.dataflow); an evaluation reads iterators too."""
+        """Return the inputs of ``instruction`` here (core.vocabulary.dataflow); an evaluation reads iterators too."""
         return requires(instruction, self._stages, own, self.tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> list[Datum]:
@@ -135,7 +135,7 @@ class StepStore:
         return self._lacking(self.requires(instruction, own))
 
     def _lacking(self, needed: Iterable[Datum]) -> list[Datum]:
-        """Return what of ``needed`` is not here. An evaluation has no weights of its own."""
+        """Return the part of ``needed`` that is not here. An evaluation has no weights of its own."""
         return [each for each in needed if each not in self._data and (each.kind != "params" or each.step >= 0)]
 
     def held(self) -> set[Datum]:
@@ -176,8 +176,8 @@ class StepStore:
         return True
 
     def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
-        """Have ``compute(instruction, self, boundary_only)`` make what ``instruction`` provides. Raises AssertionError
-        if an input is missing. ``boundary_only``: for the boundary tensor only, so that nothing else stays.
+        """Have ``compute(instruction, self, boundary_only)`` make the results of ``instruction``. Raises AssertionError
+        if an input is missing. ``boundary_only``: only the boundary tensor is needed, so nothing else is kept.
         """
         needed = self.requires(instruction, self.own(instruction))
         if lacking := self._lacking(needed):

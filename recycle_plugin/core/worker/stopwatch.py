@@ -53,7 +53,7 @@ class Stopwatch(Observer):
                 spent[2] += took
 
     def summed(self, instruction: Instruction, took_us: int) -> None:
-        """Count what the sum of a step with the other replicas took."""
+        """Record the time of the step's sum with the other replicas."""
         if instruction.op is Op.REDUCE:
             self._exchanged.setdefault(instruction.step, took_us)
 

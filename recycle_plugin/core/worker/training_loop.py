@@ -105,7 +105,7 @@ class TrainingLoop:
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
-        """Return when ``step`` is applied here, and what peers need for it is done. Raises DataEnded."""
+        """Return when ``step`` is applied here, and its data for peers is made. Raises DataEnded."""
         while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
                 if coming == self._unfilled:
@@ -151,7 +151,7 @@ class TrainingLoop:
 
     def barrier(self, barrier: Barrier, values: dict[str, Any]) -> Waits[BarrierPassed]:
         """Wait at ``barrier``, outside a step, for all live workers; the value is the :class:`BarrierPassed`.
-        ``values``: what this worker brings for all. Raises Interrupted if the membership changes first.
+        ``values``: this worker's values for all. Raises Interrupted if the membership changes first.
         """
         number = self._control_view.number
         self._port.send(BarrierReached(self._control_view.rank, number, barrier, values))
@@ -340,7 +340,7 @@ class TrainingLoop:
             yield from self.help()
 
     def asked_to_help(self) -> bool | None:
-        """Return True if a worker that replays a stage wants this one's help, else None."""
+        """Return True if a worker that replays a stage has asked this worker for help, else None."""
         return self._runner.asked_to_help()
 
     def help(self) -> Iterator[Any]:

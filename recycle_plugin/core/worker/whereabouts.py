@@ -52,7 +52,7 @@ class BoardPort(Protocol):
         """Post ``value`` in ``generation``; a later value on the same board is ignored."""
 
     def read(self, board: str, ranks: Sequence[int], generation: int) -> Reading:
-        """Ask in ``generation`` for what ``ranks`` post on ``board``; return the same reading until :meth:`forget`."""
+        """Ask in ``generation`` for the posts of ``ranks`` on ``board``. Return one reading until :meth:`forget`."""
 
     def forget(self, board: str) -> None:
         """Keep nothing more of ``board``."""
@@ -94,7 +94,7 @@ class Whereabouts:
         return stayed if reading is None else reading.missing(stayed)
 
     def read(self, generation: int) -> Reading:
-        """Return what the members post in ``generation``: that in force, or that which has let this worker in."""
+        """Return the members' posts in ``generation``: the one in force, or the one that has let this worker in."""
         if generation not in self._readings:
             self._readings[generation] = self._ask(generation)
         return self._readings[generation]

@@ -215,7 +215,7 @@ class Worker:
             data.in_place = enters
 
     def take_state(self, iterator_state: IteratorState) -> None:
-        """Take what all know of plain iterators; it holds until the next call."""
+        """Use this state of plain iterators, the same on all workers, until the next call."""
         if self.iterator_data is not None:
             self.iterator_data.take_state(iterator_state)
 
@@ -252,8 +252,8 @@ class Worker:
     # newcomers
 
     def serve_now(self, waiting: bool) -> bool | None:
-        """Do what newcomers ask for, if it may be done now; return whether there was anything to do, None if there are
-        no newcomers. ``waiting``: this worker has nothing else to do.
+        """Answer newcomers' requests, if that may be done now. Return whether there was anything to do, None if there
+        are no newcomers. ``waiting``: this worker has nothing else to do.
         """
         view = self._control_view
         if not (view.serves or view.hashes or self.hash_at or self.servings) or view.outside:
@@ -282,7 +282,9 @@ class Worker:
         self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address, asked.number))
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
-        """Send a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
+        """Send a newcomer the ``on_join`` value of this worker's script after ``step``, if the newcomer has asked for
+        it.
+        """
         self.servings.hand_over(newcomer, step, self._machine.script_state)
 
     def _last_sum(self, step: int) -> Datum:
@@ -293,7 +295,7 @@ class Worker:
         return self._last_sum(step) in self.store
 
     def _summed(self, step: int) -> None:
-        """Send newcomers what the sums of ``step`` have left."""
+        """Send newcomers the gradient sums of ``step``."""
         self.servings.summed(step)
 
     def _hash(self, stepped: int) -> None:
@@ -339,7 +341,7 @@ class Worker:
             yield from lockstep.begin(str(instruction))
 
     def _lacks(self, instruction: Instruction) -> bool:
-        """Return whether ``instruction``, which another shard of the seat has run, waits for what is not here."""
+        """Return whether ``instruction``, which another shard of the seat has run, lacks an input here."""
         if instruction.op is Op.VALIDATE:
             return self._control_view.collected(instruction.step, NORM) is None
         return instruction.op in LEFT_OUT and bool(self.store.missing(instruction))
@@ -476,7 +478,7 @@ class Worker:
     # what it has and says
 
     def forget_evaluation(self, step: int) -> None:
-        """Drop what has come for the evaluation ``step`` (negative), which is through or given up."""
+        """Drop arrived data of the evaluation ``step`` (negative), which is over or given up."""
         self._take_arrivals()
         self.store.forget_evaluation(step)
 
@@ -500,7 +502,7 @@ class Worker:
         yield from self.companion.run(replay)
 
     def asked_to_help(self) -> bool | None:
-        """Return True if a worker that replays a stage wants this one's help, else None."""
+        """Return True if a worker that replays a stage has asked this worker for help, else None."""
         return None if self.helper is None else self.helper.asked()
 
     def help(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
