@@ -22,7 +22,7 @@ from tests.support.hosts import HostsRun
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, hold
 from tests.support.launching import launching
 
-SILENT = "nothing was heard of it or its supervisor for"
+SILENT = "nothing was heard from it or its supervisor for"
 BREAK_S = 1.2  # less than the default deadline, which is 3 s, and more than an exponential back-off leaves of it
 LOST = {"1.0", "1.1"}  # beta's replica
 
@@ -133,7 +133,7 @@ def test_the_silence_of_a_host_is_its_death_to_the_others_and_its_own_end(launch
     assert all(SILENT in event["how"] for event in result.of("lost")) and not result.of("confirmed")
     assert run.others["beta"].wait(60) != 0
     said = run.said_on("beta")
-    assert said.count("has heard nothing of the coordinator for 16 s, so the others may have gone on without it") == 2
+    assert said.count("has heard nothing from the coordinator for 16 s, so the others may have gone on without it") == 2
     assert "Traceback" not in said
 
 

@@ -14,7 +14,7 @@ from tests.support.launching import launching
 
 DEADLINE = "recycle.heartbeat_timeout_s=2"
 GONE = "recycle: the job ends: the coordinator's host is gone, and no other process has taken its place"
-UNHEARD = "has heard nothing of the coordinator for 16 s, so the others may have gone on without it"
+UNHEARD = "has heard nothing from the coordinator for 16 s, so the others may have gone on without it"
 POWER = ("crashes", "loses power")
 # of a worker that finds nobody, and of its supervisor: 30 s of silence, 10 s each, and 15 s for a signal
 END_S = 120

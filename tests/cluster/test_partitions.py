@@ -22,7 +22,7 @@ from tests.support.jobs import (
 )
 
 SOON = ("recycle.heartbeat_timeout_s=2",)
-UNHEARD = "has heard nothing of the coordinator for 16 s"
+UNHEARD = "has heard nothing from the coordinator for 16 s"
 
 
 def gone(processes: list[psutil.Process]) -> bool:

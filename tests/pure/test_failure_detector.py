@@ -123,7 +123,7 @@ def test_a_host_that_nothing_comes_from_is_found_within_its_deadline(step_s, hea
     played.live_for(HEARTBEAT_S - 2 * TICK_S)
     assert played.events == []
     played.live_for(2 * TICK_S)
-    assert played.given_up() == ["nothing was heard of it or its supervisor"]
+    assert played.given_up() == ["nothing was heard from it or its supervisor"]
 
 
 LONGEST_S = {WAITS: IDLE_S, "gone": HEARTBEAT_S, "stopped": DEADLINE_S, COMPUTES: DEADLINE_S, ELSEWHERE: IDLE_S}
@@ -218,7 +218,7 @@ def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbea
     played.live_for(heard.for_s)
     assert played.events == []
     played.live_for(2 * LATE_S)
-    why = "nothing was heard of it or its supervisor" if played.gone else "its process is stopped"
+    why = "nothing was heard from it or its supervisor" if played.gone else "its process is stopped"
     assert played.given_up() == [why]
 
 

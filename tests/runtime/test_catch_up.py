@@ -156,7 +156,7 @@ def test_what_is_no_item_breaks_the_line_and_that_is_said(ends, odd):
             for each in NO_ITEMS[odd]:
                 connection.sendall(each if isinstance(each, bytes) else FRAMES.frame(each, seal))
             ends.wait(lambda: inlet.broken, "the end of the line")
-            assert "can't be understood" in noted[0]
+            assert "can't be read: " in noted[0]
 
 
 def ended(connection: socket.socket) -> bool:
@@ -195,7 +195,7 @@ def test_nobody_else_is_let_in_and_that_is_said_once(ends, coordinator, odd):
             assert ended(connection)
     outlet.send(Marker(4))
     assert ends.received(ends.come(), 1) == [Marker(4)], "who is expected still gets in"
-    refused = [note for note in coordinator.hear(Note) if "says what can't be understood" in note.text]
+    refused = [note for note in coordinator.hear(Note) if "has sent an unreadable message" in note.text]
     assert len(refused) == 1 and not outlet.broken
 
 

@@ -131,7 +131,7 @@ async def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
             pass
         await workers[1].hear_the_end()
     assert warnings(said) == [
-        "the worker of rank 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"
+        "the worker of rank 1 has sent an unreadable message: Ready.job.stages is '2', and it has to be int"
     ]
     assert [event.details["rank"] for event in said if event.kind == "lost"] in ([1, 3], [3, 1])
 
@@ -149,7 +149,7 @@ async def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
             worker.send(Stepped(rank, 0, 1))
         await workers[0].hear(Committed)
     assert warnings(said) == 2 * [
-        "a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no "
+        "a connection from this process has sent an unreadable message: a frame begins with b'GET / HTTP', and no "
         "message does"
     ]
     assert "lost" not in [event.kind for event in said]

@@ -114,7 +114,7 @@ def test_the_end_of_the_promise_and_a_late_answer_are_told(coordinator, monkeypa
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
     session = coordinator.session(0)
     session.heartbeats.lease_until, session.waiting.cut_off_s = time.monotonic(), 0.05
-    with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's answer before 0REDUCE@4"):
+    with pytest.raises(CutOff, match="heard nothing from the coordinator .* the coordinator's answer before 0REDUCE@4"):
         session.waiting.for_lease("0REDUCE@4")
     assert [type(message) for message in beats(coordinator, 1)] == [Heartbeat]
 

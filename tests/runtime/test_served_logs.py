@@ -159,7 +159,7 @@ def test_the_line_of_who_asks_otherwise_ends_and_is_said_once(server, folder, co
                     answer += exactly(connection.connection, 1)
             assert b"RCYLOG" not in answer
     until(lambda: complaints, "complaint")
-    assert len(complaints) == 1 and "says what can't be understood: " in complaints[0]
+    assert len(complaints) == 1 and "has sent an unreadable message: " in complaints[0]
     with line(server) as connection:
         assert asked(connection, server), "others are served all the same"
 

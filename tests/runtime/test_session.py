@@ -102,7 +102,7 @@ def test_a_coordinator_that_says_nonsense_is_as_good_as_gone_and_the_reason_is_k
     coordinator.tell(Committed(1))
     coordinator.tell(encode(Committed("2")))
     with pytest.raises(
-        JobEnded, match="the coordinator can't be understood: Committed.step is '2', and it has to be int"
+        JobEnded, match="the coordinator has sent an unreadable message: Committed.step is '2', and it has to be int"
     ):
         session.waiting.until("nothing", lambda: None)
     assert session.view.committed == 1 and session.coordinator_is_gone

@@ -214,8 +214,8 @@ async def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(m
         far.close()
     assert (
         capsys.readouterr().err
-        == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message "
-        "does\n"
+        == "recycle: error: the coordinator has sent an unreadable message: a frame begins with b'Traceback ', and no "
+        "message does\n"
     )
 
 

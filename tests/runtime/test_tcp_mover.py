@@ -303,7 +303,7 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
     assert Inbox(receiver).wait(act(1))[0].item() == 1
     (note,) = coordinator.hear(Note)
     assert note.text.startswith("at worker 1 a process of this job, at 127.0.0.1:")
-    assert ", says what can't be understood: " in note.text
+    assert ", has sent an unreadable message: " in note.text
 
 
 def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there_is_room_for_it(

@@ -129,9 +129,7 @@ class TcpInlet:
                 while not self._closed:
                     self._take(over)
         except Nonsense as nonsense:
-            self._note(
-                f"what {self._peer[0]}:{self._peer[1]} sends of the stage's state can't be understood: {nonsense}"
-            )
+            self._note(f"the stage's state from {self._peer[0]}:{self._peer[1]} can't be read: {nonsense}")
         except (OSError, EOFError):
             pass
         finally:  # also after an error that nobody expects: else the newcomer would wait for it

@@ -60,7 +60,7 @@ class TcpOutlet:
     # --- for who trains ----------------------------------------------------------------------------
 
     def asked(self) -> Iterable[Asked]:
-        """Return what the newcomer has asked for since the last call."""
+        """Return the newcomer's requests since the last call."""
         found: list[Asked] = []
         try:
             while self._connection is not None and not self._broken:
@@ -75,7 +75,7 @@ class TcpOutlet:
         except BlockingIOError:
             pass
         except Nonsense as nonsense:
-            self._end(f"it says what can't be understood: {nonsense}")
+            self._end(f"it has sent an unreadable message: {nonsense}")
         except (OSError, EOFError):
             self._end()
         return found

@@ -286,7 +286,7 @@ class Coordinator(Exchange):
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """Tell the user if a connection has broken over bytes that are no message."""
         if control.broken is not None and control.broken.unreadable is not None:
-            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), clock.now())
+            self._say(Event("warning", f"{who} has sent an unreadable message: {control.broken}", details), clock.now())
 
     def _refuse_datagram(self, sender: tuple[Any, ...], why: OSError | str) -> None:
         """Refuse a datagram, unless it may still be sealed for a coordinator that has died."""

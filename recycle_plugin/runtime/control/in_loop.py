@@ -121,7 +121,7 @@ class InLoop:
 
     def give_up_unless_heard(self, most: int) -> None:
         """Give the connection up (Control.give_up) if more than ``most`` messages are not confirmed."""
-        self._control.give_up("nothing is heard of the coordinator", most + 1)
+        self._control.give_up("nothing is heard from the coordinator", most + 1)
 
     def bear_silence(self, silent_s: float) -> None:
         """Break after this much silence of the other end's host; see Control.bear_silence."""

@@ -226,7 +226,7 @@ class Session:
         """Turn to the standby on another host, if there is one, since the coordinator's host is silent, or the
         coordinator for ``long``.
         """
-        self._control.give_up("nothing is heard of the coordinator", only_silent=not long)
+        self._control.give_up("nothing is heard from the coordinator", only_silent=not long)
 
     def _listen(self) -> None:
         while (message := self._control.receive(LISTEN_S)) is not None or self._goes_on():
@@ -278,7 +278,7 @@ class Session:
         assert broken is not None, "the connection to the coordinator has ended"
         nonsense = broken.unreadable
         if not self._closed and (
-            self.view.lose_coordinator(f"the coordinator can't be understood: {nonsense}")
+            self.view.lose_coordinator(f"the coordinator has sent an unreadable message: {nonsense}")
             if nonsense
             else self.view.lose_coordinator()
         ):

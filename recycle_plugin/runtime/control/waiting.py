@@ -83,7 +83,7 @@ class Waiting:
 
     def _raise_cut_off(self, name: str) -> NoReturn:
         raise CutOff(
-            f"{self._view} has heard nothing of the coordinator for {self.cut_off_s:.0f} s, "
+            f"{self._view} has heard nothing from the coordinator for {self.cut_off_s:.0f} s, "
             f"so the others may have gone on without it; it stops waiting for {name}"
         )
 

@@ -121,5 +121,5 @@ class Listener:
         with self._lock:
             first, self._said = not self._said, True
         if first:
-            what = f"a process of this job, at {peer[0]}:{peer[1]}, says what can't be understood"
+            what = f"a process of this job, at {peer[0]}:{peer[1]}, has sent an unreadable message"
             self._say(f"{self._door.place} {what}: {nonsense}")

@@ -471,7 +471,7 @@ class Supervisor:
         """Restore the broken connection, and repeat a worker's end if not confirmed. Return whether it stands."""
         broken = self._control.broken
         if broken is not None and broken.unreadable is not None:
-            say(f"error: the coordinator can't be understood: {broken}")
+            say(f"error: the coordinator has sent an unreadable message: {broken}")
             return False
         if not await self._stands_again(self._hello, OVER_S if self._over.done() else RESUME_S):
             return False

@@ -300,7 +300,7 @@ class FailureDetector:
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
             return Suspicion(
-                "nothing was heard of it or its supervisor",
+                "nothing was heard from it or its supervisor",
                 silent,
                 max(heartbeat_s, sign.leased_until - sign.heard),
                 cause=Cause.SILENT,
