@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 
 
 def stepped(state: JobState, message: Stepped) -> None:
-    """Record that a worker has applied a step, and commit what all have applied."""
+    """Record that a worker has applied a step, and commit the steps that all have applied."""
     if message.time is not None:
         state.steps.add_compute_time(message.worker, message.step, message.time)
     member = state.roster.member(message.worker)
@@ -30,7 +30,7 @@ def stepped(state: JobState, message: Stepped) -> None:
 
 
 def commit(state: JobState, step: int) -> None:
-    """Commit ``step``: what it has changed stays."""
+    """Commit ``step``: its changes are final."""
     state.attendance.failure_detector.committed(step, state.now)
     state.steps.commit(step, state.roster, state.now, state.out, state.batches)
     state.batches = state.batches.committed(step)
@@ -51,7 +51,7 @@ def _rebalance(state: JobState) -> None:
 
 
 def contribute(state: JobState, message: Contribution) -> None:
-    """Handle a worker's contribution to what is decided of a step."""
+    """Handle a worker's contribution to a decision on a step."""
     norm = state.steps.contribute(message, state.out)
     if norm is not None:
         _reject(state, message.step, norm)

@@ -1,6 +1,7 @@
-"""Workers whose states differ: replicas of a stage after each step, and a newcomer before it takes part. A worker that
-differs from a majority is given up as if it had died. What it has contributed while it was right is in everybody's
-state alike, and stays. Without a majority nobody knows which state is right, and the job ends.
+"""Workers whose states differ: replicas of a stage after each step, and a newcomer before it takes part.
+
+A worker that differs from a majority is given up as if it had died. Its contributions from before the difference are in
+every worker's state alike, and stay. Without a majority the right state is not known, and the job ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Contributions to a step: which replicas contribute after a loss, and what follows if data ends.
-core/vocabulary/step_batches.py decides what becomes of a lost replica's gradients. core/coordinator/facts/places.py
-knows the places of plain iterators.
+"""Contributions to a step: the replicas that contribute after a loss, and the end of a job's data.
+core/vocabulary/step_batches.py decides whether a lost replica's gradients count. core/coordinator/facts/places.py knows
+the places of plain iterators.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _leave_with(state: JobState, member: Member) -> None:
 
 
 def depart(state: JobState, worker: WorkerId) -> None:
-    """Remove a worker whose planned leave holds and that is gone without a goodbye. Nobody needs it any more."""
+    """Remove a worker whose planned leave holds and that is gone without a goodbye. No other worker needs it."""
     state.attendance.leave(worker)
     state.vacancies.left(worker)
     state.log_places.ended(worker, state.committed)
@@ -148,7 +148,7 @@ def see_uneven(state: JobState) -> None:
 
 
 def compare_scripts(state: JobState, member: Member, step: int) -> None:
-    """End the job if the script of ``member``, at ``step``, goes on past the step after which another one has ended."""
+    """End the job if the script of ``member``, at ``step``, goes on past the step at which another script ended."""
     uneven = state.ending.uneven(member, step)
     # a step that nobody can be in says nothing of a script
     if uneven and step < unstarted(state.committed) and not state.ending.failed:

@@ -160,7 +160,7 @@ class Exchange:
             self._take("closed", line)
 
     def _see_whether_back(self, line: int, absence: int = 0) -> None:
-        """Take a connection for broken whose other end has not come again. After another ``absence`` it may still."""
+        """Treat a connection as broken if its other end is not back. After another ``absence`` it may still come."""
         if self._absent.get(line, 0) == absence and line not in self._heard:
             self._take("closed", line)
 

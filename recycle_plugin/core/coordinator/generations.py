@@ -42,9 +42,9 @@ def _leave_out(state: JobState) -> None:
 
 
 def plan_again(state: JobState, committed: int) -> None:
-    """Announce again what was planned before a rejection, for the same step if it is after ``committed``. This comes
-    before anybody is told to go on, so nobody begins that step without having heard. Otherwise repeated rejections
-    would keep everybody out, or in, for good.
+    """Announce again the generation that was planned before a rejection, for the same step if it is after
+    ``committed``. This comes before any worker is told to go on, so no worker begins that step without knowing.
+    Otherwise repeated rejections would keep the workers out, or in, for good.
     """
     if (planned := state.put_off) is not None and planned.from_step > committed:
         regroup(state, planned.cause, from_step=planned.from_step)
@@ -52,10 +52,12 @@ def plan_again(state: JobState, committed: int) -> None:
 
 
 def plan_change(state: JobState) -> None:
-    """Announce a generation without leaving workers and with returning ones, from a step that nobody can have started.
-    It never replaces one whose step may have come: a worker that leaves by that one may be gone, and no other
-    membership in force is without it. This function is called again once that one has come about. Among many, what
-    changes another planned generation waits for the next tick.
+    """Announce a generation without leaving workers and with returning workers, from a step that no worker can have
+    begun.
+
+    It never replaces a planned generation whose step may have come: a worker that leaves by that generation may be
+    gone, and no other membership in force is without it. This function is called again once that generation has come
+    about. In a large job a change to another planned generation waits for the next tick.
     """
     if state.regrouping.planned is not None and len(state.roster) >= MANY:
         state.regrouping.plans_more = True

@@ -32,7 +32,7 @@ def of_supervisor(state: JobState, message: SupervisorHeartbeat) -> None:
 
 
 def of_newcomer(state: JobState, message: Heartbeat) -> None:
-    """Record what a newcomer is at; it gets no lease."""
+    """Record a newcomer's activity. It gets no lease."""
     _watch(state, message)
     state.tell(message.worker, Lease(message.number, 0.0))
 

@@ -139,7 +139,7 @@ def _go_on_after(state: JobState, member: Member) -> None:
 
 
 def _is_missed(state: JobState, member: Member) -> bool:
-    """Return whether nobody else of the stage can do what scripts do after the last step."""
+    """Return whether no other worker of the stage can do the script's work after the last step."""
     return state.ending.ended is None and member.seat.stage in state.attendance.empty_stages()
 
 

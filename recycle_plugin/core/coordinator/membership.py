@@ -47,7 +47,7 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
 class Membership:
-    """The decisions of a job of ``ranks`` ranks: who takes part, what is committed, what is next. ``now``: seconds."""
+    """The decisions of a job of ``ranks`` ranks: its members, commits and next generation. ``now``: seconds."""
 
     def __init__(self, ranks: int) -> None:
         self.state = JobState(ranks)
@@ -103,7 +103,9 @@ class Membership:
         return tuple(self.state.ending.checkpoints)
 
     def identify(self, claimed: WorkerId) -> WorkerId:
-        """Return the identity of a process that connects as ``claimed``, which another one may have already."""
+        """Return the identity of a process that connects as ``claimed``. Another process may have that identity
+        already.
+        """
         return self.state.vacancies.identify(claimed)
 
     def is_outside(self, worker: WorkerId) -> bool:
@@ -117,7 +119,7 @@ class Membership:
         )
 
     def is_of(self, whom: Whom, worker: WorkerId) -> bool:
-        """Return whether ``worker`` gets what ``whom`` is sent: WORKERS or LAST_STAGE."""
+        """Return whether messages to ``whom``, WORKERS or LAST_STAGE, go to ``worker``."""
         state = self.state
         if whom == LAST_STAGE and state.job is not None:
             seat = state.attendance.seat_of(worker.rank)
@@ -128,7 +130,7 @@ class Membership:
     # --- news ------------------------------------------------------------------------------------
 
     def receive(self, message: object, now: float) -> CoordinatorOutput:
-        """Handle one message that arrived at ``now``. Return what it leads to."""
+        """Handle one message that arrived at ``now``. Return the resulting messages and events."""
         self.state.now = now
         handlers.handle(self.state, message)
         return self._settled()
@@ -170,7 +172,7 @@ class Membership:
         return self._settled()
 
     def join(self, number: int, host: str, waits: bool, now: float) -> CoordinatorOutput:
-        """Handle that supervisor ``number``, on ``host``, asks for a seat; if it ``waits``, also for a later one."""
+        """Handle the request of supervisor ``number``, on ``host``, for a seat. ``waits``: also for a later vacancy."""
         self.state.now = now
         supervisors.join(self.state, number, host, waits)
         return self._settled()

@@ -40,13 +40,13 @@ AGREE_S = 10.0  # how long enough workers may take to confirm a term
 
 
 class Port(Protocol):
-    """What the coordinator needs of a connection, however that is made."""
+    """The coordinator's needs of a connection, however it is made."""
 
     def send(self, message: object, more: bool = False) -> object:
-        """Send a message, or its frame. ``more``: it goes along with the next one, or with :meth:`flush_soon`."""
+        """Send a message, or its frame. ``more``: send it with the next message, or at :meth:`flush_soon`."""
 
     def flush_soon(self) -> None:
-        """Send what is kept for more."""
+        """Send the messages held back by ``more``."""
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,4 +1,4 @@
-"""What workers report for the user, and errors with which their scripts end."""
+"""Workers' reports for the user, and the errors with which their scripts end."""
 
 from __future__ import annotations
 

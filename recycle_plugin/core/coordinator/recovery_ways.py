@@ -73,7 +73,7 @@ def groups(stages: Sequence[int]) -> tuple[Group, ...]:
 
 
 def step_of(work: Sequence[Time], together: Iterable[Group]) -> Time:
-    """Return the time of a replayed step: that of the slowest group, whose stages wait for each other."""
+    """Return the time of a replayed step: that of the slowest group, since its stages wait for each other."""
     of_groups = [[work[stage] for stage in group.stages] for group in together]
     slowest = max(of_groups, key=lambda times: sum(time.seconds for time in times))
     return Time(sum(time.seconds for time in slowest), max(time.how for time in slowest))
@@ -114,7 +114,7 @@ def say_rerouted(state: JobState) -> None:
 
 
 def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
-    """Return a sentence that names the ``lost`` workers, or their replicas, and says what becomes of their work."""
+    """Return a sentence: the ``lost`` workers, or their replicas, and which workers take their work."""
     if unit == "replica":
         who = several("replica", sorted({member.seat.replica for member in lost}))
         return f"{who} lost as a whole: {'nobody does its work' if shrinks else 'other replicas take its work'}"

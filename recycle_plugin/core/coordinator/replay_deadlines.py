@@ -69,7 +69,7 @@ def replaying(state: JobState) -> list[NewcomerRecord]:
 
 
 def tell(state: JobState, empty: Sequence[int]) -> None:
-    """Tell workers that wait for ``empty`` stages what to expect, and how long to wait."""
+    """Tell workers that wait for ``empty`` stages the next expected event, and how long to wait for it."""
     found = patience(state, empty)
     state.tell(WORKERS, Expected(str(found), found.end_s + LATER_S))
 

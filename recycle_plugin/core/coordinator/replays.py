@@ -58,7 +58,7 @@ def go_on_without_stage(state: JobState) -> None:
 
 
 def _say_replay(state: JobState, again: str) -> None:
-    """Report what is replayed and with whom. ``again``: why that has changed, or ""."""
+    """Report which stages are replayed, and with which others. ``again``: why that has changed, or ""."""
     empty = state.attendance.empty_stages()
     say_replayed(state, empty, state.logs.along(state.committed, empty), again)
 

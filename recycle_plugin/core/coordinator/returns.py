@@ -86,7 +86,7 @@ def see_sources(state: JobState) -> None:
 
 
 def serving(state: JobState, message: Serving) -> None:
-    """Record that a worker serves a newcomer, and tell that one."""
+    """Record that a worker serves a newcomer, and tell the newcomer."""
     if (newcomer := state.joining.get(message.newcomer)) is not None:
         newcomer.came.add(message.worker)
         state.tell(message.newcomer, message)
@@ -182,7 +182,7 @@ def lose(state: JobState, newcomer: NewcomerRecord, cause: Cause, how: str) -> N
 
 
 def see_gone(state: JobState) -> None:
-    """End newcomers whose host is gone, or that do nothing."""
+    """End newcomers whose host is gone, and newcomers that do nothing."""
     gone = state.vacancies.tick(state.attendance.unreachable, state.is_ending, state.now, state.out)
     for worker in gone:
         _forget(state, [worker])

@@ -20,7 +20,7 @@ DEAF = "nor of most others, so the coordinator's own host may be cut off"
 
 
 def see_suspects(state: JobState) -> None:
-    """Report who is suspected, and act on each suspicion."""
+    """Report new suspicions, and act on those past their deadline."""
     suspicions = _unless_deaf(state, state.attendance.failure_detector.tick(state.now))
     state.suspicions.update(suspicions, state.attendance, state.out)
     for worker, suspicion in suspicions.items():

@@ -92,7 +92,7 @@ class JobState:
         self.out.fence(worker, why)
 
     def taken_out(self) -> CoordinatorOutput:
-        """Return what the news has led to, and begin a new output."""
+        """Return the output for the news, and begin a new output."""
         taken, self.out = self.out, CoordinatorOutput()
         return taken
 

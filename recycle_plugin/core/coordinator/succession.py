@@ -77,7 +77,7 @@ class Succession:
         self.host, self.term, self.address, self._ask_at = host, self.term + 2, None, 0.0
 
     def told(self, deadlines: Deadlines) -> StandsBy:
-        """Return what all others are told of the term."""
+        """Return the message that tells all others of the term."""
         silent_s = lease_s(deadlines)
         host, port = self.address or ("", 0)
         return StandsBy(self.term, host, port, silent_s if isfinite(silent_s) else 0.0)

@@ -24,5 +24,5 @@ def pace(state: JobState, whom: Whom) -> None:
 
 
 def join(state: JobState, number: int, host: str, waits: bool) -> None:
-    """Handle the ``number``-th request for a lost worker's seat, from ``host``; ``waits``: also for a later one."""
+    """Handle the ``number``-th request for a lost worker's seat, from ``host``. ``waits``: also for a later vacancy."""
     state.vacancies.join(number, host, waits, state.attendance.unreachable, state.is_ending, state.now, state.out)

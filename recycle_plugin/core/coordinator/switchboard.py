@@ -114,8 +114,8 @@ class Switchboard:
     # --- connections -----------------------------------------------------------------------------
 
     def opened(self, hello: Hello, who: str, now: float, effects: Effects) -> int:
-        """Handle a new connection whose other end says ``hello``; ``who``: its address in words. Return the
-        connection's number. Whoever has ``hello.token`` may go on with it later.
+        """Handle a new connection with the message ``hello``. ``who``: the other end's address in words. Return the
+        connection's number. A process that has ``hello.token`` may resume the connection later.
         """
         number = self._newest = self._newest + 1
         self.lines[number] = line = Line(hello, hello.rank)
@@ -239,7 +239,7 @@ class Switchboard:
 
     @property
     def term_told(self) -> StandsBy:
-        """What all others are told of the term."""
+        """The message that tells all others of the term."""
         return self.succession.told(self._deadlines)
 
     def stands_by(self, address: str, now: float, effects: Effects) -> None:
@@ -259,7 +259,7 @@ class Switchboard:
         self.membership.state.stood_by_elsewhere = False
 
     def knowing(self, term: int) -> set[WorkerId]:
-        """Return the workers that know of this term or a later one. O(connections)."""
+        """Return the workers that know of this term or a later term. O(connections)."""
         return {line.worker for line in self.lines.values() if line.worker is not None and line.term >= term}
 
     def _have_one_stand_by(self, now: float, effects: Effects) -> None:
@@ -483,7 +483,7 @@ class Switchboard:
             self.over, effects.over = message, True
 
     def _send_generation(self, whom: Whom, generation: Generation, effects: Effects) -> None:
-        """Send what has changed since the last generation over connections that it went over, else all members."""
+        """Send the changes since the last generation to connections that have it, else all members."""
         before, self._generation = self._generation, generation
         frames: dict[bool, bytes] = {}
         for number in self._lines_of(whom):

@@ -1,4 +1,4 @@
-"""What a job will not survive, and what keeps it from its best speed: reported before it begins."""
+"""Losses that a job will not survive, and settings that slow it down: reported before it begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeakPoint(NamedTuple):
 
 
 def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
-    """Yield what the job does not survive, and what keeps it from its best speed. O(members)."""
+    """Yield losses that the job does not survive, and settings that slow it down. O(members)."""
     hosts, strict = {member.host for member in roster}, job.placement == "strict"
     alone, runs = len(hosts) == 1, "the coordinator"
     if len(hosts) < LEAST:

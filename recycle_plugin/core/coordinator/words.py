@@ -52,7 +52,9 @@ SHOWN = 80  # characters of a message in a reason
 
 
 class Speakers:
-    """Who may send what, and which supervisor starts which worker. ``supervised``: by rank, its (host, process)."""
+    """The sender that each message may come from, and the supervisor that starts each worker. ``supervised``: by rank,
+    its (host, process).
+    """
 
     def __init__(self, supervised: Mapping[int, tuple[str, int]] | None = None) -> None:
         self._supervised = dict(supervised or {})
@@ -64,7 +66,9 @@ class Speakers:
         return set(self._supervised)
 
     def supervises(self, rank: int, place: tuple[str, int]) -> tuple[str, int]:
-        """Record a supervisor of ``rank`` at ``place``, its (host, process). Return the place of the first one."""
+        """Record a supervisor of ``rank`` at ``place``, its (host, process). Return the place of the rank's first
+        supervisor.
+        """
         return self._supervised.setdefault(rank, place)
 
     def supervisor_of(self, rank: int) -> tuple[str, int] | None:
@@ -177,7 +181,7 @@ FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
 
 
 def _of_report(message: SurvivorReport, state: JobState) -> str | None:
-    """Return what is wrong with a report for the newest generation, or None."""
+    """Return the mistake in a report for the newest generation, or None."""
     committed = state.committed
     try:
         held, drawn = PackedData(message.held), unpack_drawn(message.held_draws)

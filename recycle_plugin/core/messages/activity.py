@@ -1,4 +1,4 @@
-"""What a worker is at, as its heartbeats tell it; read by the failure detector and the wait graph."""
+"""A worker's activity as its heartbeats report it; read by the failure detector and the wait graph."""
 
 from __future__ import annotations
 

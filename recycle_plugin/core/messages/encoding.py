@@ -127,7 +127,9 @@ class Frames:
         return bool(self._rest)
 
     def take(self) -> object | None:
-        """Take the next message out; None while it is not whole. After an Unreadable the next one can't be found."""
+        """Return the next message and remove it; None if it is incomplete. After an Unreadable no further message can
+        be found.
+        """
         if len(self._rest) < HEAD.size:
             return None
         size = CONTROL.size(self._rest, self._limit)

@@ -1,4 +1,4 @@
-"""What the coordinator sends to workers, supervisors and operators."""
+"""Messages from the coordinator to workers, supervisors and operators."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ class Generation:
 
 @dataclass(frozen=True)
 class GenerationChange:
-    """A :class:`Generation`, over a connection whose other end has heard of generation ``since`` last: the members
-    ``come`` have taken the places of the workers ``gone``. Both ends of a connection know what went over it
-    (core/messages/line_end.py), so nobody else sees this.
+    """A :class:`Generation`, for a connection whose other end has received generation ``since`` last: the members
+    ``come`` have taken the places of the workers ``gone``. Both ends of a connection know its past messages
+    (core/messages/line_end.py), so no other code sees this class.
     """
 
     PACKS: ClassVar[bool] = True
@@ -266,8 +266,8 @@ class Replay:
 
 @dataclass(frozen=True)
 class Beside:
-    """Tells a newcomer that replays its stage which other newcomers of that stage wait for it and may help.
-    ``members``: all of them; sent again each time that one comes or goes.
+    """Tells a newcomer that replays its stage which other newcomers of the stage wait for it, and may help.
+    ``members``: all of them; sent again for each change.
     """
 
     members: tuple[Member, ...]
@@ -377,7 +377,7 @@ class End:
 
 @dataclass(frozen=True)
 class MayGo:
-    """Answers a worker's Through: all have committed ``step``, the last one, and nobody needs the worker any more."""
+    """Answers a worker's Through: all have committed ``step``, the last one, and no worker needs it any more."""
 
     step: int
 

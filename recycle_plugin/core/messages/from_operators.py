@@ -1,4 +1,4 @@
-"""What an operator at a terminal asks the coordinator for; each request gets an Answer."""
+"""Requests of an operator at a terminal to the coordinator; each gets an Answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers and their supervisors send to the coordinator."""
+"""Messages from workers and their supervisors to the coordinator."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NOBODY = StandsBy(0, "", 0, 0.0)
 
 
 class LineEnd:
-    """What an end knows of its connection: ``line`` (-1 before the Welcome), what was sent and heard, the term."""
+    """One end of a connection: ``line`` (-1 before the Welcome), the messages sent and received, the term."""
 
     def __init__(self) -> None:
         self.line, self._token = -1, ""  # and what proves that it is this end's
@@ -58,8 +58,8 @@ class LineEnd:
         self._kept.got(count)
 
     def _whole(self, message: object) -> object:
-        """Return ``message`` in its whole form: of generations only what has changed is sent. An Unreadable if it is a
-        change of another generation than the last heard.
+        """Return ``message`` in its whole form: of a generation only the changes are sent. An Unreadable if the changes
+        are to another generation than the last received.
         """
         if isinstance(message, GenerationChange):
             message = message.behind(self._generation)

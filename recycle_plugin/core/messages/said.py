@@ -1,4 +1,6 @@
-"""What a message's class declares of who may send it to the coordinator, and when (core/coordinator/words.py)."""
+"""The declaration in each message's class of its sender, and of when the coordinator accepts it
+(core/coordinator/words.py).
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ EACH_RANK = 16  # bytes that a wish counts for in addition, for each rank
 
 @dataclass
 class Wish:
-    """The request of a rank for the values of ``ranks`` on one board, of which some are ``missing``."""
+    """A rank's request for the values of ``ranks`` on one board. ``missing``: the ranks whose value has not arrived."""
 
     ranks: tuple[int, ...]
     missing: set[int]

@@ -32,7 +32,8 @@ class Enrolment:
         return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:
-        """Return why the workers can't train together: which settings differ, and who wants what. None if they can.
+        """Return why the workers can't train together: the settings that differ, and each side's value. None if they
+        can.
 
         Linear in the workers; settings are compared one by one only between workers whose jobs differ.
         """

@@ -133,7 +133,7 @@ class Joining:
         return self._newcomers.pop(worker, None)
 
     def tell(self, recorder: Recorder, committed: int, places: Mapping[int, Place], out: CoordinatorOutput) -> None:
-        """Tell each newcomer's script what it has not heard of; see :meth:`tell_one`."""
+        """Tell each newcomer's script the news that it lacks; see :meth:`tell_one`."""
         for each in self:
             self.tell_one(each, recorder, committed, places, out)
 
@@ -314,7 +314,9 @@ class Joining:
             self._hashes.setdefault(of, {})[message.worker] = message.digest
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
-        """Yield the differences in comparisons with all hashes there. A newcomer has no say in what is right."""
+        """Yield the mismatches of comparisons whose hashes have all arrived. A newcomer's hash does not count for the
+        majority.
+        """
         for of, asked in list(self._asked.items()):
             said = self._hashes.get(of, {})
             trusted = [member for member in roster.peers(of.stage, of.shard) if member.worker in asked]

@@ -37,7 +37,7 @@ class KeyValues:
     waits: dict[str, list[Wait]] = field(default_factory=dict)  # by a missing key
 
     def call(self, call: StoreCall, tell: Tell) -> None:
-        """Do what ``call`` says and answer it, or explain why not."""
+        """Carry out ``call`` and answer it, or answer why not."""
         try:
             answer = CALLS[call.call](self, call, tell)
         except (NoRoom, LookupError, ValueError) as error:  # also for what no store says
@@ -104,7 +104,7 @@ class KeyValues:
         return ()
 
     def _compare_set(self, call: StoreCall, tell: Tell) -> Iterable[bytes]:
-        """As torch's: an absent key is set only if nothing is expected, and else what was expected comes back."""
+        """As torch's: set an absent key only if no value is expected; otherwise return the expected value."""
         (key,), (expected, desired) = call.keys, call.values
         if self.values.get(key, b"") == expected:
             self._put({key: desired}, tell)

@@ -49,11 +49,11 @@ class Logs:
 
     @property
     def told(self) -> LogOnly:
-        """The message that tells workers what to log."""
+        """The message that tells workers which boundaries to log."""
         return LogOnly(tuple(sorted(self._told)))
 
     def durable(self, message: Durable) -> bool:
-        """Record that a checkpoint is durable. Return whether it is later than the last one."""
+        """Record that a checkpoint is durable. Return whether it is later than the last durable checkpoint."""
         if not self.kept or (self._durable is not None and message.step <= self._durable.step):
             return False
         told = self._told if message.boundaries is None else frozenset(message.boundaries)

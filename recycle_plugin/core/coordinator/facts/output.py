@@ -1,4 +1,4 @@
-"""The output of the coordinator's state machine: what a message to it leads to."""
+"""The output of the coordinator's state machine for one message."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Event:
 
 @dataclass
 class CoordinatorOutput:
-    """What a message leads to: messages for workers and supervisors, and events for the user."""
+    """The output for one message: messages for workers and supervisors, and events for the user."""
 
     messages: list[tuple[Whom, object]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)

@@ -156,7 +156,7 @@ class Places:
 
 
 def ended_iterators(reports: Reports) -> dict[int, int]:
-    """Return by replica the number of its script's last iterator that one of its ends has exhausted."""
+    """Return, by replica, the number of its script's last iterator that an end has exhausted."""
     found: dict[int, int] = {}
     for seat, report in reports.placed.items():
         if report.ended:

@@ -39,7 +39,7 @@ class Recorder:
             _put(self._losses, place, losses)
 
     def evaluated(self, number: int, losses: Mapping[str, Loss]) -> None:
-        """Record the losses of an evaluation; the first one has number 1."""
+        """Record the losses of an evaluation. The first evaluation has number 1."""
         if losses:
             _put(self._evaluations, number, losses)
 

@@ -158,7 +158,7 @@ class Regrouping:
         out.tell(WORKERS, self._awaiting)
 
     def put_off(self, cause: str) -> None:
-        """Let the generation under way, which can't come about any more, wait until another one is published."""
+        """Let the present generation, which can't come about any more, wait until a newer generation is published."""
         self._behind.append(cause)
 
     @property
@@ -176,7 +176,7 @@ class Regrouping:
         return self._awaiting is not None and worker in self._awaiting.roster.workers
 
     def report(self, worker: WorkerId) -> SurvivorReport | None:
-        """Return what ``worker`` has reported for the newest generation; None if nothing."""
+        """Return the report of ``worker`` for the newest generation; None if there is none."""
         return self._reports.get(worker)
 
     def add(self, report: SurvivorReport) -> bool:

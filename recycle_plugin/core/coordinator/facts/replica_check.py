@@ -59,8 +59,8 @@ class Fingerprints:
         return bool(self._said)
 
     def add(self, message: Fingerprint) -> None:
-        """Record a fingerprint; the last one of a step counts. A rank's last few are kept, since a checkpoint's step
-        may be any.
+        """Record a fingerprint; a later one for the same step replaces it. A rank's last few are kept, since a
+        checkpoint may be of any step.
         """
         said = self._steps.setdefault(message.rank, deque())
         if (message.worker, message.step) not in said:
@@ -104,7 +104,9 @@ class Fingerprints:
 
 
 def compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:
-    """Yield the mismatch among ``digests`` after ``step``, if they are not all alike. ``weight``: of this one only."""
+    """Yield the mismatch among ``digests`` after ``step``, if they are not all equal. ``weight``: the weight that they
+    are of.
+    """
     counts = Counter(digests.values())
     if len(counts) > 1:
         common, votes = counts.most_common(1)[0]

@@ -9,11 +9,12 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass
 class Vacancy:
-    """A vacant seat, or a shard of one.
+    """A vacant seat, or a vacant shard of a seat.
 
-    ``newcomer``: who is to hold it. ``due``: when its supervisor starts that process, in seconds. ``come``: the
-    newcomer has connected. ``heard``: when its supervisor last reported its process. ``before``: who held the seat
-    last, or was to; ``how``: how that one ended, in words; ``in_vain``: it ended before it was admitted.
+    ``newcomer``: the process that is to hold it. ``due``: when its supervisor starts that process, in seconds.
+    ``come``: the newcomer has connected. ``heard``: when its supervisor last reported its process. ``before``: the last
+    holder, or the process that was to be; ``how``: how that process ended, in words; ``in_vain``: it ended before it
+    was admitted.
     """
 
     newcomer: WorkerId | None = None

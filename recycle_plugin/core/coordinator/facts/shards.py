@@ -1,5 +1,6 @@
-"""The shards of one seat: what they have together. All of them go on from the same instruction with the same data
-(core/worker/lockstep.py), so only what every shard holds counts as held by the seat. All else is made again.
+"""The shards of one seat: the data that all of them hold. They go on from the same instruction with the same data
+(core/worker/lockstep.py), so data counts as held by the seat only if every shard holds it. All other data is made
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from recycle_plugin.core.vocabulary.packed_data import PackedData, pack
 
 
 def held_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Return what all shards of a seat hold, given what each has ``reported`` (core.vocabulary.packed_data.pack)."""
+    """Return the data that all shards of a seat hold, from each one's ``reported`` data
+    (core.vocabulary.packed_data.pack).
+    """
     first, *others = reported
     return pack(frozenset(PackedData(first)).intersection(*map(PackedData, others))) if others else first
 

@@ -125,7 +125,7 @@ class Slowness:
         return cls(bool(job.rebalance), watches)
 
     def add(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
-        """Record what ``step`` took a worker."""
+        """Record the time that ``step`` took on a worker."""
         if self.rebalances or self._watches:
             self._told.setdefault(step, {})[worker] = time
 

@@ -15,7 +15,7 @@ RECENT = 20  # steps for the median: a loss or a checkpoint makes a few take lon
 
 
 class StepFigures:
-    """Sums of what workers report of a step; what a lost worker did not report is missing."""
+    """Sums of the workers' figures of a step. Figures that a lost worker did not report are missing."""
 
     def __init__(self) -> None:
         self._said: dict[int, dict[WorkerId, ComputeTime]] = {}  # by step
@@ -76,7 +76,7 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
 
 
 def _by_stage(told: Iterable[tuple[WorkerId, ComputeTime]], live: Mapping[int, int]) -> Counter[int]:
-    """Return what the live workers of each stage have computed, in microseconds, without zeros."""
+    """Return the computing time of the live workers of each stage, in microseconds, without zeros."""
     spent: Counter[int] = Counter()
     for worker, time in told:
         if worker.rank in live:

@@ -1,5 +1,6 @@
-"""The ledger of a job's steps: who has applied which, what workers have found in them, and which are committed. A step
-is committed when every live worker has applied it. core/coordinator/commits.py decides who is live, and what follows.
+"""The ledger of a job's steps: which workers have applied each step, their results, and the committed steps. A step is
+committed when every live worker has applied it. core/coordinator/commits.py decides which workers are live, and what
+follows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 class StepLedger:
-    """What the coordinator knows of the steps. ``committed``: the last committed step. ``shards``: of every seat.
-    ``slowness``: who is slow in them. ``figures``: what steps take.
+    """The coordinator's knowledge of the steps. ``committed``: the last committed step. ``shards``: how many each seat
+    has. ``slowness``: the slow workers. ``figures``: sums of the workers' figures.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class StepLedger:
     # --- what workers say --------------------------------------------------------------------------
 
     def add_compute_time(self, worker: WorkerId, step: int, time: ComputeTime) -> None:
-        """Record what ``step`` took a worker; drop steps that nobody can have begun or that are long committed."""
+        """Record the time that ``step`` took on a worker. Steps that no worker can have begun, or that are long
+        committed, are ignored.
+        """
         if not self.committed <= step < unstarted(self.committed):
             return
         self.figures.add(worker, step, time)
@@ -84,7 +87,9 @@ class StepLedger:
         return range(self.committed + 1, min(self._applied[worker] for worker in roster.workers) + 1)
 
     def contribute(self, message: Contribution, out: CoordinatorOutput) -> float | None:
-        """Record a contribution, and tell all what is complete. Return the norm of a step that can't stay, or None."""
+        """Record a contribution, and tell all workers what is complete. Return the norm of a step that must be taken
+        back, or None.
+        """
         if message.step <= self.committed:
             return None  # repeated after a failure, and the others were quicker
         if message.name == SHARE:
@@ -99,7 +104,9 @@ class StepLedger:
         return None
 
     def tell_again(self, worker: WorkerId, out: CoordinatorOutput) -> None:
-        """Send ``worker``, which enters in the middle of a step, what all were told of it."""
+        """Send ``worker``, which enters in the middle of a step, the numbers of the step that all others have been
+        told.
+        """
         for (step, name), values in sorted(self._contributions.told.items()):
             _tell(step, name, values, worker, worker, out)
 

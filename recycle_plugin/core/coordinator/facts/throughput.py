@@ -6,7 +6,7 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 
 
 class Throughput:
-    """Compares plans with the first one, which is made with everybody there."""
+    """Compares plans with the first plan, which is made for all workers."""
 
     def __init__(self) -> None:
         self._period_us = 0  # of a step with everybody there

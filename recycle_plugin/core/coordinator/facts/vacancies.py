@@ -158,7 +158,7 @@ class Vacancies:
         return ended
 
     def _unit(self, seat: SeatRecord) -> list[SeatRecord]:
-        """Return the seats whose holders come as one with that of ``seat``, itself included."""
+        """Return the seats that come back together with ``seat``, itself included."""
         return [self._seats[rank] for rank in seat.unit]
 
     def _fill(self, seat: SeatRecord, ending: bool, now: float, out: CoordinatorOutput) -> None:
@@ -231,7 +231,9 @@ class Vacancies:
     # --- supervisors, and hosts that are gone ----------------------------------------------------
 
     def supervised(self, rank: int, now: float, out: CoordinatorOutput) -> None:
-        """Handle that the supervisor of ``rank`` has come, or come back: it may have missed what it is to start."""
+        """Handle that the supervisor of ``rank`` has connected, perhaps again: it may have missed an order to start a
+        process.
+        """
         seat = self._seats[rank]
         seat.absent_since, seat.silent = None, False
         if seat.staying:
@@ -296,7 +298,7 @@ class Vacancies:
         return heard is not None and now - heard > self._absent_s
 
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
-        """Return the ranks of lost workers whose hosts are gone and whom nobody follows yet."""
+        """Return the ranks of lost workers whose hosts are gone and that no newcomer replaces yet."""
         return sorted(
             rank
             for rank, incarnation in unreachable
@@ -422,7 +424,7 @@ class Vacancies:
             out.tell(Joiner(number), Refused(f"host {host} is drained", code=0))
 
     def is_vacant(self, rank: int) -> bool:
-        """Return whether nobody holds the seat of ``rank``, as far as is known for certain."""
+        """Return whether the seat of ``rank`` certainly has no holder."""
         return self._seats[rank].vacancy is not None
 
     def is_filled(self, rank: int) -> bool:
@@ -447,7 +449,9 @@ class Vacancies:
         return seat.vacancy is not None and not seat.is_filled and given_up and not self._spares
 
     def admit(self, rank: int, now: float, out: CoordinatorOutput) -> str:
-        """Fill the vacant seat of ``rank``, which nobody is about to hold. Return who will hold it, in words."""
+        """Fill the vacant seat of ``rank``, for which no process is coming. Return the process that will hold it, in
+        words.
+        """
         seat = self._seats[rank]
         seat.away = False
         self._drained.discard(seat.host)

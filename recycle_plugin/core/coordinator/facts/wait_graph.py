@@ -1,4 +1,6 @@
-"""The wait graph: who waits for what from whom, by the workers' last heartbeats. It explains standstills."""
+"""The wait graph: which worker waits for which other worker, and for what, by the last heartbeats. It explains
+standstills.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def wait_graph(roster: Roster, failure_detector: FailureDetector) -> list[Edge]:
 
 
 def _whom(doing: Activity, who: list[Member], roster: Roster) -> Group:
-    """Return the members for which ``who`` wait; a worker that hears nobody may miss its own data."""
+    """Return the members that ``who`` wait for. A worker that hears no other worker may miss its own data."""
     if doing.at != WAITS:
         return ()
     named = roster.group(doing.seat) if doing.seat is not None else roster.of_ranks(frozenset(doing.ranks))
