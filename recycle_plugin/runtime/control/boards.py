@@ -1,4 +1,4 @@
-"""A worker's access to the coordinator's boards (core/coordinator/facts/boards.py): what it posts and reads."""
+"""A worker's access to the coordinator's boards (core/coordinator/facts/boards.py): its posts, and its readings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BoardAccess:
         self._send(Post(self._view.rank, generation, board, value))
 
     def read(self, board: str, ranks: Sequence[int], generation: int) -> Reading:
-        """Ask for what ``ranks`` post on ``board``. The caller drops the reading by :meth:`forget`."""
+        """Ask for the posts of ``ranks`` on ``board``. The caller drops the reading by :meth:`forget`."""
         with self._lock:
             reading = self._readings.setdefault(board, Reading())
         self._send(ReadBoard(self._view.rank, generation, board, tuple(ranks)))
@@ -41,7 +41,9 @@ class BoardAccess:
             self._readings.pop(board, None)
 
     def predecessors(self, board: str) -> bytes | None:
-        """Return what this rank's first process has posted on ``board`` for newcomers. Blocks; raises WaitTimeout."""
+        """Return the value that this rank's first process posted on ``board`` for newcomers. Blocks; raises
+        WaitTimeout.
+        """
         reading = self.read(board, [self._view.rank], ALWAYS)
         what = f"the coordinator's answer on {board} of this worker's predecessor"
         self._waiting.until(what, lambda: reading.answered or None, interruptible=False)

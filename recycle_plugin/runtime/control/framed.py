@@ -42,7 +42,7 @@ class Disconnected:
 
 
 def is_silence(error: OSError) -> bool:
-    """Return whether ``error`` says that nothing comes from the other host."""
+    """Return whether ``error`` means that the other host is silent."""
     return isinstance(error, TimeoutError) or error.errno in (EHOSTDOWN, EHOSTUNREACH, ENETUNREACH)
 
 
@@ -87,7 +87,7 @@ class Control(Protocol):
         """Keep all that waits for the other end from now on, however much it is."""
 
     def push(self) -> bool:
-        """Send what :meth:`send` has kept, as far as the other end takes it. Return False if some of it is left."""
+        """Send the bytes that :meth:`send` has kept, as many as the other end takes. Return False if some are left."""
 
     @property
     def held_up(self) -> bool:
@@ -271,7 +271,7 @@ class Framed(LineEnd):
         return False
 
     def _fill(self, deadline: float) -> bool:
-        """Read what is there, or wait for it. Return False if the deadline has passed."""
+        """Read available bytes, or wait for some. Return False if the deadline has passed."""
         try:
             data = self._read()
         except BlockingIOError:

@@ -67,8 +67,8 @@ class Heartbeats:
             self.turn_to(before)
 
     def turn_to(self, at: tuple[At, object]) -> tuple[At, object]:
-        """Record what the main thread is at (see :meth:`at`); return what it was at. The end of computing is sent at
-        once: the next thing may hold the interpreter up, and then no heartbeat gets out.
+        """Record the main thread's activity (see :meth:`at`); return the one before. The end of computing is sent at
+        once: the next activity may hold the interpreter's lock, and then no heartbeat gets out.
         """
         before = self._at
         if threading.get_ident() != self._main:
@@ -97,8 +97,8 @@ class Heartbeats:
             self._send(Heartbeat(self._view.rank, self._number, self.done, doing, self._view.begun))
 
     def heard(self, answer: Lease) -> None:
-        """Extend the lease by the coordinator's answer; it counts from the time when the heartbeat was sent. An answer
-        that comes twice, or behind a later one, changes nothing.
+        """Extend the lease by the coordinator's answer, counted from when the heartbeat was sent. A repeated answer, or
+        one older than the last, changes nothing.
         """
         with self._lock:
             if (sent := self._sent.get(answer.number)) is None:

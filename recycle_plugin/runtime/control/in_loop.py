@@ -68,7 +68,9 @@ class InLoop:
         return None if self._come else self._control.broken
 
     def send(self, message: object, more: bool = False) -> None:
-        """Send a message, now or once the other end takes it. ``more``: with the next one or at :meth:`flush_soon`."""
+        """Send a message, now or once the other end takes it. ``more``: send it with the next message, or at
+        :meth:`flush_soon`.
+        """
         if not self._control.send(message, more=more) and self._control.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
 
@@ -152,7 +154,7 @@ class InLoop:
             late.cancel()
 
     def _read(self) -> None:
-        """Read what has come, at most AT_ONCE messages, and pass it on or wake the waiting task."""
+        """Read available bytes, at most AT_ONCE messages, and pass them on or wake the waiting task."""
         while len(self._come) < AT_ONCE and (message := self._control.receive()) is not None:
             self._come.append(message)
         self._more = len(self._come) >= AT_ONCE

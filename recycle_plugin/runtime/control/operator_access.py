@@ -18,7 +18,7 @@ FILE = "operator.json"
 
 @dataclass(frozen=True)
 class _Said:
-    """What the file says."""
+    """The contents of the file."""
 
     host: str
     port: int

@@ -1,6 +1,6 @@
-"""A worker's session with the coordinator: what it sends over its connection, and what it hears. A thread reads the
-coordinator's messages into the worker's view of the job (core/worker/control_view.py), for whose changes the worker
-waits (runtime/control/waiting.py). Another thread sends heartbeats (runtime/control/heartbeats.py).
+"""A worker's session with the coordinator. A thread reads the coordinator's messages into the worker's view of the job
+(core/worker/control_view.py); the worker waits for changes of that view (runtime/control/waiting.py). Another thread
+sends heartbeats (runtime/control/heartbeats.py).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def local_rank(environment: Mapping[str, str]) -> str:
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment under torchrun. If its own store has the master's port, the job takes another one."""
+    """Return the environment under torchrun. If torchrun's store has the master's port, the job takes another."""
     port = int(environment["MASTER_PORT"])
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = _beside(port)

@@ -203,7 +203,7 @@ class Supervisor:
         return welcome
 
     def _may_be_another(self, began: float) -> bool:
-        """Return whether the coordinator may have died before its answer, so that another one takes its place."""
+        """Return whether the coordinator may have died before its answer, so that another process takes its place."""
         broken = self._control.broken
         late = time.monotonic() - began > RESUME_S
         return broken is not None and broken.unreadable is None and self._hosted is None and not late

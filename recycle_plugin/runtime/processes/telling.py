@@ -1,4 +1,6 @@
-"""What the coordinator's process tells people: on the console, in the run folder, by metrics; and how they reach it."""
+"""The output of the coordinator's process for people: console, run folder, metrics; and the file by which operators
+reach it.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ class Telling:
             self._announcer.say(Event("warning", refused), now)
 
     def close(self) -> None:
-        """Write what is still to be written, and release the job's folders."""
+        """Write the pending lines, and release the job's folders."""
         if (folder := self.report_folder) is not None:
             self.say(Event("report", f"{folder / 'report.html'} is being written"), clock.now())
         self._past = None

@@ -31,7 +31,7 @@ class Converter:
     supports: Callable[[nn.Module], bool] = lambda module: True
 
     def of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Return what to run instead of the method; None to run the method unsplit."""
+        """Return a function to run instead of the method; None to run the method unsplit."""
         if self.call is not None:
             return self.call(module, *args, **kwargs)
         if kwargs and kwargs.keys() == {"input"}:

@@ -143,7 +143,7 @@ class Gradients:
             )
 
     def reduce_alone(self) -> list[torch.Tensor]:
-        """Sum the stage's contributions, all of which are here: one tensor per parameter."""
+        """Sum the stage's contributions, which are all here: one tensor per parameter."""
         owners = None if self._blocks is None else self._blocks.owners(ALONE)
         return self._take([(bucket, self._all_here(bucket, owners)) for bucket in self._cut()])
 
@@ -175,7 +175,7 @@ class Gradients:
         return {place: total for (place, _), total in zip(named, totals, strict=True)}
 
     def tied_in_order(self, totals: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return what :meth:`tie` returned, in the order of the weights' names."""
+        """Return the result of :meth:`tie`, in the order of the weights' names."""
         return tuple(totals[place] for place, _ in sorted(self._tied.items(), key=lambda each: each[1].name))
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
@@ -256,8 +256,8 @@ class Gradients:
         self._in_place = {one: (gradient, gradient._version) for one, gradient in here if gradient is not None}
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return what ``step`` applies to each of ``parameters``, for other workers; nobody may change it. None for a
-        parameter that the step leaves alone, for example since it was frozen.
+        """Return the gradient that ``step`` applies to each of ``parameters``, for other workers; it must not be
+        changed. None for a parameter that the step leaves alone, for example since it was frozen.
         """
         own, over_stages = self._sums(step), self._of("tied", step)
         places = map(self._places.get, parameters)
@@ -266,7 +266,9 @@ class Gradients:
         ]
 
     def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
-        """Return what REDUCE and TIE leave, by datum, at a worker that was told only these ``sums``, by parameter."""
+        """Return the results of REDUCE and TIE, by datum, for a worker that has received only these ``sums``, by
+        parameter.
+        """
         whole = [sums.get(parameter) for parameter in self._gradients.parameters]
         found: dict[Datum, Any] = {self._store.of_layers("reduced", step): whole}
         if self._store.tied:  # also if all that the stages share is frozen

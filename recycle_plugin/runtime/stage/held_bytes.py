@@ -48,7 +48,7 @@ class HeldBytes:
         return outputs
 
     def left(self, pending: PendingWeights | None, early: Slots | None) -> None:
-        """Count what an I has left for W, the first time."""
+        """Count the bytes that an I leaves for W, the first time."""
         if self.pending is None:
             made = () if early is None else tuple(each for each in early if each is not None)
             self.pending = (0 if pending is None else pending.nbytes) + self._count(made)

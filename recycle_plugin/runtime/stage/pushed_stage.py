@@ -29,7 +29,7 @@ class Shown(Protocol):
         """Stop showing: no step follows."""
 
     def made(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-        """Return what the script has made of the shown ``sums``; None if it changed nothing."""
+        """Return the shown ``sums`` as the script has changed them; None if it has changed nothing."""
 
 
 class PushedStage:

@@ -80,7 +80,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward computes with: a loaded batch, received activations, and what splits its backward."""
+    """The inputs of a forward: a loaded batch, received activations, and the object that splits its backward."""
 
     loaded: LoadedBatch
     inputs: Tensors  # leaves of the graph
@@ -194,7 +194,9 @@ class Stage:
         return tuple([tensor.detach() for tensor in made]), stash, None
 
     def _splitting(self, micro_batch: MicroBatch) -> DeferredWeights | None:
-        """Return what splits a backward; it always splits the first, to measure what W holds, and all in exact mode."""
+        """Return the object that splits a backward, or None. The first backward is always split, to measure the bytes
+        for W, and in exact mode every one is.
+        """
         # where a fused I would hold all gradients beside their sums
         fused = micro_batch in self._back_to_back and self._blocks is None and self.held.pending is not None
         return None if fused else self._deferred
@@ -243,7 +245,7 @@ class Stage:
             return outputs, _checked(model.loss(outputs, labels) if model.loss is not None else outputs)
 
     def backward(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
-        """Compute both gradients at once; returns what goes to the previous stage."""
+        """Compute both gradients at once. Return the gradients for the previous stage."""
         with self._summing(key), self._drawing(key), self._watching("both"):
             with _hold(stash) as pending:
                 made = self._differentiate(stash, grads)
@@ -382,7 +384,7 @@ class Stage:
             )
 
     def _own_memory(self, step: int, members: Tensors) -> Tensors:
-        """Return what goes to a peer, copied if the optimizer or the next forward may change its memory."""
+        """Return tensors for a peer, copied if the optimizer or the next forward may change their memory."""
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}

@@ -1,4 +1,4 @@
-"""What workers have brought to a barrier, read as what it has to be."""
+"""Values that workers bring to a barrier, read as the expected type."""
 
 from __future__ import annotations
 

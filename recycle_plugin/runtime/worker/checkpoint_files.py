@@ -173,7 +173,7 @@ class Checkpoint:
             return ""
 
     def discard(self, number: int) -> Iterator[Any]:
-        """Remove what was written of it, and other folders that nobody writes to any more."""
+        """Remove this checkpoint's files, and other unfinished folders that no process writes to any more."""
         self.remove(self.path(number))
         return iter(())
 

@@ -85,8 +85,8 @@ class JobCheckpoints:
         return self._folder or self._saved_to or self._runs
 
     def agree_on_folder(self, barrier: Callable[[str, dict[str, Any]], BarrierPassed]) -> Path:
-        """Return the folder of the job's last checkpoint, the same on all, who come to ``barrier``: a worker that has
-        come back does not know where its script has saved before.
+        """Return the folder of the job's last checkpoint, the same on all workers, which meet at ``barrier``. A worker
+        that has come back does not know where its script has saved before.
         """
         if self._folder is not None:
             return self._folder

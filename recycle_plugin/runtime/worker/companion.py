@@ -87,7 +87,7 @@ class TorchCompanion(ReplayMachine):
 
     @torch.no_grad()
     def put_back(self, kept: KeptState) -> None:
-        """Restore what was ``kept``."""
+        """Restore ``kept``."""
         with self.session.heartbeats.at(ELSEWHERE, KEPT):
             self.state.put(kept.small)
             present = self.state.tensors(following=False)

@@ -143,7 +143,7 @@ class TorchHelpedStage(LoggedWork):
         return iter(())
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Return what LOAD, F, I, W or B makes. Raises CantHelp."""
+        """Return the results of LOAD, F, I, W or B. Raises CantHelp."""
         with self.session.heartbeats.at(ELSEWHERE, f"{instruction} of a replay"), _said():
             if instruction.op is Op.LOAD:
                 source = self._how.source()

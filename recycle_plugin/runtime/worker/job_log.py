@@ -79,7 +79,7 @@ class WorkerLog:
         self._after(None, write)
 
     def void(self, after: int, valid_from: int) -> None:
-        """Void what was logged of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        """Void logged data of steps after ``after`` that is valid from before generation ``valid_from``."""
         self._after(None, lambda: self._writer.void(after, valid_from))
 
     def mark(self, step: int) -> None:
@@ -87,7 +87,7 @@ class WorkerLog:
         self._after(None, lambda: self._writer.reached(lambda: self._send(Logged(self._session.rank, step))))
 
     def checkpointed(self, step: int) -> None:
-        """Drop what is logged up to ``step``, and go on if the log had stopped."""
+        """Drop the log up to ``step``, and go on logging if it had stopped."""
         self._checkpoint = step
         self._after(None, lambda: self._writer.checkpointed(step))
 
@@ -112,7 +112,7 @@ class WorkerLog:
         self._writer.flush(FLUSH_S)
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write the rest, and end."""
         with suppress(RecycleError):  # an error of the disk was reported
             self.flush()
             self._writer.close()
@@ -221,7 +221,7 @@ class JobLogs:
         return datum in self._damaged
 
     def faults(self) -> str:
-        """Return what is unreadable, in words; "" if nothing is."""
+        """Return the unreadable parts, in words; "" if there are none."""
         elsewhere = [] if self._mirror is None else self._mirror.faults()
         return "; ".join([*list(self._damaged.values())[-1:], *map(str, self._reader.faults[:3]), *elsewhere[:3]])
 

@@ -72,7 +72,7 @@ class LogChoice:
         return chosen.logged
 
     def _say_unknown(self, logged: tuple[int, ...], stages: int) -> None:
-        """Report, once, what is logged while its cost is not measured yet."""
+        """Report, once, which boundaries are logged while their cost is not measured yet."""
         if self._said:
             return
         self._said = (logged, None)
@@ -85,7 +85,7 @@ class LogChoice:
         )
 
     def _say(self, chosen: Selection, how: str) -> None:
-        """Report what is logged from now on, and its cost, if that is news."""
+        """Report the logged boundaries and their cost, if either has changed."""
         if self._said == (chosen.logged, chosen.fits):
             return
         self._said = (chosen.logged, chosen.fits)

@@ -53,7 +53,7 @@ class Mirror:
             thread.start()
 
     def faults(self) -> list[str]:
-        """Return what can't be fetched, and why, in words."""
+        """Return, in words, the logs that can't be fetched, and why."""
         return [self._faults[token] for token in sorted(self._faults)]
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Mirror:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _follow(self, at: LogsAt) -> None:
-        """Fetch what is wanted of a folder, from its servers in turn."""
+        """Fetch the wanted segments of a folder, from its servers in turn."""
         turn = 0
         while not self._closed.is_set():
             address = at.addresses[turn % len(at.addresses)]

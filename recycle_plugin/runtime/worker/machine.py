@@ -83,11 +83,11 @@ class TorchMachine:
         self._transfers, self.hashing, self.units = transfers, hashing, units
 
     def watch_state(self) -> None:
-        """Watch what the script changes of the state before the next step."""
+        """Watch for the script's changes of the state before the next step."""
         self.units.state.watch()
 
     def script_state(self) -> bytes:
-        """Return what the script hands over to a newcomer's."""
+        """Return the value that the script gives to a newcomer's script."""
         return self._script_state()
 
     # --- lines -------------------------------------------------------------------------------------
@@ -203,13 +203,13 @@ class TorchMachine:
         self._mover.keep_only(members)
 
     def hear_out(self) -> None:
-        """Before a membership change, receive what lost peers have sent. Report it if this worker hears nobody."""
+        """Before a membership change, receive all that lost peers have sent. Report it if this worker hears no peer."""
         coming = self.control_view.interruption()
         if coming is not None and not self._mover.hear_out(coming.roster.addresses):
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
-        """Tell the coordinator what is missing from ``source``; None: this worker hears nobody."""
+        """Tell the coordinator which data is missing from ``source``; None: this worker hears no peer."""
         session = self._session
         own = self.control_view.member
         if source is None and own is not None:
@@ -261,7 +261,7 @@ class TorchMachine:
         return iter(())
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
-        """Return what REDUCE or TIE makes; never yields."""
+        """Return the result of REDUCE or TIE; never yields."""
         return self.operations.add_up(instruction, have, holder)
         yield
 

@@ -1,4 +1,4 @@
-"""What a worker reports of its stage's memory after the first step, measured, for ``recycle doctor``."""
+"""A worker's report of its stage's memory, measured after the first step, for ``recycle doctor``."""
 
 from __future__ import annotations
 

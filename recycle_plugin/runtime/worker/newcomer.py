@@ -34,7 +34,7 @@ class ScriptReplay:
         return not self._evaluations and all(step <= self.position for step in self._unfilled)
 
     def hear(self, message: Recorded) -> None:
-        """Record the coordinator's message on what is over."""
+        """Record the coordinator's message on past steps and evaluations."""
         self._refused = self._refused or message.refused
         self._unknown |= {*message.unknown}
         self._unfilled = message.unfilled

@@ -1,4 +1,4 @@
-"""What each instruction that computes, or sums with others, does in torch."""
+"""The torch code of each instruction that computes, or sums with other workers."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class TorchOperations:
         }
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Return what LOAD, F, I, W, B or STEP makes, after waiting for the device to finish what came before the last
-        instruction. Raises WaitTimeout if that takes too long.
+        """Return the results of LOAD, F, I, W, B or STEP. First wait until the device has finished the work before the
+        last instruction; raises WaitTimeout if that takes too long.
         """
         return self.timeline.start(self._table[instruction.op], instruction, have, boundary_only)
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        """Return what REDUCE or TIE makes, together with all workers that take part."""
+        """Return the result of REDUCE or TIE, made together with all workers that take part."""
         return self._sums[instruction.op](instruction, holder)
 
     def share(self, step: int, have: StepStore) -> float:
@@ -75,7 +75,7 @@ class TorchOperations:
         return self.stepping.clipping.norm_of(shares)
 
     def tied_in_order(self, total: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return what TIE has made, in the form that all stages of the tie log."""
+        """Return the result of TIE, in the form that all stages of the tie log."""
         return self.stepping.gradients.tied_in_order(total)
 
     def undo(self, step: int) -> None:

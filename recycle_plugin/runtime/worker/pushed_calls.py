@@ -100,7 +100,7 @@ class PushedCalls:
         self._take_told()
 
     def run(self, made: Made) -> None:
-        """Take what the script's forward and backward have made of the micro-batch."""
+        """Take the results of the script's forward and backward for the micro-batch."""
         self._stage.made = made
         self._go_on(self._steps.run())
 

@@ -38,7 +38,7 @@ DRIFTS = {1: 0.3, 2: 1e-1}  # in short types, by their bytes
 
 
 class LoggedWork:
-    """What a worker of ``session`` does with the logs in ``folder`` and with those ``elsewhere``."""
+    """The part of a worker of ``session`` that uses the logs in ``folder`` and ``elsewhere``."""
 
     def __init__(self, session: Session, folder: Path, elsewhere: Collection[LogsAt] = ()) -> None:
         self.session, self.folder, self.elsewhere = session, folder, elsewhere
@@ -176,11 +176,11 @@ class ReplayMachine(LoggedWork):
         self.operations.forget_sums(after)
 
     def set_for(self, step: int) -> None:
-        """Set what the script has set for ``step``."""
+        """Set the script's values for ``step``."""
         self.scripted.apply(step)
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Return what LOAD, F, I, W, B or STEP makes."""
+        """Return the results of LOAD, F, I, W, B or STEP."""
         return self.operations.compute(instruction, have, boundary_only)
 
     def differs(self, made: Any, sent: Tensors) -> str:
@@ -190,7 +190,7 @@ class ReplayMachine(LoggedWork):
         return difference(copy.wait(COPY_S), sent, bool(self._parts.settings.exact))
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
-        """Return the sum of a REDUCE over all contributions of the stage, all of which are here."""
+        """Return the sum of a REDUCE over the stage's contributions, which are all here."""
         return self._parts.stepping.reduce_alone(instruction.step)
 
     def tied_of(self, logged: Any) -> Any:

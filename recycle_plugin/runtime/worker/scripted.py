@@ -62,7 +62,7 @@ class ScriptedStage:
         """Do nothing: the script has its data."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """Return what F or B makes, by datum. Raises RecycleError if the script's call is unusable."""
+        """Return the results of F or B, by datum. Raises RecycleError if the script's call is unusable."""
         stage, step, one = instruction.stage, instruction.step, instruction.works_on
         act, stash, loss, grad, wgrad = (
             Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad")

@@ -86,6 +86,6 @@ class StageLog:
         return LogFolder(str(self.folder.absolute()), token_of(self.folder, session.job_id), host)
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write the rest, and end."""
         self._log.close()
         shutil.rmtree(self._mirror, ignore_errors=True)

@@ -56,7 +56,7 @@ class Stepping:
         stage.loss_scale = scale.value
 
     def go_by(self, share: LiveShare) -> None:
-        """Set which part of the replicas contributes to what is summed and applied from now on."""
+        """Set the share of the replicas that contribute to the sums and steps from now on."""
         self._contributing = share
 
     # --- forwards ----------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class Trainer:
             return loss
 
     def _see_trained(self) -> None:
-        """Train what the script has thawed since the last step, and stop training what it has frozen."""
+        """Train parameters that the script has thawed since the last step; stop training those it has frozen."""
         if not self._surroundings.retrained:
             return
         if self._entry is not None:
@@ -210,7 +210,9 @@ class Trainer:
                 self._entry.past_loss()
 
     def steps(self) -> Iterator[Any]:
-        """Train step after step for a script that pushes micro-batches; yields what it needs (core.worker.pushed)."""
+        """Train step after step for a script that pushes micro-batches; yield each need of the script
+        (core.worker.pushed).
+        """
         return pushed.steps(self._running.training)
 
     @contextmanager
