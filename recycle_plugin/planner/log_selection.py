@@ -4,12 +4,12 @@ A log of every boundary lets each stage be replayed by itself, and may be more t
 logged boundary between them are one *group*: a failure of either makes both replay, and what crosses between them is
 made and sent again. The model of a recovery is SWIFT's, with the log's reading added:
 
-* a group's time for a step is the recompute time of its stages, what crosses its inner boundaries over the network's
-  bandwidth, and what its logged boundaries have of the step over the bandwidth of reading the log;
+* a group's time for a step is the sum of three: the recompute time of its stages; the bytes over its inner boundaries,
+  divided by the network's bandwidth; the step's bytes in the log, divided by the bandwidth of reading it;
 * a failure comes, on average, in the middle between two checkpoints: a recovery loads a checkpoint, and takes the
   group's time for half of the steps between them;
 * the expected time of a recovery is the sum over stages of a stage's probability to fail times its group's time;
-* the log of a boundary takes what crosses it in a step, both ways, times the steps between two checkpoints.
+* the log of a boundary takes the bytes that cross it in a step, both ways, times the steps between two checkpoints.
 
 Logging more is not always better: a log that is read slowly may cost more than a neighbour's replay.
 """

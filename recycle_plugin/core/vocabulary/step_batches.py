@@ -15,9 +15,9 @@ from then on, and for each step begun, what becomes of the lost workers' contrib
 * They are in all sums, with the full divisor, if each stage has a survivor with its whole sum, from which the others
   take it. The same holds if a survivor has applied the step, which nobody does before all stages have their sums
   (core.vocabulary.plan.Policy.together); then other workers compute again what was lost of a sum.
-* Else they are in none: the step is *void*, all sums of it are dropped, and the rest is added up again. It stays void
-  in the next generation if a member has not heard so (a newer generation was announced before it went on) and still has
-  the sums of before, unless a worker has applied the step: that takes a sum with all members, made since.
+* Else they are in none: the step is *void*, all its sums are dropped, and the rest is added up again. A member may not
+  know that, because a newer generation was announced before it went on, and still have the old sums. Then the step
+  stays void in the next generation, unless a worker has applied it: for that it had a new sum of all members.
 
 The decision travels with :class:`core.messages.from_coordinator.Resume`, by which all members go on. A worker's
 programs carry it to whatever computes (core.worker.loop_ports.StepProgram), so nobody else counts live replicas. A
