@@ -1,4 +1,4 @@
-"""Errors, as types that say who has to act."""
+"""The package's errors. Each type says who has to act."""
 
 from __future__ import annotations
 

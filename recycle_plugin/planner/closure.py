@@ -86,7 +86,9 @@ class Holdings:
         self.home: Array = np.where(self.begun < 0, route, self.begun)
 
     def _begun(self) -> Array:
-        """Return who has most of each begun micro-batch's block. A boundary-only forward may have left a stash."""
+        """Return, for each begun micro-batch, the worker that has most of its block. A boundary-only forward may have
+        left a stash.
+        """
         best = np.full(self._size, len(MADE_OF_BLOCK) * self._replicas)
         for order, kind in enumerate(MADE_OF_BLOCK):
             at, who, stage, column = self._rows[kind]

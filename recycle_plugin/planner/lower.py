@@ -1,7 +1,5 @@
-"""Lowering, from computation to what a worker executes: LOAD and transport put around it, by the dataflow.
-
-The only lowering: of a plan's step, of what is left of a step after a failure (planner/recovery.py), and of an
-evaluation (planner/forwards.py).
+"""Lowering, from computation to a worker's program: LOAD and transport are added by the dataflow. The only lowering: of
+a plan's step, of the rest of a step after a failure (planner/recovery.py), and of an evaluation (planner/forwards.py).
 """
 
 from __future__ import annotations

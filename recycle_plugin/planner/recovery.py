@@ -1,4 +1,6 @@
-"""Recovery plans: what has to run again after a failure, and nothing else, in an order that can't deadlock."""
+"""Recovery plans: the instructions that a failure makes necessary again, and no others, in an order that can't
+deadlock.
+"""
 
 from __future__ import annotations
 

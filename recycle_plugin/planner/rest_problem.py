@@ -1,4 +1,4 @@
-"""What is left of a step (planner/closure.py), as the problem that :mod:`planner.recovery_order` solves."""
+"""The rest of a step (planner/closure.py), as the problem that :mod:`planner.recovery_order` solves."""
 
 from __future__ import annotations
 

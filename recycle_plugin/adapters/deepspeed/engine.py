@@ -197,8 +197,8 @@ class RecycleEngine(ComesBack, PipelineEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """Return the mean loss of an evaluation, on every worker, once all training steps so far are committed. Workers
-        may die meanwhile. Stock's other results need all workers: raises RecycleError for these if one is missing,
-        while this one is behind, or after a worker has come back in a job that logs.
+        may die meanwhile. Stock's other results need all workers: they raise RecycleError if a worker is missing, while
+        this worker is behind, or after a worker has come back in a job that logs.
         """
         whole = return_logits or not compute_loss or reduce_output != "avg"
         if whole and self._trainer.behind:

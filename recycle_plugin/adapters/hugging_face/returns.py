@@ -182,8 +182,8 @@ class Returns:
         self._taken = loop
 
     def _meet(self, of: Any | None) -> Loop | None:
-        """Return the loop of those who train if a rank is new, else None. All ranks call it before a step. ``of``: the
-        Trainer, on a rank that trains. Raises RecycleError if no rank is left that has the loop's state.
+        """Return the loop of the ranks that train if a rank is new, else None. All ranks call it before a step. ``of``:
+        the Trainer, on a rank that trains. Raises RecycleError if no live rank has the loop's state.
         """
         team = self._team
         while new := {rank for rank, row in team.rows(torch.tensor([self._new])).items() if row}:

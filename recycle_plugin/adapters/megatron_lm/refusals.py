@@ -172,7 +172,7 @@ def single(optimizer: Any) -> Any:
 
 
 def check_loaded(args: Namespace) -> None:
-    """Raise RecycleError for a loaded checkpoint from which nobody can tell where the data go on."""
+    """Raise RecycleError for a loaded checkpoint that does not tell where the data go on."""
     if args.iteration > 0 and args.consumed_train_samples == 0 and args.train_samples is not None:
         raise RecycleError(
             f"the checkpoint of step {args.iteration} in {args.load} does not count its samples, so that "

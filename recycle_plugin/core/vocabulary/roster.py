@@ -213,7 +213,9 @@ class Roster:
         return {member.seat.replica: member for member in self.peers(stage, shard) if self.works(member)}
 
     def is_last(self, member: Member) -> bool:
-        """Return whether nobody holds another seat of ``member``'s stage. Costs one pass over the stage's members."""
+        """Return whether ``member`` holds the only seat of its stage that is held. Costs one pass over the stage's
+        members.
+        """
         return all(other.seat == member.seat for other in self.stage(member.seat.stage))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Spans: what was executed when, for traces and pictures."""
+"""Spans: the time of each executed instruction, for traces and pictures."""
 
 from __future__ import annotations
 

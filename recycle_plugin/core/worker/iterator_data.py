@@ -154,7 +154,9 @@ class IteratorData:
         return {str(stepped): behind} | {str(step): place for step, place in self._behind if step > stepped}
 
     def skip_to(self, place: Place) -> None:
-        """Bring the iterator to ``place``, or a later one to its beginning. Raises ValueError if it is past that."""
+        """Bring the iterator to ``place``; if the place is in a later iterator, to that iterator's beginning. Raises
+        ValueError if it is past ``place``.
+        """
         number, read = self.stands
         until = place.read if place.iterator == number else 0
         if until < read:

@@ -72,7 +72,7 @@ class SharingMachine(ReplayingMachine, Protocol):
         """Add a share's sums to this worker's own."""
 
     def why_alone(self) -> str:
-        """Return in words why nobody else can make this worker's stage; empty if others can."""
+        """Return in words why no other worker can compute this stage; empty if others can."""
 
 
 @dataclass(frozen=True)

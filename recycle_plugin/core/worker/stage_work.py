@@ -86,7 +86,7 @@ class Undisturbed:
         """Go on, whoever is lost meanwhile."""
 
     def now_us(self) -> int:
-        """Return 0: nobody measures a replay's spans."""
+        """Return 0: a replay's spans are not measured."""
         return 0
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:

@@ -1,5 +1,5 @@
-"""The stopwatch of a worker: how long it computes in each step and how long its plan expects, how long its sum with the
-other replicas took, and for how long it waited for nobody. All by its own clock: hosts' clocks are never compared.
+"""The stopwatch of a worker: the time that it computes in each step, the planned time, the time of its sum with the
+other replicas, and the rest without waits. All times are by its own clock: hosts' clocks are never compared.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ class Worker:
             self.iterator_data.leave_out(step)
 
     def skip_to(self, place: Place, enters: bool = False) -> None:
-        """Bring a newcomer's plain iterator to ``place``, or a later one to its beginning. It is in its place only if
-        the newcomer ``enters`` now: before that its replica's place may change.
+        """Bring a newcomer's plain iterator to ``place``; if the place is in a later iterator, to that iterator's
+        beginning. It is in its place only if the newcomer ``enters`` now: before that its replica's place may change.
         """
         data = self.iterator_data
         if data is not None and self.store.reads_iterator and place.iterator <= data.stands.iterator:

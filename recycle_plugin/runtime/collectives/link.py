@@ -150,7 +150,9 @@ class Handle:
             raise self.error
 
     def leave(self) -> bool:
-        """Abandon it: nobody wants its result. Returns False, and changes nothing, if it was over or left already."""
+        """Abandon the operation: its result is not needed. Return False, and change nothing, if it was over or
+        abandoned already.
+        """
         return self._finish(left=True)
 
     def when_over(self, tell: Callable[[], object]) -> None:

@@ -74,13 +74,13 @@ def prepare(environment: MutableMapping[str, str]) -> None:
 
 
 def sets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the plugin sets, since nobody has."""
+    """Return the unset variables that the plugin sets."""
     wanted = {variable.name: variable.value for variable in VARIABLES} | {LIMIT: str(CALL_S)}
     return {name: value for name, value in wanted.items() if value != UNSET and name not in environment}
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the launcher sets for workers, since nobody has."""
+    """Return the unset variables that the launcher sets for workers."""
     return {name: value for name, value in AT_START.items() if name not in environment}
 
 

@@ -110,8 +110,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Step ``step`` is committed, and what is valid from generation ``valid_from`` or later counts. ``tensors``: how
-    many different data of the step that count this stream has logged.
+    """Step ``step`` is committed; data that is valid from generation ``valid_from`` or later counts. ``tensors``: how
+    many data of the step that count this stream has logged.
     """
 
     step: int

@@ -144,7 +144,7 @@ class Candidate:
         return made
 
     async def elected(self) -> Known | None:
-        """Return what is known once enough workers have turned here; None once unwanted, or without a coordinator."""
+        """Return the known state once enough workers have turned here; None once unwanted, or without a coordinator."""
         hello = Hello(-1, STANDBY, os.getpid(), host_name(), port=self.entrance.address[1])
         while True:
             wanted = await first_of(follow(self._control, hello, self._learn), self._enough)

@@ -39,7 +39,9 @@ class Putting:
         self._like, self._called = like, called or {}
 
     def back(self, told: Any, present: Any = MISSING) -> Any:
-        """Return the value that was told: ``present`` itself if it can hold that; MISSING if nobody knows."""
+        """Return the value that was read: ``present`` itself if it can hold the value; MISSING if the value is not
+        known.
+        """
         if isinstance(told, torch.Tensor):
             if isinstance(present, torch.Tensor) and form_of(present)[:2] == form_of(told)[:2]:
                 return present.detach().copy_(told) if present.requires_grad else present.copy_(told)

@@ -43,7 +43,7 @@ class ScriptReplay:
         self._evaluations.update(enumerate(message.evaluations, message.evaluation))
 
     def loss(self) -> float | None:
-        """Return the script's next loss, and advance; None while unknown. Raises RecycleError if nobody has it."""
+        """Return the script's next loss, and advance; None while unknown. Raises RecycleError if no worker has it."""
         coming = self.position + 1
         if self._refused:
             raise RecycleError(f"{self._refused}: step {coming} can't be repeated")

@@ -1,4 +1,4 @@
-"""What scripts hand over when a worker comes back: what is theirs alone, such as averages of weights or counters."""
+"""Values of a script's own that it gives to a worker that comes back, such as averages of weights or counters."""
 
 from __future__ import annotations
 

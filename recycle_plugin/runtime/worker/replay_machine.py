@@ -138,7 +138,7 @@ class ReplayMachine(LoggedWork):
         self._parts.contributions.add(sums)
 
     def why_alone(self) -> str:
-        """Return why nobody else can make this worker's stage, in words; "" if others can."""
+        """Return why no other worker can compute this stage, in words; "" if others can."""
         return self._alone
 
     def restore(self, replay: Replay) -> Waits[int]:

@@ -1,4 +1,4 @@
-"""How a worker's stage is replayed if nobody has it, and how the worker helps to replay other stages."""
+"""Replays of this worker's stage if no live worker has it, and its help in replays of other stages."""
 
 from __future__ import annotations
 

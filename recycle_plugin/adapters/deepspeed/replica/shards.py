@@ -293,7 +293,7 @@ class PartitionedWeights(Partitions):
 
     @contextmanager
     def backward(self) -> Iterator[Slots]:
-        """As in Partitions. What was shown is cleared: a micro-batch that leaves a weight out would keep it."""
+        """As in Partitions, after clearing the shown sums: a micro-batch that leaves a weight out would keep them."""
         self._shows = False
         self._optimizer.grad_partitions_flat_buffer.zero_()
         with super().backward() as made:
