@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin.commands.given import of_run
+from recycle_plugin.commands.given import of_run, refuse_empty
 from recycle_plugin.core.coordinator.succession import LEAST
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -126,10 +126,7 @@ def made() -> int:
 
 def job_of(found: argparse.Namespace) -> ConfiguredJob:
     """Return the job that the command line describes. Raises ValueError with one line."""
-    for name in ("pp", "dp", "micro_batches"):
-        value = getattr(found, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: write a whole number of at least 1")
+    refuse_empty(found)
     from recycle_plugin.adapters.deepspeed.refusals import FP16, half
 
     config = config_of(found.config)

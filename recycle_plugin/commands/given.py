@@ -104,7 +104,8 @@ def job(
     """Return the job that :func:`add_job`'s arguments describe. ``milliseconds``: a tick of ``--costs`` is 1 ms;
     otherwise it has no length. ``taken``: costs in microseconds, and their source, if the arguments name none.
     """
-    shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
+    refuse_empty(found)
+    shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied, found.pp))
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is not None:
         taken = of_run(found.profile, found.pp).costs, f"of each stage, as {found.profile} has them"
@@ -114,6 +115,14 @@ def job(
             view, model, techniques(found), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
     return JobArguments(view, taken[0], techniques(found), "us", 1, taken[1])
+
+
+def refuse_empty(found: argparse.Namespace) -> None:
+    """Raise ValueError if there are no stages, replicas or micro-batches."""
+    for name in ("pp", "dp", "micro_batches"):
+        value = getattr(found, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: write a whole number of at least 1")
 
 
 def of_run(path: str, stages: int) -> costs_file.StageCosts:
@@ -128,11 +137,13 @@ def of_run(path: str, stages: int) -> costs_file.StageCosts:
     return found
 
 
-def ties(text: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of stages that share weights, from the text of ``--tied``."""
+def ties(text: str, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of stages that share weights, from the text of ``--tied`` for a pipeline of ``stages``."""
     groups = [[stage.strip() for stage in group.split("+")] for group in text.split(",") if group.strip()]
     if not all(len(group) == len(set(group)) > 1 and all(map(str.isdecimal, group)) for group in groups):
         raise ValueError(f"--tied {text}: write the numbers of stages that share weights, for instance 0+3 or 0+3,1+2")
+    if missing := [stage for group in groups for stage in group if int(stage) >= stages]:
+        raise ValueError(f"--tied {text}: there is no stage {missing[0]}; --pp {stages} has 0 to {stages - 1}")
     return tied([map(int, group) for group in groups])
 
 
@@ -144,7 +155,10 @@ def techniques(found: argparse.Namespace) -> Policy:
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
     """Return the seats that a text such as ``1.2,0.3`` names in a job of ``shape``."""
-    found = tuple(Seat.parse(part.strip()) for part in text.split(",") if part.strip())
+    try:
+        found = tuple(Seat.parse(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ValueError(f"--lost {text}: {error}") from None
     for seat in found:
         if seat not in shape.seats:
             raise ValueError(
