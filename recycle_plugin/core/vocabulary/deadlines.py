@@ -86,7 +86,7 @@ class Deadlines:
             Deadline(
                 STALL * self.progress_timeout_s,
                 "progress_timeout_s",
-                "any worker, while all wait for each other",
+                "progress of any worker, while all wait for each other",
                 "all regroup; a second time, the job ends",
             ),
             Deadline(
@@ -95,12 +95,14 @@ class Deadlines:
                 "an instruction of a process that uses the CPU",
                 "its worker is given up",
             ),
-            Deadline(self.cut_off_s, "heartbeat_timeout_s", "the coordinator, by a worker", "its process ends"),
+            Deadline(
+                self.cut_off_s, "heartbeat_timeout_s", "a message from the coordinator to a worker", "its process ends"
+            ),
             Deadline(self.agreement_s, "wait_timeout_s", "the survivors' agreement after a failure", "the job ends"),
             Deadline(
                 self.last_worker_timeout_s,
                 "last_worker_timeout_s",
-                "the last worker of a stage, whatever it does",
+                "a stage's last worker, whatever it does",
                 "the job ends",
             ),
             Deadline(
@@ -110,7 +112,7 @@ class Deadlines:
                 "was given up before",
                 "its worker is given up",
             ),
-            Deadline(self.wait_timeout_s, "wait_timeout_s", "anything else, by a worker", "the job ends"),
+            Deadline(self.wait_timeout_s, "wait_timeout_s", "anything else that a worker waits for", "the job ends"),
         ]
         return sorted((row for row in rows if isfinite(row.seconds)), key=lambda row: row.seconds)
 
