@@ -192,7 +192,6 @@ def place(item: pytest.Item) -> tuple[str, str]:
 
 
 def tier(item: pytest.Item) -> str:
-    """The tier of an item: "unit", "jobs", or "" for what only everything has."""
     file, function = place(item)
     for names, found in ((REST, ""), (IN_JOBS, "jobs")):
         if function in names:

@@ -75,7 +75,6 @@ def four() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def five() -> Iterator[Hosts]:
-    """... and with epsilon."""
     yield from _hosts(MORE)
 
 
@@ -195,7 +194,6 @@ def stock_megatron_lm() -> dict:
 
 @pytest.fixture
 def job(megatron_lm_server: ForkServer, stock_megatron_lm: dict, tmp_path: Path) -> Iterator[Jobs]:
-    """Jobs of Megatron-LM."""
     from tests.support.megatron_lm_jobs import Jobs
 
     jobs = Jobs(megatron_lm_server, tmp_path, stock_megatron_lm)

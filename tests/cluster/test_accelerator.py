@@ -118,7 +118,6 @@ SUMS = {
 
 
 def watched(folder) -> dict[str, dict]:
-    """What the workers have found, by seat."""
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     assert len(found) == SQUARE.ranks
     return found

@@ -10,7 +10,6 @@ HALF = STEPS // 2
 
 
 def parameter_difference(mine: dict, theirs: dict) -> float:
-    """‖Δ‖/‖p‖."""
     delta, norm = (
         sum(each.double().pow(2).sum().item() for each in side)
         for side in ([mine[n] - theirs[n] for n in theirs], theirs.values())

@@ -69,7 +69,6 @@ def test_a_death_after_the_last_step(launch, reference, moment, lost):
 
 
 def everything(run, server) -> set[int]:
-    """Launcher, supervisors and workers."""
     found = {process.pid for process in processes_with(run.mark)} | server.forked()
     assert len(found) >= 10
     return found

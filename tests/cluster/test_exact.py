@@ -236,7 +236,6 @@ def test_without_exact_mode_the_same_failure_changes_bits(train, calm):
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_the_exact_run_trains_what_the_other_does(calm):
-    """Only roundings are others."""
     exact, other = calm(EXACT), calm()
     assert exact.losses == pytest.approx(other.losses, abs=5e-6)
     assert [run.of("start")[0]["job"]["exact"] for run in (exact, other)] == [True, False]

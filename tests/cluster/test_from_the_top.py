@@ -45,7 +45,6 @@ class Top:
         return json.loads(((out or self.out) / f"rank{rank}.json").read_text())
 
     def posted(self, rank: int) -> bytes:
-        """What the rank's worker has posted for newcomers."""
         return (self._folder / f"posted{rank}").read_bytes()
 
     def end(self) -> None:

@@ -57,7 +57,6 @@ class Books:
             self._holders[place].add(seat)
 
     def lose(self, seat: Seat) -> None:
-        """What it alone had is gone."""
         for place, parts in self._parts.items():
             parts.pop(seat, None)
             self._holders[place].discard(seat)
@@ -65,7 +64,6 @@ class Books:
                 self.sums.pop(place, None)
 
     def void(self, after: int) -> None:
-        """What was computed of the steps after ``after``."""
         for place in [place for place in self._parts if place[1] > after]:
             del self._parts[place]
             self._holders.pop(place, None)

@@ -103,7 +103,6 @@ class _Recording:
 
 
 def attacks(secret: Secret) -> st.SearchStrategy[Attack]:
-    """What is said to the ports of a job with this ``secret``."""
     beat = encode(SupervisorHeartbeat(2, True, 0.0))
     sealed = SealedDatagrams(secrets.token_bytes(PROOF)).sealed(beat)
     valid = st.sampled_from([*CONTROL.values(), forged(3), forged(1 << 20), beat, sealed, *recorded(secret)])
@@ -156,7 +155,6 @@ class Attacker:
         )
 
     def _ask(self, places: Collection[Place], within_s: float) -> None:
-        """Find out at which of these there is a door."""
         asked: dict[socket.socket, Place] = {}
         for place in letting_in(places, within_s):
             with suppress(ConnectionError):  # it has just gone
@@ -203,7 +201,6 @@ class Attacker:
             stranger.close()
 
     def close(self, but: int = 0) -> None:
-        """Close what is half-open, ``but`` the last ones."""
         while len(self._open) > but:
             self._open.pop(0).close()
 
@@ -339,5 +336,4 @@ class Growth:
 
 
 def doors_of(run: Run) -> set[str]:
-    """As they are called, those that every job has."""
     return {"at the coordinator", *(f"at worker {rank}" for rank in run.pids())}

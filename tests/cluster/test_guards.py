@@ -38,7 +38,6 @@ def of_guard(guard: int, name: str) -> list[psutil.Process]:
 
 
 def kill_supervisor(run: Run, guard: int) -> None:
-    """... and return when there is another, which has said that it is there."""
     (supervisor,) = of_guard(guard, "recycle-super")
     supervisor.kill()
     run.wait_for(

@@ -81,7 +81,6 @@ def intervals(events: list[dict]) -> list[float]:
 
 @pytest.fixture
 def start(plain_server, tmp_path):
-    """Jobs in which each rank has processes of its own."""
     with launching(plain_server, tmp_path, partial(Run, launcher="tasks"), PLAIN) as launch:
         yield launch
 

@@ -170,7 +170,6 @@ def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_pat
 
 
 def crash_beta(run, pair, tmp_path: Path):
-    """In the middle of the job; its result."""
     after_step(run, 5)
     pair.crash("beta")
     (tmp_path / "go").touch()

@@ -274,7 +274,6 @@ def test_what_can_not_be_loaded_is_said_in_a_line(launch, tmp_path, change, said
 
 @pytest.fixture
 def launch_on_hosts(plain_server, tmp_path, four):
-    """A process on each of four hosts, so that each replica is on two."""
     with launching(plain_server, tmp_path, partial(HostsRun, four), PLAIN) as launch:
         yield launch
 

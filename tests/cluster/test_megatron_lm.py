@@ -296,7 +296,6 @@ def test_who_takes_the_last_ranks_place_writes_for_tensorboard_and_wandb(job: Jo
 
 
 def _written(folder: Path, name: str) -> dict[int, tuple[float, int]]:
-    """By step, the value that is written for it, and by which process."""
     found: dict[int, tuple[float, int]] = {}
     for file in folder.glob("*.jsonl"):
         pid = int(file.stem)

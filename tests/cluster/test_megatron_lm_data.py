@@ -54,7 +54,6 @@ def gone_on(job: Jobs, folder: Path, flags: Flags, begun: int = 3) -> tuple[Trai
 
 
 def samples(of: Trained) -> list[set[int]]:
-    """Which samples were trained in each step, by whomever."""
     ranks = [each["samples"] for each in of.ranks.values()]
     return [{*chain.from_iterable(step)} for step in zip(*ranks, strict=True)]
 

@@ -59,7 +59,6 @@ def of(events: list[dict], kind: str) -> list[dict]:
 
 
 def scrape(events: list[dict]) -> dict[tuple, float]:
-    """By name and labels."""
     (said,) = of(events, "metrics")
     with urllib.request.urlopen(said["url"], timeout=PATIENCE_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
@@ -200,5 +199,4 @@ def test_prometheus_scrapes_a_job_and_answers_the_boards_questions(launch, reque
 
 
 def filled(expression: str) -> str:
-    """As Grafana asks it."""
     return expression.replace("$__rate_interval", "1m").replace("$instance", ".*")

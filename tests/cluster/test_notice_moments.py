@@ -42,7 +42,6 @@ def phase(run: Run, rank: int) -> str:
 
 
 def in_moment(run: Run, random: Random, ranks: Iterable[int], moment: str) -> int:
-    """Return a rank that has been in ``moment`` for some time."""
     rank = run.wait_for(lambda: [each for each in ranks if phase(run, each) == moment], moment)[0]
     time.sleep(random.uniform(0, SHORT_S))  # the instant
     return rank
@@ -56,7 +55,6 @@ ENDS = ("left", "held_back", "restart")  # restart: a newcomer that nobody count
 
 
 def said(run: Run, rank: int, *kinds: str) -> list[str]:
-    """The events of these kinds on ``rank``."""
     return [event["event"] for event in run.events() if event["event"] in kinds and event.get("rank") == rank]
 
 
@@ -195,7 +193,6 @@ def ends_well(job) -> Result:
 
 
 def by_hand(steps: int) -> dict[str, torch.Tensor]:
-    """The weights if no sample is lost."""
     model = noticed.made()
     optimizer = torch.optim.SGD(model.parameters(), lr=noticed.RATE, momentum=0.9)
     for step in range(1, steps + 1):

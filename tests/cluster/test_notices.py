@@ -27,7 +27,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def last(run: Run, rank: int, *kinds: str) -> str:
-    """The last of these events of ``rank``."""
     said = (event["event"] for event in reversed(run.events()) if event["event"] in kinds and event["rank"] == rank)
     return next(said, "")
 

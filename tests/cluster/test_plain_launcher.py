@@ -54,7 +54,6 @@ def found(folder: Path) -> list[dict]:
 
 
 def both(run: Run) -> list[dict]:
-    """What the two have found, once both are there."""
     return run.wait_for(lambda: len(records := found(run.folder)) == 2 and records, "record of both workers")
 
 

@@ -146,7 +146,6 @@ def segments(folder: Path, rank: int) -> list[Path]:
 
 
 def flip(path: Path) -> None:
-    """A bit in the middle of a tensor."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -163,7 +162,6 @@ def pipe(path: Path) -> None:
 
 
 def of_another_run(path: Path) -> None:
-    """The segment of another job, which has trained the same."""
     shutil.copy(segments(path.parents[2] / "run0", 0)[-1], path)
 
 

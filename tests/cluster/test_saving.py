@@ -178,7 +178,6 @@ def test_load_while_training(start, vehicle, undisturbed, deaths):
 
 @PLAIN
 def test_another_number_of_replicas(start, undisturbed):
-    """Any number goes on."""
     result = start("steps=11", shape=Shape(replicas=3), folder=str(undisturbed[1]), load=True).finish()
     assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[
         -6000:
@@ -290,7 +289,6 @@ SCALED = (
 
 
 def scales(result, after: int = 0) -> dict[int, float]:
-    """By the step after which it is another one."""
     return {event["step"]: event["scale"] for event in result.of("loss_scale") if event["step"] > after}
 
 

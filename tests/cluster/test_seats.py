@@ -50,8 +50,6 @@ def started(launch, folder: Path, **more: Any) -> Result:
 
 @pytest.fixture(scope="module")
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Result]:
-    """The same job where nobody dies."""
-
     @cache
     def run() -> Result:
         folder = tmp_path_factory.mktemp("calm")

@@ -40,7 +40,6 @@ def start(plain_server, tmp_path):
 
 
 def come(run: Run, rank: int) -> Counter[int]:
-    """The signals that have come to the script of ``rank``."""
     return Counter(map(int, (run.folder / f"signals{rank}.txt").read_text().split()))
 
 

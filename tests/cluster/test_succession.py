@@ -112,7 +112,6 @@ def strike(run, hosts, what: str, number: int = 1) -> None:
 
 
 def end(run, folder: Path):
-    """Its result, once all that is left of it has ended."""
     (folder / "go").touch()
     result = run.finish()
     for launcher in run.others.values():

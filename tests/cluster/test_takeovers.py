@@ -51,7 +51,6 @@ def start(request: pytest.FixtureRequest, vehicle: Vehicle, tmp_path: Path):
 
 
 def processes(run: Run, name: str) -> list[psutil.Process]:
-    """... of rank 0's guard."""
     return [child for child in psutil.Process(run.launcher.tasks[0].pid).children() if child.name() == name]
 
 

@@ -34,7 +34,6 @@ def ends(result: Result) -> list[dict]:
 
 
 def assert_alike(result: Result, expected: Result, left: int = 4) -> None:
-    """The same losses, and of each stage the same weights."""
     stages = {frozenset(end["weights"]): end for end in ends(expected)}
     found = ends(result)
     assert len(found) == left and len(stages) == 2

@@ -20,7 +20,6 @@ BACK = {"event": "rejoined", "seat": "0.1", "rank": 2, "incarnation": 1, "step":
 
 
 def commits(*times: float) -> list[dict]:
-    """Of the steps from 10 on, by four workers."""
     return [{"time": at, "event": "committed", "step": step, "workers": 4} for step, at in enumerate(times, 10)]
 
 

@@ -62,7 +62,6 @@ class Loop:
                 return
 
     def train_epoch(self, train: Any) -> bool:
-        """Train; whether the loop ends then."""
         accelerator, record = self.accelerator, self.record
         self.gpt.train()
         for batch in train:

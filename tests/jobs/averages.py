@@ -89,7 +89,6 @@ def seen(loss: torch.Tensor) -> dict[str, object]:
 
 
 def objects(rank: int) -> torch.Tensor:
-    """The ranks that are there, -1 in the place of others."""
     found: list = [None] * torch.distributed.get_world_size(by_name)
     torch.distributed.all_gather_object(found, rank, group=by_name)
     return torch.tensor([-1 if each is None else each for each in found])

@@ -121,7 +121,6 @@ def mixers(after: list[int]) -> None:
 
 
 def fp16_section(section: dict) -> None:
-    """The DeepSpeed config has this section besides."""
     config = TrainingJob.deepspeed_config
     TrainingJob.deepspeed_config = lambda self: {**config(self), "fp16": section}
 

@@ -31,7 +31,6 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def wait_for(file: Path) -> None:
-    """Until the test has made it."""
     deadline = time.monotonic() + PATIENCE_S
     while not file.exists():
         if time.monotonic() > deadline:

@@ -28,7 +28,6 @@ STEPS = 12
 
 
 def idle() -> None:
-    """Until the test says so."""
     deadline = time.monotonic() + 600
     while not (run_dir / "stop").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -39,7 +38,6 @@ def square(number: int) -> int:
 
 
 def terminated() -> object:
-    """Before it has done anything."""
     helper = multiprocessing.Process(target=idle)
     helper.start()
     helper.terminate()

@@ -116,7 +116,6 @@ def train(trained: Any, data_iter: Any = None) -> None:
 
 
 def readme() -> None:
-    """The README's loop."""
     trained = engine(Samples(WIDTH))
     for _ in range(STEPS):
         train(trained)

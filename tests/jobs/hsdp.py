@@ -92,7 +92,6 @@ def evaluation(module: nn.Module) -> float:
 
 
 def alone(steps: int) -> tuple[list[float], dict[int, float]]:
-    """The losses and evaluations of one process."""
     stepper = torch.optim.Adam(other.parameters(), lr=1e-2)
     losses, evaluations = [], {}
     for step in range(1, steps + 1):

@@ -34,7 +34,6 @@ class Samples(torch.utils.data.Dataset):
 
 
 def model(dropout: float = 0.0) -> GPT2LMHeadModel:
-    """The same weights in each process."""
     torch.manual_seed(3)
     drops = dict.fromkeys(DROPS, dropout)
     return GPT2LMHeadModel(GPT2Config(**SIZES, **drops, bos_token_id=None, eos_token_id=None))

@@ -78,7 +78,6 @@ reads = 0
 
 
 def iterator(replica: int, begins: int = 0):
-    """What the case has for this replica; ``begins``: its first sample."""
     again = int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0
     if "seed" in job:
         return stateful(Samples(replica, EACH), SIZE, job["seed"] + again)

@@ -48,7 +48,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storages(tensors: Iterable[torch.Tensor], where: torch.device, seen: set[int]) -> int:
-    """Bytes of the storages of ``tensors`` at ``where`` that are not in ``seen``, which gets them."""
     found = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -89,13 +88,11 @@ class Profiled:
         self._profile.start()  # so early, since it does not see the end of what is older
 
     def begin(self, before: int) -> None:
-        """The step begins, with that many bytes."""
         self._before = before
         with record_function(BEGIN):
             pass
 
     def during(self, name: str) -> AbstractContextManager:
-        """An instruction of this kind."""
         return record_function(f"{MARK}{name}")
 
     def end(self, after: int) -> dict[str, int]:
@@ -131,23 +128,19 @@ class Allocated:
         self._peaks: Counter[str] = Counter()
 
     def begin(self, before: int) -> None:
-        """The step begins; the allocator knows with how much."""
         self._peaks.clear()
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """An instruction of this kind."""
         self._module.reset_peak_memory_stats()
         yield
         self._peaks[name] = max(self._peaks[name], self._module.max_memory_allocated())
 
     def end(self, after: int) -> dict[str, int]:
-        """The peaks of the step."""
         return dict(self._peaks)
 
 
 def measure(step: int, folder: str, script: str) -> None:
-    """Measure ``step`` of this process's job."""
     train, peaks = Trainer.train, []
 
     def changed(self: Trainer) -> float:

@@ -32,7 +32,6 @@ class Pipe(PipelineModule):
 
 
 def groups(module: torch.nn.Module) -> list[dict]:
-    """Weight decay for matrices only."""
     decayed = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
     return [

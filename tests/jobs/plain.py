@@ -79,7 +79,6 @@ def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def between_steps(pipeline, record: dict) -> None:
-    """What the plan has for after this step."""
     step = pipeline.steps
     if step == plan.get("evaluate_at"):
         record["evaluated"] += [pipeline.evaluate(evaluated) for _ in range(plan.get("times", 1))]

@@ -42,7 +42,6 @@ def loss(outputs, labels) -> torch.Tensor:
 
 
 def write(module: torch.nn.Module) -> None:
-    """This stage's rows."""
     (rows,) = module.state_dict().values()
     endings.write(Path(job["folder"]) / "rows" / f"rank{os.environ['RANK']}.pt", lambda path: torch.save(rows, path))
 

@@ -80,6 +80,5 @@ def masked_loss(outputs, labels) -> torch.Tensor:
 
 
 def save(folder: str, engine, record: dict) -> None:
-    """What this rank has to say at the end."""
     whole = record | {"weights": dict(engine.module.state_dict())}
     endings.write(Path(folder) / "ends" / f"rank{os.environ['RANK']}.pt", lambda path: torch.save(whole, path))

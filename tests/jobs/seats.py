@@ -49,7 +49,6 @@ at_step = 0
 
 
 def die(where: str) -> None:
-    """Kill this process, if it is to die here."""
     if [RANK, at_step, where] in job["kills"] and not INCARNATION:
         os.kill(os.getpid(), signal.SIGKILL)
 

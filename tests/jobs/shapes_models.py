@@ -122,7 +122,6 @@ class Slope(nn.Module):
 
 
 def model_layers(case: str) -> list[tuple]:
-    """Types and arguments."""
     if case == "tuples":
         return [(Words,), (Masked,), (Masked,), (Masked,), (Scores,)]
     if case == "frozen":

@@ -108,7 +108,6 @@ NOISE = torch.Generator().manual_seed(1000 * int(os.environ["RANK"]) + INCARNATI
 
 
 def die(where: str, number: int | None = None) -> None:
-    """Kill this process, if it is to die here."""
     if [RANK, calls if number is None else number, where] in job["kills"] and not INCARNATION:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -251,7 +250,6 @@ def refusing() -> Iterator[None]:
 
 
 def set_rates(engine) -> None:
-    """Set the rates of the next step."""
     step = engine.global_steps + 1
     for group in engine.optimizer.param_groups:
         group["lr"] = 1e-2 / step * job["factors"].get(str(step), 1.0)

@@ -29,7 +29,6 @@ def optimizer_of(parameters) -> torch.optim.Optimizer:
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ExponentialLR:
-    """Makes each rate of the last one."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
 
 

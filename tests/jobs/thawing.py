@@ -60,7 +60,6 @@ def adam(parameters) -> torch.optim.Optimizer:
 
 
 def change(step: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What the script does before ``step``."""
     for layer in (each for each in module.modules() if isinstance(each, Layer)):
         if step == THAWED and layer.number == 0 and not job.get("forgets"):
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 3e-2})

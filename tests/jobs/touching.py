@@ -70,7 +70,6 @@ class Script:
         return [average.clone() for average in averages]
 
     def shrunk(self, engine: Any) -> list[torch.Tensor]:
-        """A write."""
         for parameter in engine.module.parameters():
             parameter.data.mul_(0.999)
         return self.parameters(engine)

@@ -64,8 +64,6 @@ class Mistakes(dict[str, Patch]):
     def instead(
         self, name: str, owner: object, attribute: str, seen: int = 0, also: Patch = lambda _: None
     ) -> Callable:
-        """A mistake that stands in the place of an attribute."""
-
         def register(wrong):
             self.mistake(name, seen)(lambda patch: (also(patch), put(patch, owner, attribute, wrong)))
             return wrong
@@ -73,8 +71,6 @@ class Mistakes(dict[str, Patch]):
         return register
 
     def around(self, name: str, owner: object, method: str, seen: int = 0, also: Patch = lambda _: None) -> Callable:
-        """A mistake ``change(self, before, …)`` in the place of a method."""
-
         def register(change):
             self.mistake(name, seen)(lambda patch: (also(patch), changed(patch, owner, method, change)))
             return change
@@ -125,8 +121,6 @@ def changed_recovery_plans(monkeypatch, change: Callable[[Recovery], Recovery]) 
 
 
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
-    """Only what ``keeps`` is true of is taken to have survived."""
-
     def unfinished(recover, committed, held, *more):
         return recovery_plan.unfinished(
             recover, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, *more
@@ -188,7 +182,6 @@ def old_plan(monkeypatch) -> None:
 
 
 def kept_stashes(self, before, step) -> None:
-    """A worker that takes ``step`` back."""
     stashes = {datum: self[datum] for datum in self if datum.kind == "stash"}
     before(self, step)
     for datum, value in stashes.items():
@@ -387,8 +380,6 @@ mistake("sums are dropped when the step is taken up again", seen=2)(
 
 
 def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
-    """Once a store has said what it has, something of that goes."""
-
     def held(self, before):
         found = before(self)
         for datum in goes(self):

@@ -87,8 +87,6 @@ def trust_oneself() -> None:
 
 @mistake("a sum of the script is made in place", IN_CALLS)
 def work_in_place() -> None:
-    """As in stock."""
-
     def changed(call: Call, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 

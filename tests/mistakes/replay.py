@@ -215,8 +215,6 @@ def not_put_back(self, before, kept):
 
 @around("what a companion had begun of a step counts beside what is made again", Companion, "run", seen=302)
 def begun(self, before, replay):
-    """It drops what it has, and its sums stay."""
-
     kept = dict(self._machine.numbers._sums)
     yield from before(self, replay)
     self._machine.numbers._sums |= {key: value for key, value in kept.items() if key[0] > replay.committed}

@@ -230,7 +230,6 @@ def test_a_kernel_that_is_loaded_beside_a_stuck_one_waits_for_its_end():
 
 
 def a_send_is_not_received(place: Place) -> list[bool]:
-    """Of one number, behind one that is."""
     group = place.made("g0")
     pass_on(group, place.position, 1.0)
     if place.position:

@@ -255,7 +255,6 @@ def enter_on_the_second(place: Place, port: int, coordinator: tuple[str, int]) -
 
 
 def devices_of_calls(place: Place) -> set[int]:
-    """The device of each thread that calls NCCL."""
     kind, used = product.dist.ProcessGroupNCCL, []
 
     def noting(call):
@@ -358,7 +357,6 @@ def blocking(place: Place) -> list[bool]:
 
 
 def sum_that_is_aborted(place: Place, mistake: str) -> str:
-    """What has become of it at the member that aborts it."""
     link = place.unconfirmed()
     link.connect().wait(LONG_S)
     place.meet("connected")

@@ -20,7 +20,6 @@ GONE = frozenset[WorkerId]().__contains__
 
 
 def posts(boards: Boards, rank: int, board: str, value: bytes, generation: int = 1, incarnation: int = 0) -> dict:
-    """Whom the coordinator tells of it, by rank."""
     out = CoordinatorOutput()
     boards.post(Post(rank, generation, board, value, incarnation=incarnation), GONE, out)
     return told(out)

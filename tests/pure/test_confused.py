@@ -277,7 +277,6 @@ class OthersPlayByTheRules:
                 self.give(SurvivorReport(rank, pending.number, machine.stepped, "plan"))
 
     def trains(self, rank: int) -> None:
-        """It applies its next step, if it may."""
         machine = self.machines[rank]
         if not machine.may_apply(machine.stepped + 1):
             return
@@ -292,7 +291,6 @@ class OthersPlayByTheRules:
         self.trains(self.random.choice(sorted(self.machines)))
 
     def time_passes(self) -> None:
-        """Heartbeats come of all, and a tick."""
         self.now += 0.5
         for rank, machine in (*self.machines.items(), (RANK, StepMachine(0))):
             self.give(Heartbeat(rank, 1, int(self.now * 2), Activity(ELSEWHERE, "its script"), machine.stepped))

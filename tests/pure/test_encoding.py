@@ -100,7 +100,6 @@ def framed(body: bytes) -> bytes:
 
 
 def check(frame: bytes) -> None:
-    """Of any bytes: no exception, and what is taken for a message is one."""
     found = decode(frame)
     if not isinstance(found, Unreadable):
         assert type(found) in MESSAGES

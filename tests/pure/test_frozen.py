@@ -105,7 +105,6 @@ def digests(scenarios: list[Scenario]) -> list[str]:
 
 
 def frozen() -> list[tuple[Scenario, str]]:
-    """Each with its digest."""
     with gzip.open(FILE, "rt") as lines:
         records = list(map(json.loads, lines))
     return [(read(Scenario, record["scenario"], "scenario"), record["digest"]) for record in records]

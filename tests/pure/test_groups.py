@@ -32,7 +32,6 @@ BACK = [WorkerId(rank, 1) for rank in HALVES]
 
 
 def holding(rank: int, incarnation: int = 0) -> Member:
-    """Of 2 replicas of 2 stages of 2 shards."""
     place, shard = divmod(rank, 2)
     return Member(rank, Seat(place % 2, place // 2), f"tcp://a:{rank}.{incarnation}", "h", incarnation, shard)
 
@@ -47,7 +46,6 @@ def begun() -> Membership:
 
 
 def report(membership: Membership, generation: int, stepped: int, workers: Collection[WorkerId]) -> CoordinatorOutput:
-    """All of ``workers`` report; what the last report leads to."""
     for rank, incarnation in workers:
         out = membership.receive(SurvivorReport(rank, generation, stepped, "plan", {}, incarnation=incarnation), 0.0)
     return out

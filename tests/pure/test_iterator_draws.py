@@ -61,7 +61,6 @@ class Ends:
         self.meet()
 
     def meet(self) -> None:
-        """Everybody hears what everybody has."""
         held = {
             seat: frozenset(
                 (
@@ -101,7 +100,6 @@ class Ends:
         self.meet()
 
     def check(self) -> None:
-        """Everybody has provided."""
         route, last, batch = planned(self.view).route, self.view.topology.stages - 1, self.view.topology.batch
         draws = {one: self.kept[route[0, one]][one] for one in batch}
         assert draws == {one: self.kept[route[last, one]][one] for one in batch}, "an input meets another draw's label"

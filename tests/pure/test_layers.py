@@ -148,7 +148,6 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def known(imported: str, modules: dict[str, Path]) -> str | None:
-    """The module that is imported, or that has what is."""
     return next((name for name in (imported, imported.rpartition(".")[0]) if name in modules), None)
 
 
@@ -196,7 +195,6 @@ def folder(name: str) -> str:
 
 
 def circles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Sets of names that reach each other by the arrows."""
     reached = {name: set(below) for name, below in arrows.items()}
     for through in arrows:  # Warshall's closure, for thirty folders, or some hundreds of modules
         for below in reached.values():

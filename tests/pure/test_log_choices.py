@@ -31,7 +31,6 @@ from tests.support.replaying import Kept, logging, lose
 
 
 def roster(*hosts: tuple[str, ...]) -> Roster:
-    """``hosts``: by stage, of each replica."""
     seats = [(Seat(replica, stage), host) for stage, of in enumerate(hosts) for replica, host in enumerate(of)]
     return Roster(tuple(Member(rank, seat, "", host) for rank, (seat, host) in enumerate(seats)))
 

@@ -22,7 +22,6 @@ STEPS = (1, 2, 3)
 
 
 def written(folder: Path, closed: bool = True, **options: int) -> LogWriter:
-    """Three steps, in the log of rank 1."""
     writer = LogWriter(folder, stream(), 1 << 20, News(), **options)
     for step in STEPS:
         assert put_step(writer, step)
@@ -146,7 +145,6 @@ def judge(folder: Path) -> WholeReader:
 
 
 def found_out(folder: Path) -> bool:
-    """Whether the log says that it is not as it was ended."""
     reader = judge(folder)
     unsealed = [each for segments in reader.segments.values() for each in segments if not each.sealed]
     return bool(reader.verify() or unsealed)

@@ -47,7 +47,6 @@ def lines(draw, most: int = 8) -> Line:
 
 
 def shares(line: Line) -> st.SearchStrategy[int]:
-    """Budgets from nothing to more than all."""
     return st.integers(0, line.log_bytes(range(line.stages - 1)) + 1)
 
 

@@ -45,7 +45,6 @@ def begun(folder: Path, disk: Disk, room: int = 1 << 20) -> tuple[Any, News, Log
 
 
 def fill(disk: RefusingDisk, writer: LogWriter, step: int) -> None:
-    """The disk is full from this step on."""
     disk.room = 0
     put_step(writer, step)
     assert not kept(writer)
@@ -58,7 +57,6 @@ def kept(writer: LogWriter) -> bool:
 
 
 def read(folder: Path, writer: LogWriter | None = None) -> WholeReader:
-    """The log, which has no fault, once its writer is closed."""
     if writer is not None:
         writer.close()
     reader = WholeReader(folder, RUN)
@@ -456,7 +454,6 @@ def test_a_segment_that_is_large_enough_is_the_last_of_its_records(tmp_path, mon
 
 
 def test_what_an_earlier_process_of_the_rank_has_left_goes_too(tmp_path) -> None:
-    """... of this run, and of this rank."""
     for each in (stream(), stream(rank=2), stream(run="run-2", incarnation=1), stream(incarnation=2)):
         writer = LogWriter(tmp_path, each, 1 << 20, News())
         assert put_step(writer, 3)

@@ -17,7 +17,6 @@ ENDS = {op.name for op in STAGE_WIDE}
 
 
 def named(source: str) -> set[str]:
-    """Members of Op that ``source`` names, or makes."""
     tree = ast.parse(source)
     made = {
         target.id

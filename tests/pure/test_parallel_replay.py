@@ -217,7 +217,6 @@ def replayed(
     shape: Topology = SHAPE,
     **more: Any,
 ) -> Line:
-    """Steps 1 and 2 are replayed."""
     machine = Line(lost_at or {}, late, refuses or {})
     store, log = StepStore(Seat(0, 1), 3, bool(shape.tie(1))), StepLog(machine.kept, [0, 1])
     helpers = Helpers(machine, store, shape, Blocks(shape, size), limit)
@@ -229,7 +228,6 @@ def replayed(
 
 
 def lots(machine: Line, step: int) -> dict[int, list[list[str]]]:
-    """What each rank was to make of a step."""
     found: dict[int, list[list[str]]] = {}
     for address, word in machine.told:
         if isinstance(word, Lot) and word.step == step:

@@ -58,7 +58,6 @@ def policies() -> list:
 @pytest.mark.parametrize("model", OOBLECK)
 @pytest.mark.parametrize("every_s", (21600, 10800, 3600, 1800, 600), ids=["6h", "3h", "1h", "30min", "10min"])
 def test_oobleck_reproduces_its_own_simulator_from_its_measured_tables(model: str, every_s: int) -> None:
-    """Within 2%."""
     figures = OOBLECK[model]
     measured = {30 - place: speed for place, speed in enumerate(figures["measured"])}
     policy = Oobleck(measured, figures["batch"], figures["pause_s"], 30)

@@ -27,7 +27,6 @@ def places() -> Places:
 
 
 def agree(places: Places, told: Reports, committed: int, replicas: tuple[int, ...] = (0, 1)) -> None:
-    """``replicas``: that contribute to the steps behind ``committed``."""
     places.agree(told, committed, dict.fromkeys((committed + 1, committed + 2), replicas), MICRO_BATCHES)
 
 

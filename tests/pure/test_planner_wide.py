@@ -26,7 +26,6 @@ ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
 
 
 def acceptable(plan: Plan) -> bool:
-    """Whether ``plan`` keeps every rule."""
     return all(rule(plan) for rule in (_ends, _once, _blocks, _memory, _progress))
 
 

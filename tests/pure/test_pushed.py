@@ -40,7 +40,6 @@ def calls_over(*yielded) -> tuple[PushedSteps, list[bool]]:
 
 
 def through(call) -> tuple[list, object]:
-    """What a call yields, and its value."""
     waits = []
     while True:
         try:

@@ -457,7 +457,6 @@ def replayed(machine: Machine, **more: Any) -> tuple[StageReplay, StepStore]:
 
 
 def played_through(run: Iterator[Any]) -> Any:
-    """The value of what waits for nothing."""
     while True:
         try:
             next(run)

@@ -14,7 +14,6 @@ from tests.support.membership import agree, said, started
 
 
 def stepped(membership: Membership, step: int, digests: str) -> list[CoordinatorOutput]:
-    """Each rank says its digest (``-``: none) and that it has applied ``step``."""
     outs = []
     for rank, digest in enumerate(digests):
         if WorkerId(rank) not in membership.lost:

@@ -48,7 +48,6 @@ def kinds(out: CoordinatorOutput, *wanted: str) -> list[str]:
 
 
 def come(membership: Membership, incarnation: int, rank: int = 2) -> None:
-    """The newcomer connects."""
     worker = WorkerId(rank, incarnation)
     assert membership.identify(worker) == worker
     assert membership.greet(worker, "h") == CoordinatorOutput()

@@ -81,7 +81,6 @@ def announced(**more: object) -> Membership:
 
 
 def load_checkpoint(membership: Membership, generation: int, members: Iterable[WorkerId], number: int) -> list[object]:
-    """All members load the checkpoint of step ``number``; what is said at that."""
     found = []
     for sent in (
         lambda one: BarrierReached(one.rank, generation, Barrier(Meets.LOADED), {}, incarnation=one.incarnation),
@@ -359,7 +358,6 @@ class Source(Trickle):
 
 
 def of_two(port: Port, loop: Loop) -> tuple[dict[WorkerId, Source], Newcomer]:
-    """A newcomer, and the lines to its sources, of which rank 1 has left."""
     lines = {WorkerId(1): Source(has_left=True), WorkerId(3): Source(has_left=False)}
     port.control_view.take(Serving(1, BACK, "there"))
     filled = Filled()

@@ -13,7 +13,6 @@ SHARDS, REPLICAS, STAGES = 2, 3, 2
 
 
 def member(rank: int, incarnation: int = 0) -> Member:
-    """Of 3 replicas of 2 stages of 2 shards."""
     place, shard = divmod(rank, SHARDS)
     return Member(
         rank,

@@ -270,7 +270,6 @@ def report(membership: Membership, generation: int, ranks, held=lambda rank: {},
 
 
 def committed(membership: Membership, number: int, ranks) -> list[int]:
-    """Of which ranks' words a step was committed."""
     return [
         rank for rank in ranks if said(membership.receive(Stepped(rank, membership.generation, number), 0.0), Committed)
     ]

@@ -260,7 +260,6 @@ def act(index: int, step: int = STEP) -> Datum:
 
 
 def filled(budget: int | None, sent: int, waiting: int = 0) -> StepStore:
-    """``sent`` tensors of 10 bytes that have been sent, then ``waiting`` ones that have not."""
     here = store(budget=budget, tiers=(Bytes(), Bytes(" on the host")))
     for index in range(sent + waiting):
         here.put(act(index), index)

@@ -35,7 +35,6 @@ def timed() -> Stopwatch:
 
 
 def told_of(stopwatch: Stopwatch, step: int, now_us: int, waited_us: int) -> ComputeTime:
-    """What is said once ``step`` is applied, at ``now_us``."""
     CLOCK.now, CLOCK.waited = now_us, waited_us
     stopwatch.applied(step, None)
     told = stopwatch.time_of(step)

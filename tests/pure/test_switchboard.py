@@ -63,7 +63,6 @@ class Played:
         self.next_process = 100
 
     def take(self, kind: str, **what: object) -> object:
-        """Both take in the same news, and the same follows."""
         self.now += self.random.random() / 10
         news, effects, others = News(kind, self.now, **what), Effects(), Effects()
         answer = NEWS[kind](self.board, news, effects)
@@ -90,7 +89,6 @@ class Played:
             self.take("closed", line=self.lines.pop((role, rank)))
 
     def generations(self, line: int) -> list[Generation]:
-        """Whole, in their order."""
         end = LineEnd()
         return [whole for each in self.heard.get(line, ()) if isinstance(whole := end._whole(each), Generation)]
 
@@ -112,7 +110,6 @@ class Played:
                 self.says("worker", rank, SurvivorReport(rank, number, self.stepped[rank], "plan"))
 
     def act(self) -> None:
-        """Something that may happen in a job."""
         rank = self.random.randrange(RANKS)
         one = self.incarnation[rank]
         match self.random.choice(

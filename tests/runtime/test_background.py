@@ -55,8 +55,6 @@ class Folders:
 
 
 def loop_by(settle: Callable[[], None], met: Callable[[str], object]) -> SimpleNamespace:
-    """A loop that settles so, and tells ``met`` the barriers that it comes to."""
-
     def barrier(place: str, values: dict) -> Iterator[None]:
         met(place)
         return iter(())
@@ -74,7 +72,6 @@ def interval() -> CheckpointInterval:
 
 @pytest.fixture
 def session(coordinator) -> Session:
-    """The only worker's."""
     made = coordinator.session(0)
     made.waiting.for_lease = lambda what: None
     made.view.adopt(generation(1, [0]))
@@ -109,7 +106,6 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(se
 
 
 def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun, interval, coordinator):
-    """Who has come has none under way, and counts from when it came."""
     background, session, folders, _, step = begun
     session.view.changed_behind, session.view.generation = step, generation(2, [0, 2])
     background.before(step + 1)
@@ -261,7 +257,6 @@ def test_the_newest_checkpoint_is_named_by_who_puts_it_in_place_as_its_framework
 
 
 def of_worker(rank: int, saves_to: str = "", checkpoint_dir: str | None = None) -> JobCheckpoints:
-    """The checkpoints of a worker whose script has saved to a folder, if it has saved."""
     parts = SimpleNamespace(
         settings=SimpleNamespace(checkpoint_dir=checkpoint_dir, checkpoint=None),
         session=SimpleNamespace(rank=rank),

@@ -30,7 +30,6 @@ class Nothing:
 
 
 def loop_of(session) -> BlockingLoop:
-    """Of a worker that has applied step 1."""
     steps, shape = StepMachine(0), Topology(2, 1, 1)
     steps.applied(1)
     machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)

@@ -55,7 +55,6 @@ class Calls:
         return held.item()
 
     def extreme(self, reduction) -> float:
-        """On a line of its own, which nothing is said of."""
         held = self.value()
         dist.all_reduce(held, reduction)
         return held.item()

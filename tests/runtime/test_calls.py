@@ -135,7 +135,6 @@ def written(columns: list[dict[str, str]]) -> str:
 
 @pytest.fixture(scope="module")
 def said(request) -> Callable[[str], dict[str, str]]:
-    """What the page says in one of its columns."""
     text = PAGE.read_text()
     if request.config.getoption("--freeze"):
         table = written([nobody_lost(), somebody_lost(), somebody_lost_in_it()])

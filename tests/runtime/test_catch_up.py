@@ -124,7 +124,6 @@ def test_a_frame_that_changes_breaks_the_line(ends):
 
 
 def of_units(text: bytes) -> list[object]:
-    """A head whose units are ``text``."""
     values = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (b"value", text)]
     parts = tuple(Part(name, "uint8", (len(value),)) for name, value in zip(("value", "units"), values))
     begin = Begin("head", 4, "", parts)

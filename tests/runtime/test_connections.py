@@ -45,7 +45,6 @@ class Ends:
         self.far: Control = answered.get(timeout=PATIENCE_S)
 
     def raw(self, data: bytes) -> None:
-        """Bytes from the far end, whatever they are."""
         self.far._socket.sendall(data) if isinstance(self.far, SocketControl) else self.far._out.put(data)
 
     def whole(self, *frames: bytes) -> bytes:
@@ -92,7 +91,6 @@ def accept(listener: socket.socket, answer: Callable[[Control], None], secret: S
 
 
 def hang_up(listener: socket.socket, accepting: threading.Thread) -> None:
-    """Nobody answers any more."""
     if listener.fileno() >= 0:
         listener.shutdown(socket.SHUT_RDWR)
         accepting.join(PATIENCE_S)
@@ -137,7 +135,6 @@ def readable(end: Control, timeout_s: float = 0.0) -> bool:
 
 
 def in_thread(work: Callable[[], object]) -> Callable[[], object]:
-    """The result, once it is there."""
     results: queue.Queue = queue.Queue()
     threading.Thread(target=lambda: results.put(work()), daemon=True).start()
     return lambda: results.get(timeout=PATIENCE_S)

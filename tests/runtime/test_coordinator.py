@@ -422,7 +422,6 @@ def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connecti
 
 
 def refusals(coordinator: Coordinator) -> list:
-    """What its door refuses from now on."""
     refused, refuses = [], coordinator._door.refuses
     coordinator._door.refuses = lambda peer, why: refused.append(why) or refuses(peer, why)
     return refused

@@ -19,7 +19,6 @@ NEXT = ("10.0.0.2", 7)  # another host's coordinator
 
 
 def in_a_process(run: Callable[[], int]) -> int:
-    """Its process."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -98,7 +97,6 @@ def test_a_dead_coordinator_is_the_jobs_end_unless_a_process_on_another_host_may
 
 
 def test_a_guard_whose_coordinator_was_deposed_gives_the_next_one_a_standby():
-    """Its own standby ends with that coordinator."""
     test, other = socket.socketpair()
     test.settimeout(60)
 
@@ -200,7 +198,6 @@ def introduced(line: socket.socket) -> int:
 
 
 def ready(line: socket.socket) -> int:
-    """Is ready, and ends once the supervisor has."""
     end = guard.Pipe(line)
     end.tell(ready=True)
     while (heard := end.heard()) is not None:
@@ -210,7 +207,6 @@ def ready(line: socket.socket) -> int:
 
 
 def killed_once(line: socket.socket, test: socket.socket) -> int:
-    """Is killed, or ends with code 7, as the test says."""
     test.sendall(b"begun\n")
     if test.recv(1) == b"x":
         os.kill(os.getpid(), signal.SIGKILL)

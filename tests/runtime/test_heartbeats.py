@@ -21,7 +21,6 @@ from tests.support.membership import computes
 
 
 def beats(coordinator, count: int) -> list[Heartbeat]:
-    """The first ``count`` beats, which have to come."""
     with coordinator.news:
         assert coordinator.news.wait_for(lambda: len(coordinator.heard) >= count, 10)
         return list(coordinator.heard[:count])

@@ -204,7 +204,6 @@ def test_a_port_that_somebody_has():
 
 
 def limited(command: list[str], soft: int, hard: int, **more: str) -> subprocess.CompletedProcess:
-    """Python with ``command``, where no process may have more descriptors."""
     begin = (
         f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -266,8 +265,6 @@ def children() -> list[int]:
 
 
 def started(module: str, timeout_s: float = 100.0) -> None:
-    """Start a server that imports it, and end it."""
-
     async def play() -> None:
         server = await ServerProcess.start([module], timeout_s)
         assert await server.stop() == ""
@@ -318,7 +315,6 @@ def test_numpy_starts_no_threads_there():
 
 
 async def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
-    """... and how it ended itself."""
     before = set(children())
 
     server = await ServerProcess.start(["json"])
@@ -448,8 +444,6 @@ def test_any_request_is_taken_or_refused_and_no_descriptor_is_kept_of_it(data, d
 
 
 def test_a_caller_that_goes_before_it_hears_that_there_is_no_room_ends_no_server(monkeypatch, tmp_path):
-    """All workers would end with it."""
-
     def fork() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 

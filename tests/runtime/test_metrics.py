@@ -263,7 +263,6 @@ def test_what_is_kept_does_not_grow_with_the_job(fed):
 
 
 def exported(where: str | None) -> tuple[Exporter, list[Event]]:
-    """... of a job that has started, and what it has said."""
     said: list[Event] = []
     exporter = Exporter(said.append)
     for kind, details in (

@@ -33,7 +33,6 @@ KEPT = {
 
 @pytest.fixture(params=MOVERS)
 def pair(request, coordinator):
-    """Those of two workers."""
     with MOVERS[request.param](coordinator) as ends:
         yield ends
 

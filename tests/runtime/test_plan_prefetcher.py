@@ -20,7 +20,6 @@ def members(view) -> list[Member]:
 
 
 def planned() -> None:
-    """All that the threads have to plan is planned."""
     for thread in threading.enumerate():
         if thread.name == "recycle: plan prefetcher":
             thread.join(60)

@@ -48,7 +48,6 @@ class Listening(NamedTuple):
 
 @contextmanager
 def control(coordinator, folder) -> Iterator[Listening]:
-    """In a loop of its own, in another thread."""
     loop, made = asyncio.new_event_loop(), []
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -110,7 +109,6 @@ def heard(connection: socket.socket) -> bytes:
 
 
 def taken(threads: int, descriptors: int) -> Callable[[], bool]:
-    """Whether this process has more by now."""
     return lambda: threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= descriptors
 
 

@@ -48,7 +48,6 @@ class Job:
         self.coordinator: Coordinator
 
     def start(self, rejoin: str, *what: str, ranks: int = RANKS) -> None:
-        """The guards of all ranks."""
         for rank in range(ranks):
             place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": self.port}
             self._hold({**place, "MASTER_ADDR": "127.0.0.1", "LOCAL_SIZE": ranks}, rejoin, *what)
@@ -80,7 +79,6 @@ class Job:
 
     @asynccontextmanager
     async def playing(self, *given: str) -> AsyncIterator[None]:
-        """A job that has started, beside a coordinator."""
         self.start(*given)
         self.news = asyncio.Event()
         self.coordinator = Coordinator(RANKS, self._hear, SECRET)

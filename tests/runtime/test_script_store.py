@@ -66,7 +66,6 @@ def test_torchs_own_barrier_at_the_start_of_a_group_counts_in_it():
 
 @pytest.fixture
 def alone():
-    """A session of rank 0 and its coordinator."""
     coordinator = FakeCoordinator()
     accepting = threading.Thread(target=coordinator.accept, daemon=True)
     accepting.start()

@@ -317,7 +317,6 @@ def lists(connection: LogLine, *segments: Listed) -> None:
 
 
 def breaks_off(connection: LogLine) -> None:
-    """In the middle of a piece."""
     lists(connection, Listed("1.0-000000.log", 1000))
     wanted = connection.hear(Want)
     connection.say(Piece(wanted.size))

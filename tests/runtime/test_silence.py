@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 
 def on(pair: Hosts, name: str, call: Callable[[], T]) -> T:
-    """What ``call`` returns on that host, in a thread of its own."""
-
     def enter() -> T:
         with open(f"/proc/{pair.pid(name)}/ns/net") as host:
             assert LIBC.setns(host.fileno(), CLONE_NEWNET) == 0, "setns"

@@ -246,14 +246,12 @@ class Starts:
         return worker
 
     async def next(self, incarnation: int) -> Worker:
-        """The next one that is started."""
         worker, its = await asyncio.wait_for(self.started.get(), PATIENCE_S)
         assert its == str(incarnation)
         return worker
 
 
 async def end(worker: Worker, far: InLoop, incarnation: int, code: int = -signal.SIGKILL) -> None:
-    """The worker ends, and the coordinator hears of it."""
     worker.ended.set_result(code)
     while (said := await hear(far, Exited)).incarnation < incarnation:
         pass  # an end that comes while a connection is resumed is said twice

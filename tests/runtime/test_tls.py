@@ -176,7 +176,6 @@ def says(said: bytes) -> Callable[[socket.socket], bytes]:
 
 
 def anybodys(most: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORTED) -> ssl.SSLContext:
-    """Of who shows no certificate, and looks at none."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname, made.verify_mode, made.maximum_version = False, ssl.CERT_NONE, most
     return made

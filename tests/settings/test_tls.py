@@ -44,7 +44,6 @@ def test_what_else_may_be_there(made):
 
 
 def wrong() -> dict[str, tuple[Path, str]]:
-    """What is in a folder, and what is said of it, where it stands for its path."""
     good, junk = files(), Path(__file__)
     public = changed(good)
     (public / KEY).chmod(0o644)

@@ -69,7 +69,6 @@ def test_a_pipeline_of_one_stage(standin, mode):
 
 
 def by_torch() -> list[float]:
-    """The losses of the same on the CPU, in fp32."""
     net, losses = torch.nn.Sequential(*layers()), []
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(3):

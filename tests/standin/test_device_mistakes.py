@@ -64,7 +64,6 @@ def forward(device: Accelerator) -> list[float]:
 
 
 def skip(monkeypatch, owner: object, name: str) -> None:
-    """Have a method do nothing."""
     monkeypatch.setattr(owner, name, lambda *given, **named: None)
 
 

@@ -21,7 +21,6 @@ class BufferedGradients:
         self.zero()
 
     def zero(self) -> None:
-        """Point to a new buffer of zeros."""
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, part in zip(self.parameters, torch.zeros(sum(sizes)).split(sizes), strict=True):
             parameter.main_grad = part.view(parameter.shape)

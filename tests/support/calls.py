@@ -62,13 +62,11 @@ def zeros(count: int, length: int = 3) -> list[torch.Tensor]:
 
 
 def by_rank(does: Callable[..., Any]) -> Callable[..., Callable[[int], Any]]:
-    """``does(rank, …)`` as a function of all but the rank, which gives one of that."""
     return lambda *given, **named: lambda rank: does(rank, *given, **named)
 
 
 @by_rank
 def in_place(rank: int, call: Callable[[torch.Tensor], Any], length: int = 3) -> list:
-    """A call that changes the tensor that it is given."""
     held = numbers(rank, length)
     work = call(held)
     if work is not None:
@@ -78,7 +76,6 @@ def in_place(rank: int, call: Callable[[torch.Tensor], Any], length: int = 3) ->
 
 @by_rank
 def given(rank: int, call: Callable[[int], Any]) -> list:
-    """A call that returns what it gives, a tensor or several."""
     result = call(rank)
     return listed(*(result if isinstance(result, (list, tuple)) else [result]))
 
@@ -266,7 +263,6 @@ def symmetric(rank: int, first: str) -> list:
 
 @by_rank
 def batched(rank: int, peers: tuple[int, ...]) -> list:
-    """Each of ``peers`` exchanges messages with the next one."""
     if rank not in peers:
         return []
     place, held = peers.index(rank), torch.zeros(LARGE)
@@ -294,7 +290,6 @@ def objects_between(rank: int, source: int, target: int) -> list:
 
 @by_rank
 def handled(rank: int, ask: Callable[[dist.Work, torch.Tensor], Any]) -> Any:
-    """What a handle of a sum says."""
     held = numbers(rank)
     return ask(dist.all_reduce(held, async_op=True), held)
 
@@ -310,7 +305,6 @@ def waited(work: dist.Work, then: Callable[[dist.Work], Any]) -> Any:
 
 
 def source_rank(rank: int) -> list:
-    """Of a message from rank 1 to rank 0."""
     if rank == 1:
         dist.send(numbers(rank), 0)
     if rank:

@@ -27,7 +27,6 @@ MODULES = {"": dist.distributed_c10d, "functional.": functional, "nn.functional.
 
 
 def torchs_names() -> set[str]:
-    """What torch has of public calls, by the names of the table."""
     own = {
         f"{prefix}{name}"
         for prefix, module in MODULES.items()
@@ -40,7 +39,6 @@ def torchs_names() -> set[str]:
 
 
 def there(call: Call) -> bool:
-    """Whether the installed torch has it."""
     return call.of in torchs_names() or call.of.startswith("_")
 
 
@@ -63,7 +61,6 @@ def each(script: Script, chosen: list[int], stock: bool = False) -> dict[int, An
 
 
 def goes_on(script: Script) -> float | str:
-    """How many are there, by a sum."""
     total = script.value().fill_(1)
     try:
         dist.all_reduce(total)
@@ -116,7 +113,6 @@ def known() -> list[int]:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The table of the page, by call."""
     lines = [line for line in text.partition(HEAD)[2].splitlines() if line.startswith("| `")]
     cells = [[one.strip() for one in line.strip("|").split("|")] for line in lines]
     return {call: words for call, *words in cells}

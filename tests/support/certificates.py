@@ -74,7 +74,6 @@ def weak() -> Path:
 
 
 def encrypted(key: Path) -> Path:
-    """The same key under a passphrase."""
     made = Path(_folder().name, "encrypted")
     _openssl("pkey", "-in", key, "-aes128", "-passout", "pass:open sesame", "-out", made)
     return made

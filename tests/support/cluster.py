@@ -59,7 +59,6 @@ class ForkServer:
         self._process.wait()
 
     def forked(self) -> set[int]:
-        """Processes that it has forked and that still run."""
         return {process.pid for process in psutil.Process(self._process.pid).children()}
 
     def sockets(self) -> list[str]:
@@ -150,7 +149,6 @@ class Result:
 
     @property
     def losses(self) -> list[float]:
-        """All survivors' losses, which have to be the same list."""
         (losses,) = {tuple(record["losses"]) for record in self.records.values()}
         return list(losses)
 
@@ -291,7 +289,6 @@ class Run:
         return Tasks([started(command, place, output) for place in self._places(ranks, variables)])
 
     def _places(self, ranks: int, variables: dict[str, str]) -> list[dict[str, str]]:
-        """The environment of each task."""
         sizes = {
             "WORLD_SIZE": str(ranks),
             "LOCAL_SIZE": str(ranks),
@@ -319,11 +316,9 @@ class Run:
         return [event for event in self.events() if event["event"] == kind]
 
     def hear(self, kind: str, count: int = 1) -> list[dict]:
-        """The events of this kind, once there are so many."""
         return self.wait_for(lambda: len(said := self.of(kind)) >= count and said, f"event {kind} ({count})")
 
     def pid_of(self, seat: str) -> int:
-        """The process that holds the seat."""
         (start,) = self.of("start")
         return self.pids()[start["seats"][seat]]
 
@@ -331,7 +326,6 @@ class Run:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
 
     def forked(self) -> set[int]:
-        """Of a warm run, the processes of workers."""
         return self._server.forked() - {self.launcher.pid}
 
     def guards(self) -> list[int]:
@@ -340,7 +334,6 @@ class Run:
         return [launcher.pid, *(child.pid for child in launcher.children(recursive=True))]
 
     def coordinator_pid(self) -> int:
-        """The one of these that has the master's port."""
         (pid,) = (
             pid
             for pid in self.guards()

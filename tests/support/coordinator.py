@@ -44,7 +44,6 @@ class FakeCoordinator:
     def session(
         self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None
     ) -> Session:
-        """A session of this process."""
         self.sessions[rank] = Session(InProcess(self._answer), rank, SECRET, wait_timeout_s, ended_early)
         return self.sessions[rank]
 
@@ -74,7 +73,6 @@ class FakeCoordinator:
                 self._serve_boards(message)
 
     def _serve_boards(self, message: object) -> None:
-        """Answer as the coordinator does."""
         out = CoordinatorOutput()
         match message:
             case Post():
@@ -93,11 +91,9 @@ class FakeCoordinator:
             control.send(message, PATIENCE_S)
 
     def keep(self, post: Post) -> None:
-        """Have something posted, as if a worker had."""
         self._boards.post(post, set(), CoordinatorOutput())
 
     def hear(self, kind: type) -> list[object]:
-        """All messages of this kind, once there is one."""
         with self.news:
             assert self.news.wait_for(lambda: any(isinstance(one, kind) for one in self.heard), PATIENCE_S), (
                 f"no {kind.__name__}"

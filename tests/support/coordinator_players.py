@@ -24,7 +24,6 @@ class Player(InLoop):
         self.send(Hello(rank, role, process + rank, "h"))
 
     async def hear(self, *kinds: type) -> object:
-        """The next message of these kinds."""
         while not isinstance(message := await self.receive(PATIENCE_S), kinds):
             assert message is not None, f"no {kinds} came: {self.broken}"
         return message

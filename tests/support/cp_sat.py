@@ -69,7 +69,6 @@ def exists(problem: Problem, start: Solution, period: int, budget_s: float) -> b
 
 
 def _model(model, problem: Problem, start: Solution, least: int, most: int | None = None):
-    """Return the variables for the starts of all operations, and for the period."""
     records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
     horizon = 2 * start.span + int(problem.closing.max())
     worker, spend, in_turn = problem.worker.tolist(), problem.spend.tolist(), problem.follows_in_block.tolist()

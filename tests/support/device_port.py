@@ -18,7 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def there(device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copies of ``tensors`` on it."""
     return device.from_host(tensors, "of a test", shared=False).wait(WAIT_S)
 
 

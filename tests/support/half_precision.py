@@ -43,7 +43,6 @@ INFINITE = OVERFLOW | {"name": "overflow_in_half"}
 
 
 def fp16(stage: int = 0, **section: object) -> str:
-    """The override of an fp16 job at this ZeRO stage."""
     config: dict[str, object] = {"fp16": {"enabled": True, **SCALING, **section}}
     if stage:
         config |= {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}

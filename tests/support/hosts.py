@@ -73,7 +73,6 @@ class Hosts:
         return f"10.77.0.{self.names.index(name) + 1}"
 
     def pid(self, name: str) -> int:
-        """A process on that host."""
         return self._holders[name].pid
 
     def connections(self, name: str) -> list[tuple[int, int]]:
@@ -128,7 +127,6 @@ class Hosts:
         self._enter(name, "ip", "link", *link)
 
     def entering(self, name: str) -> list[str]:
-        """What runs the command behind it on that host."""
         return ["nsenter", "--target", str(self.pid(name)), "--net", "--uts"]
 
     def _enter(self, name: str, *command: str) -> None:
@@ -275,7 +273,6 @@ class HostsRun(Run):
         return self._on_all(launch, output)
 
     def _on_all(self, launch: Callable[[str, list[str], TextIO], Launcher], output: TextIO) -> Launcher:
-        """The first host's launcher."""
         first, *others = self._hosts.names
         master = [f"--master_addr={self._hosts.address(first)}", f"--master_port={self.port}"]
         for number, name in enumerate(others, 1):
@@ -298,7 +295,6 @@ class HostsRun(Run):
         self.launcher, self._output = self.others.pop(following), self._file(following)
 
     def finish(self, timeout_s: float = 200.0) -> Result:
-        """Its result, once it has ended on all hosts."""
         result = super().finish(timeout_s)
         for launcher in self.others.values():
             launcher.wait(90)
@@ -308,7 +304,6 @@ class HostsRun(Run):
         return self.folder / f"{name}.txt"
 
     def said_on(self, name: str) -> str:
-        """... a host."""
         return self._file(name).read_text()
 
     def clean(self) -> list[str]:

@@ -115,7 +115,6 @@ class Trained(NamedTuple):
 
 
 def history(record: dict[str, Any], name: str = "loss") -> list[float]:
-    """What a Trainer has logged by this name."""
     return [line[name] for line in record["history"] if name in line]
 
 

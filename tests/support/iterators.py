@@ -12,7 +12,6 @@ A_STEP = MICRO_BATCHES * SIZE  # samples of one replica
 
 
 def ends(result: Result, folder: str = "rows") -> dict[int, dict]:
-    """What each rank that got to the end has written."""
     assert result.code == 0, result.output[-6000:]
     return {
         int(path.stem.removeprefix("rank")): torch.load(path) for path in sorted((result.folder / folder).glob("rank*"))

@@ -76,7 +76,6 @@ NOBODY: frozenset[str] = frozenset()
 
 
 def faults(*texts: str) -> str:
-    """The override that injects ``texts``."""
     return "recycle.faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
 
 
@@ -88,7 +87,6 @@ def held(folder: Path, step: int, until: str, first: str = "0F0.0") -> dict:
 
 
 def after_step(run: Run, step: int) -> None:
-    """Return when ``step`` is committed."""
     run.wait_for(
         lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()),
         f"commit of step {step}",

@@ -118,7 +118,6 @@ def named(kills: list[tuple[float, list[str]]]) -> str:
 
 
 def kill_all(launch, folder: Path, kills: list[tuple[float, list[str]]], *more: str, others: tuple[dict, ...] = ()):
-    """The job's result."""
     run = launch(*more, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps([held(folder, STEPS - 1, "killed"), *others]))
     for when, seats in kills:
         kill_at(run, seats, when)

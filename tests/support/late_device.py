@@ -108,7 +108,6 @@ class Late:
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
-    """NaN, -1 or True."""
     made = torch.empty(like.shape, dtype=like.dtype)
     made.fill_(True) if made.dtype is torch.bool else made.reshape(-1).view(torch.uint8).fill_(0xFF)
     return made

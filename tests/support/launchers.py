@@ -55,7 +55,6 @@ def start(host: str, command: list[str], **options: object) -> subprocess.Popen:
 
 
 def remote(host: str) -> dict[str, str]:
-    """What a command finds in its environment there."""
     return {"HOME": os.environ["HOME"], "PATH": "/usr/sbin:/usr/bin:/bin", "RECYCLE_TEST_HOST": hosts()[host]} | {
         name: value for name, value in os.environ.items() if name.startswith(KEPT)
     }

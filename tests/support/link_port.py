@@ -44,7 +44,6 @@ def value(position: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def failure_of(handle: Handle, timeout_s: float = LONG_S) -> str:
-    """The type of what its wait raises."""
     try:
         handle.wait(timeout_s)
     except (Broken, RecycleError) as error:

@@ -30,7 +30,6 @@ def act(step: int, index: int = 0, stage: int = 1) -> Datum:
 
 
 def content(datum: Datum, valid_from: int = 0, size: int = 24) -> bytes:
-    """Bytes that no other datum and no other attempt has."""
     seed = f"{datum} {valid_from} ".encode()
     return (seed * (size // len(seed) + 1))[:size]
 
@@ -48,7 +47,6 @@ def put(writer: LogWriter, datum: Datum, valid_from: int = 0, size: int = 24) ->
 
 
 def put_step(writer: LogWriter, step: int, valid_from: int = 0, micro_batches: int = 2, size: int = 24) -> bool:
-    """Keeps all of a step, and commits it; returns whether all of that was taken."""
     taken = [put(writer, act(step, index), valid_from, size) for index in range(micro_batches)]
     return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step, valid_from)])
 
@@ -79,7 +77,6 @@ class WholeReader(LogReader):
         return found
 
     def data(self, step: int) -> tuple[Datum, ...]:
-        """The data of a committed step that count."""
         return tuple(datum for datum in self._data.get(step, {}) if not self.missing([datum]))
 
     def verify(self) -> list[LogFault]:
@@ -184,7 +181,6 @@ class RecordingDisk(Disk):
         return list(accumulate(len(data) or 1 for _, _, data in self.done))
 
     def after(self, moment: int, folder: Path) -> None:
-        """Makes ``folder`` as it was at that moment."""
         folder.mkdir()
         for what, name, data in self.done:
             part = data[:moment]

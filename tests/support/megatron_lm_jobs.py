@@ -24,7 +24,6 @@ class Flags:
 
 
 def gpt(stages: int, replicas: int, *more: str, micro_batches: int = 4) -> Flags:
-    """The flags of a small GPT on so many stages and replicas."""
     return Flags(stages * replicas, megatron_lm.flags(stages, replicas, micro_batches, *more))
 
 
@@ -85,13 +84,11 @@ class Jobs:
 
 
 def trained(run: Run) -> Trained:
-    """What a run has left that ends well."""
     result = run.ended_well()
     return Trained(result, {int(file.stem[4:]): torch.load(file) for file in (run.folder / "out").glob("rank*.pt")})
 
 
 def assert_same_weights(one: Trained, other: Trained) -> set[int]:
-    """All survivors of both have the same weights; returns their ranks."""
     both = one.ranks.keys() & other.ranks.keys()
     assert both
     for rank in both:

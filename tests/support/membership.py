@@ -29,7 +29,6 @@ DEADLINES = Deadlines(
 
 
 def computes(instruction: str) -> Activity:
-    """What a worker is at that computes ``instruction``."""
     return Activity(COMPUTES, Instruction.parse(instruction))
 
 
@@ -38,7 +37,6 @@ def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
 
 
 def job(**more: object) -> JobSpec:
-    """``more``: of its fields, and of its deadlines'."""
     deadlines = {each.name: more.pop(each.name) for each in fields(Deadlines) if each.name in more}
     return replace(
         JobSpec(
@@ -71,7 +69,6 @@ def holds(rank: int) -> dict[str, str]:
 
 
 def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> CoordinatorOutput:
-    """All of ``stepped`` report; the output of the last report."""
     for rank, count in stepped.items():
         out = membership.receive(SurvivorReport(rank, generation, count, "plan", holds(rank)), 0.0)
     return out

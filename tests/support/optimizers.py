@@ -96,7 +96,6 @@ def stage_state(
     *others: StatePart,
     step: Callable[[], int] = lambda: 0,
 ) -> StageState:
-    """Of a model that is a list of parameters."""
     called = {str(place): parameter for place, parameter in enumerate(parameters)}
     weights = of_parameters("weights", called)
     return StageState(

@@ -44,7 +44,6 @@ def adopt(ends: list[LinkedPairs], number: int) -> None:
 
 
 def ways(end: LinkedPairs) -> tuple[Way, Way]:
-    """The one on which it sends, and the one on which it receives."""
     (out,), (comes,) = end._out.values(), end._in.values()
     return out, comes
 
@@ -57,7 +56,6 @@ def two(
     device: Device = CPU,
     stand: bool = True,
 ) -> Iterator[list[LinkedPairs]]:
-    """Those of ranks 0 and 1, in generation 1, once their links ``stand``."""
     ends = []
     for rank in (0, 1):
         session = coordinator.session(rank, wait_timeout_s=WAIT_S)

@@ -68,12 +68,10 @@ class Played:
 
     @property
     def clock(self) -> float:
-        """The failure detector's."""
         return self.membership.state.attendance.failure_detector.clock
 
     @property
     def events(self) -> list[Event]:
-        """What follows from suspicions, without these."""
         return [event for event in self.said if event.kind not in ("suspected", "cleared")]
 
     @property

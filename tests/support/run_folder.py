@@ -58,7 +58,6 @@ class Read(HTMLParser):
 
 
 def rewrite(folder: Path, change: Callable[[list[dict]], list[dict]]) -> RunHistory:
-    """The run with other events."""
     path = folder / "events.jsonl"
     events = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
@@ -66,7 +65,6 @@ def rewrite(folder: Path, change: Callable[[list[dict]], list[dict]]) -> RunHist
 
 
 def two_at_once(events: list[dict]) -> list[dict]:
-    """1.0 is lost with 0.1."""
     lost = {"time": 102.815, "event": "lost", "text": "", "seat": "1.0", "rank": 1, "how": "silent", "seen_at": 102.81}
     place = next(number for number, event in enumerate(events) if event["event"] == "confirmed")
     return [*events[:place], lost, *events[place:]]

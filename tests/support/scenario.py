@@ -111,7 +111,6 @@ class Job:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def start(self, scenario: Callable[[Script], Any], rank: int, newcomer: bool = False) -> Any:
-        """Where the result of ``scenario`` on ``rank`` will come."""
         reading, writing = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=member,
@@ -125,11 +124,9 @@ class Job:
         return reading
 
     def run(self, scenario: Callable[[Script], Any]) -> list[Any]:
-        """What it returns on each rank."""
         return [result_of(one) for one in [self.start(scenario, rank) for rank in range(RANKS)]]
 
     def alone(self, scenario: Callable[[Script], Any], rank: int) -> Any:
-        """What it returns in a newcomer."""
         return result_of(self.start(scenario, rank, newcomer=True))
 
     def end(self) -> None:

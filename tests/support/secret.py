@@ -19,7 +19,6 @@ def way(address: tuple[str, int], secret: Secret = SECRET) -> ControlWay:
 
 
 def written(path) -> str:
-    """The path of a file that has it, as processes are told of."""
     write_own(path, SHARED)
     return str(path)
 

@@ -41,7 +41,6 @@ def built() -> Path:
 
 
 def can_be_built() -> bool:
-    """Whether it is there, or there is a compiler."""
     return (_folder() / f"{NAME}.so").exists() or shutil.which(os.environ.get("CXX", "c++")) is not None
 
 

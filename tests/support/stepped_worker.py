@@ -27,7 +27,6 @@ from tests.support.optimizers import Make
 
 
 def small() -> torch.nn.Module:
-    """5 parameters that are trained, and one that is not."""
     module = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 6), torch.nn.LayerNorm(6))
     module[2].bias.requires_grad_(False)
     return module
@@ -140,7 +139,6 @@ class SteppedWorker:
         return {Datum("params", 1, None, instruction.step + 1): None}
 
     def found(self) -> dict:
-        """All of it, past StageState."""
         return {
             "weights": self.module.state_dict(),
             "masters": [each.detach() for each in self.summed],

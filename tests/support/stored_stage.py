@@ -33,11 +33,9 @@ class StoredStage:
         self.store.arrive(self._datum("grad", key)._replace(stage=self.number + 1), tensors, 0)
 
     def forward(self, key: Key, boundary_only: bool = False) -> Tensors:
-        """What goes to the next stage."""
         return self._run(Op.F, key, boundary_only, "act")
 
     def backward(self, key: Key) -> Tensors:
-        """What goes to the previous one."""
         return self._run(Op.B, key, False, "grad")
 
     def backward_input(self, key: Key) -> Tensors:

@@ -97,7 +97,6 @@ class ThreadLink:
 
 
 def match(links: Links, ends: dict[int, ThreadLink]) -> None:
-    """End what both have begun."""
     with links.lock:
         both = list(ends.values())
         if links.held or len(both) < 2 or any(each.end is not None for each in both):

@@ -50,7 +50,6 @@ class ToldJob:
         return self.seats.index(Seat.parse(seat))
 
     def say(self, message: object) -> CoordinatorOutput:
-        """What ``message`` leads to, of which the events are in the log."""
         return self._take(self.membership.receive(message, self.now))
 
     def _take(self, output: CoordinatorOutput) -> CoordinatorOutput:
@@ -58,7 +57,6 @@ class ToldJob:
         return output
 
     def regroup(self) -> None:
-        """All that are left report, and go on."""
         for rank in self.live:
             self.say(SurvivorReport(rank, self.generation, self.step, "plan"))
 
@@ -90,7 +88,6 @@ class ToldJob:
             self.say(CatchUp(rank, incarnation=1))
 
     def beat(self, ranks: Iterable[int], at: str, what: str = "") -> None:
-        """Heartbeats of ``ranks``, and a tick."""
         for rank in ranks:
             self.say(Heartbeat(rank, 0, 0, Activity(at, what), self.step + 1))
         self._take(self.membership.tick(self.now))

@@ -11,7 +11,6 @@ POLL_S = 0.005
 
 
 def until(ready: Callable[[], object], what: str, within_s: float = 60.0) -> object:
-    """What ``ready()`` gives, once that is true."""
     deadline = time.monotonic() + within_s
     while not (found := ready()):
         assert time.monotonic() < deadline, f"no {what} within {within_s:.0f} s"
@@ -20,7 +19,6 @@ def until(ready: Callable[[], object], what: str, within_s: float = 60.0) -> obj
 
 
 def together(work: Callable[[Any], Any], each: Iterable[Any], within_s: float = 60.0) -> list[Any]:
-    """What ``work`` gives for each, all at once, in a thread for each."""
     given, found = list(each), {}
 
     def run(number: int) -> None:

@@ -85,7 +85,6 @@ class Worker:
         return self
 
     def found(self) -> dict:
-        """All of it, past StageState."""
         engine = self.engine
         masters = [] if engine.masters is None else engine.masters.parameters
         found = {
@@ -113,6 +112,5 @@ class Standing:
 
 
 def without(state: StageState, forgotten: str) -> StageState:
-    """A list of parts from which one was forgotten."""
     state.parts.pop(forgotten, None)
     return state

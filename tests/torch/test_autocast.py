@@ -66,7 +66,6 @@ class Worker:
         self._stepping = Stepping(applied, stage, gradients, clipping, scale, undo, session)
 
     def forward(self, step: int) -> float:
-        """The loss."""
         key = step, MicroBatch(0, 0)
         self._stage.load(key, (torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), torch.ones(4, WIDTH)))
         self._stage.forward(key)
@@ -78,7 +77,6 @@ class Worker:
             return self.forward(-1)
 
     def step(self, step: int) -> None:
-        """All of it that follows on the forward."""
         self._stage.backward((step, MicroBatch(0, 0)))
         reduced = Instruction(Op.REDUCE, 0, None, step)
         self._stage.store.conclude(reduced, {datum: self._stepping.reduce(step, None) for datum in provides(reduced)})

@@ -17,7 +17,6 @@ BLOCKS = [Block(replica, number) for replica in range(3) for number in range(2)]
 
 
 def summed(values: dict[Block, torch.Tensor], owners: list[list[Block]]) -> list[torch.Tensor]:
-    """What every worker gets."""
     threads = Threads(len(owners))
 
     def work(position: int) -> torch.Tensor:

@@ -32,7 +32,6 @@ from tests.support.stepped_worker import SteppedWorker
 
 
 def sent(told: Any) -> Any:
-    """As it comes at another process."""
     written = io.BytesIO()
     torch.save(told, written)
     return torch.load(io.BytesIO(written.getvalue()), weights_only=True)

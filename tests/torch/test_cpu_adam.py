@@ -37,7 +37,6 @@ class Kernel:
 
 
 def powers(begin: int, end: int, stateless: bool) -> list[tuple[np.float32, ...]]:
-    """Those of each step, in a process that steps from ``begin`` on."""
     part = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([part], lr=0.1)
     setattr(optimizer, KERNEL, kernel := Kernel())

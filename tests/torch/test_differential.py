@@ -136,7 +136,6 @@ def test_what_is_drawn_in_a_backward_is_the_same_whoever_runs_it(mode):
 
 
 def first_step(model: Model, course: Course) -> str:
-    """The line with which it is refused."""
     with pytest.raises(RecycleError) as refusal:
         Plugin(model, course).step(1)
     line = str(refusal.value)

@@ -16,7 +16,6 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 
 @pytest.fixture
 def slept(monkeypatch) -> list[float]:
-    """The sleeps so far, in seconds."""
     sleeps: list[float] = []
     monkeypatch.setattr(emulated.time, "sleep", sleeps.append)
     return sleeps

@@ -54,7 +54,6 @@ class Group:
 
 @pytest.fixture
 def counted(monkeypatch):
-    """What Accelerate counts, here only."""
     for state in (PartialState, AcceleratorState):
         monkeypatch.setattr(
             state, "_shared_state", {"num_processes": RANKS, "process_index": 2, "local_process_index": 0}

@@ -52,7 +52,6 @@ def penalty(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 
 def unused_is_none(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """What is silently None where the weight is in no graph."""
     (weight,) = torch.autograd.grad(energy(layer, x), layer.l.weight, allow_unused=True)
     return layer.other(x) if weight is None else layer.other(x) + x @ weight
 
@@ -77,7 +76,6 @@ def derived_weights(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 
 def sometimes(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """In the last micro-batch only."""
     return penalty(layer, x) if x.sum() < 0 else layer.l(x)
 
 

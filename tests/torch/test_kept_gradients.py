@@ -79,7 +79,6 @@ class Worker:
 
 
 def taken_back(keeps: bool, make: Make, norm: float | None, scale: float = 1.0) -> tuple[Worker, list[torch.Tensor]]:
-    """A worker that has taken its third step back, and what it has then."""
     worker = Worker(make, keeps, scale)
     for number in (1, 2, 3):
         worker.step(number, norm)

@@ -195,7 +195,6 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def deepspeed_alone(process_group):
-    """DeepSpeed in one process."""
     import deepspeed
 
     from recycle_plugin.patches import deepspeed_cpu

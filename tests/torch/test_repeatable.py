@@ -42,7 +42,6 @@ class Counted(nn.Module):
 def run(
     module: nn.Module, keys=(KEY,), draws_alike: bool = True, exact: bool = False, tried: bool = False
 ) -> list[str]:
-    """The warnings."""
     warnings: list[str] = []
     model = StageModel(module, None, 1, True, False, CPU, keyed=draws_alike)
     blocks = BlockSums(model.made, Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None

@@ -198,7 +198,6 @@ class Product(torch.autograd.Function):
 
 
 def forked(job: Job, function: Callable[[], Any]) -> Any:
-    """What it gives in a child process."""
     os.register_at_fork(before=job.touch.now)  # as the engine does
     out, into = os.pipe()
     child = os.fork()

@@ -111,7 +111,6 @@ def weights() -> SentWeights:
 
 
 def make(stage: TorchHelpedStage, sent: SentWeights, blocks: list[Block], size: int = 1) -> dict:
-    """The sums of these blocks in step 5."""
     stage.begin(5, sent)
     for block in blocks:
         for one in Blocks(SHAPE, size).members()[block]:

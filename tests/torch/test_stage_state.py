@@ -38,7 +38,6 @@ FORGOTTEN = [
 
 
 def fill(target: StageUnits, source: StageUnits) -> None:
-    """As between two processes."""
     head, weights = pickle.loads(pickle.dumps(source.head()))
     target.fill(head)
     for name in weights:
@@ -46,7 +45,6 @@ def fill(target: StageUnits, source: StageUnits) -> None:
 
 
 def units(state: StageState) -> StageUnits:
-    """Of a model that is a list of parameters."""
     return StageUnits(state, {str(place): one for place, one in enumerate(state.optimizer.parameters().values())}, None)
 
 

@@ -155,7 +155,6 @@ def test_what_the_other_worker_does_not_have_goes():
 
 
 def with_part(part: StatePart) -> SteppedWorker:
-    """A worker with one more part."""
     worker = SteppedWorker(OPTIMIZERS["adam"])
     worker.state.parts[part.name] = part
     return worker

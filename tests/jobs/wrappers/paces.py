@@ -73,7 +73,6 @@ def lag(seat: str, seconds: float, last: int) -> None:
 
 
 def stop_after(seat: str, step: int) -> None:
-    """The script of the worker at ``seat`` has enough after ``step``."""
     train = Trainer.train
 
     def changed(self: Trainer) -> float:

@@ -40,7 +40,6 @@ class Inside:
 
 
 def inside(trainer: Trainer | None = None) -> Inside:
-    """Of this process's trainer, or of another one."""
     of = trainer or TRAINERS[0]
     return Inside(of._session, of._framework, of._parts.store, of._parts.stepping)
 

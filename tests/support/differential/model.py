@@ -117,7 +117,6 @@ def build(model: Model, journal: Journal) -> list[Stretch]:
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Only what is of fp32 becomes ``dtype``."""
     return (
         module
         if dtype is torch.float32
@@ -161,7 +160,6 @@ def clamp(module: nn.Module, step: int, memory: dict) -> None:
 
 @torch.no_grad()
 def clamp_data(module: nn.Module, step: int, memory: dict) -> None:
-    """Other memory under the weights."""
     for parameter in floating(module):
         parameter.data = parameter.data.clamp(-0.5, 0.5)
 

@@ -117,7 +117,6 @@ class Plugin:
         return self._made
 
     def orders(self) -> dict[Worker, list[MicroBatch]]:
-        """The micro-batches of each sum of the last step, in its order."""
         if self.course.block is None:
             return {worker: self.seats[worker].order for worker in self._live()}
         found: dict[Worker, list[MicroBatch]] = {}
@@ -127,7 +126,6 @@ class Plugin:
         return found
 
     def _takers(self) -> dict[tuple[int, MicroBatch], Worker]:
-        """Who runs what."""
         rerouted = self._draw.randrange(self.count), self._draw.choice(BATCH)
         wanted = {
             (stage, one): (one.replica + ((stage, one) == rerouted)) % 2 for stage in range(self.count) for one in BATCH
@@ -236,7 +234,6 @@ class Plugin:
             )
 
     def _drain(self, worker: Worker, leave: int) -> None:
-        """W of all but the last ``leave``."""
         seat = self.seats[worker]
         while len(seat.waiting) > leave:
             micro_batch = seat.waiting.pop(0)
@@ -279,7 +276,6 @@ class Plugin:
     # --- the end of a step --------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Everybody has all sums, and steps."""
         for worker in self._live():
             held = self.seats[worker].stage.held()
             assert held == {Datum("wgrad", worker[1], one, self._now) for one in self.seats[worker].order}, (

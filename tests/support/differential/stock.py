@@ -136,7 +136,6 @@ def passes(orders: Orders, stages: int) -> list[tuple[tuple[int, ...], list[Micr
 
 
 def merged(orders: Orders) -> list[MicroBatch] | None:
-    """One order that agrees with all, if there is one."""
     left, made = {key: list(order) for key, order in orders.items()}, []
     while any(left.values()):
         free = next(

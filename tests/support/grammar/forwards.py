@@ -23,7 +23,6 @@ def energy(own: Any, x: Tensor) -> Tensor:
 
 
 def force(own: Any, hidden: Tensor, create_graph: bool) -> Tensor:
-    """As energy models compute it."""
     with torch.enable_grad():
         x = leaf(hidden)
         return torch.autograd.grad(energy(own, x), x, create_graph=create_graph)[0]

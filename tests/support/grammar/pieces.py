@@ -43,8 +43,6 @@ class Evaluated(Piece):
 
 
 def piece(name: str) -> Callable:
-    """Registers what makes one."""
-
     def register(make: Callable[[Note], nn.Module]) -> Callable[[Note], nn.Module]:
         PIECES[name] = make
         return make
@@ -70,7 +68,6 @@ def rows(hidden: Tensor) -> Tensor:
 
 
 def sequence(hidden: Tensor) -> Tensor:
-    """[1, everything else, WIDTH]"""
     return hidden.reshape(1, -1, WIDTH)
 
 
@@ -79,7 +76,6 @@ def ids(hidden: Tensor) -> Tensor:
 
 
 def leaf(hidden: Tensor) -> Tensor:
-    """What can be differentiated by, also where it is data."""
     return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 
 

@@ -55,7 +55,6 @@ class Changed(TorchFunctionMode):
 
 
 def weight_by(function: Callable[[Tensor], Tensor]) -> Callable[[tuple], tuple]:
-    """The weight of F.linear."""
     return lambda args: (args[0], function(args[1]), *args[2:])
 
 
@@ -77,8 +76,6 @@ class Plain(TorchDispatchMode):
 
 
 def inside(name: str, make: Callable[[], AbstractContextManager], kind: Callable[[], nn.Module] = linear) -> None:
-    """A layer that is called inside of a context."""
-
     def compute(own: Any, hidden: Tensor) -> Tensor:
         with make():
             made = own.a(ids(hidden) if isinstance(own.a, nn.Embedding) else hidden)
@@ -190,7 +187,6 @@ def as_subclass(kind: type) -> Callable[[Any, Tensor], Tensor]:
 
 
 def nested(own: Any, hidden: Tensor) -> Tensor:
-    """Rows of two lengths."""
     flat = hidden.reshape(-1, WIDTH)
     made = own.a(torch.nested.as_nested_tensor([flat[:1], flat[1:]])) if len(flat) > 1 else own.a(hidden)
     return hidden + (torch.cat(made.unbind()) if made.is_nested else made).view_as(hidden)

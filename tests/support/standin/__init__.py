@@ -70,7 +70,6 @@ def host_access(tensor: torch.Tensor, *, write: bool) -> None:
 
 
 def generators_digest() -> str:
-    """A digest of the states of all default generators."""
     states = b"".join(generator.get_state().numpy().tobytes() for generator in device.default_generators)
     return hashlib.sha256(states).hexdigest()
 

@@ -105,7 +105,6 @@ class StandinAccelerator(CPU_Accelerator):
         return True
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager:
-        """Refuse: there are no graphs."""
         raise NotImplementedError("the stand-in accelerator has no graphs")
 
     def create_op_builder(self, op_name: str) -> Any:

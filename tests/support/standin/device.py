@@ -95,7 +95,6 @@ def get_device_properties(device: Where = None) -> Properties:
 
 
 def get_device_capability(device: Where = None) -> tuple[int, int]:
-    """No version of any architecture."""
     return 0, 0
 
 
@@ -115,7 +114,6 @@ def Stream(device: Where = None, priority: int = 0) -> torch.Stream:
 
 
 def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """Make an event; it is recorded later."""
     return torch.Event(NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 

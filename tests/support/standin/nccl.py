@@ -255,7 +255,6 @@ class ProcessGroupNCCL:
                     self.changed.notify_all()
 
     def post(self, frames: Sequence[Sent], sender: int | None = None) -> None:
-        """Send frames, as if they came from ``sender``."""
         of = self._rank if sender is None else sender
         for to, kind, number, payload in frames:
             with suppress(OSError), self._sending:
@@ -392,7 +391,6 @@ class ProcessGroupNCCL:
 
 
 def end(kernel: int) -> None:
-    """It is over on the device."""
     extension.let_go(kernel)
     with ended:
         under_way.discard(kernel)
@@ -400,7 +398,6 @@ def end(kernel: int) -> None:
 
 
 def address_of(hub: int) -> str:
-    """In no folder: it goes with its process."""
     return f"\0nccl-{hub}"
 
 
