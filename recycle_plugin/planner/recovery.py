@@ -132,7 +132,6 @@ class Recovery:
         )
 
     def boundary_only(self, seat: Seat) -> frozenset[Instruction]:
-        """Return the F and I of ``seat`` that make a boundary tensor only: their weight gradient already counts."""
         mine = self.rest.home[seat.stage] == seat.replica
         masks = {Op.F: self.rest.forward_only, Op.I: self.rest.boundary}
         return frozenset(
@@ -142,7 +141,6 @@ class Recovery:
         )
 
     def forwards(self, stage: int) -> dict[MicroBatch, Seat]:
-        """Return the seat of each micro-batch that runs forward on ``stage``."""
         columns = np.flatnonzero(self.rest.forward[stage])
         who = self.rest.home[stage][columns].tolist()
         return {self._named(column): Seat(replica, stage) for column, replica in zip(columns.tolist(), who)}

@@ -48,7 +48,6 @@ class StockOptimizer:
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
-        """The torch optimizer that changes the weights."""
         return self._engine.basic_optimizer
 
     @property

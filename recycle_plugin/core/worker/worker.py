@@ -242,11 +242,9 @@ class Worker:
             self._machine.operations.forget_sums(batches.void - 1)
 
     def listen_to(self, members: Iterable[str]) -> None:
-        """Also take data from workers at these addresses from now on."""
         self._machine.listen_to(members)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Drop the connections to all workers except those at these addresses."""
         self._machine.keep_only(members)
 
     # newcomers

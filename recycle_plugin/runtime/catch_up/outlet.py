@@ -60,7 +60,6 @@ class TcpOutlet:
     # --- for who trains ----------------------------------------------------------------------------
 
     def asked(self) -> Iterable[Asked]:
-        """Return the newcomer's requests since the last call."""
         found: list[Asked] = []
         try:
             while self._connection is not None and not self._broken:

@@ -219,7 +219,6 @@ class Lane:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context in which the calling thread's device work, allocations too, is in this order."""
         with self._module.device(self.where), self._module.stream(self._stream):
             yield
 
@@ -245,7 +244,6 @@ class Downward:
         self.nbytes = sum(target.nbytes for target in targets)
 
     def poll(self) -> bool:
-        """Return whether it is over, also with an error."""
         return _over(self._over)
 
     def wait(self, timeout_s: float) -> Tensors:

@@ -30,7 +30,6 @@ class Kept:
             return self._copy
 
     def poll(self) -> bool:
-        """Return whether it is over, also with an error."""
         return self.begin().poll()
 
     def wait(self, timeout_s: float) -> Tensors:

@@ -75,7 +75,6 @@ class Transport:
             return self._outboxes[address]
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """Yield the data received since the last call: datum, tensors, and the generation from which they are valid."""
         self.check()
         while self._arrived:
             yield self._arrived.popleft()
@@ -114,7 +113,6 @@ class Transport:
             return could_knock and self._knocked is None
 
     def listen_to(self, peers: Iterable[str]) -> None:
-        """Accept data from ``peers`` too from now on; some of them have come back since :meth:`hear_out`."""
         with self._session.waiting.changed:
             if self._heard is not None:
                 self._heard |= set(peers)
@@ -137,7 +135,6 @@ class Transport:
         return True
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """From now on send only to ``members``; broken connections to these are made anew."""
         peers = set(members)
         with self._peers:
             left = [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]
@@ -180,7 +177,6 @@ class Transport:
             raise self._failure
 
     def close(self) -> None:
-        """Stop receiving. Data under way to live peers still arrives, within a second."""
         deadline = time.monotonic() + LINGER_S
         with self._peers:
             outboxes = [*self._outboxes.values()]

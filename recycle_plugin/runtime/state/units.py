@@ -163,7 +163,6 @@ class StageUnits:
         return found
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of these units that the script has changed since the last step."""
         changed = self.state.changed()
         return [name for name in names if self._has(self._all()[name], changed)] if changed else []
 
@@ -174,7 +173,6 @@ class StageUnits:
         return any(each in of or each.startswith(states) for each in changed)
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return the optimizer's settings for its next step (learning rates and the like)."""
         return self.state.optimizer.settings()
 
     def _told(self) -> dict[str, Any]:
