@@ -10,6 +10,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -104,23 +105,29 @@ def said(ends: Ends, *messages: object) -> socket.socket:
     return connection
 
 
-def test_a_frame_that_changes_breaks_the_line(ends):
-    """What it says is not known, for instance of which step it is: nothing is guessed."""
+@contextmanager
+def odd_source(ends: Ends) -> Iterator[tuple[TcpInlet, socket.socket, Seal, list[str]]]:
+    """(a newcomer's end, its source's end and seal for what the test sends, what the newcomer's has noted)."""
     with socket.create_server(("127.0.0.1", 0)) as fake:
         noted: list[str] = []
         address = f"tcp://127.0.0.1:{fake.getsockname()[1]}"
         inlet = TcpInlet(address, Arrival("job", NEWCOMER), SECRET, ends.changed, noted.append)
         ends.inlets.append(inlet)
         with fake.accept()[0] as connection:
-            seal = answered(connection, Port.STATE).seals.out
-            whole = bytearray(FRAMES.frame(mark(Marker(4)), seal)), bytearray(FRAMES.frame(mark(Marker(5)), seal))
-            whole[1][-10] ^= 1
-            connection.sendall(whole[0] + whole[1])
-            ends.wait(lambda: noted, "a note")
-            assert "a message that does not fit its seal" in noted[0]
-            assert not inlet.broken, "what has come before is still to be taken"
-            assert list(inlet.items()) == [Marker(4)]
-            until(lambda: inlet.broken, "the end of the line")
+            yield inlet, connection, answered(connection, Port.STATE).seals.out, noted
+
+
+def test_a_frame_that_changes_breaks_the_line(ends):
+    """What it says is not known, for instance of which step it is: nothing is guessed."""
+    with odd_source(ends) as (inlet, connection, seal, noted):
+        whole = bytearray(FRAMES.frame(mark(Marker(4)), seal)), bytearray(FRAMES.frame(mark(Marker(5)), seal))
+        whole[1][-10] ^= 1
+        connection.sendall(whole[0] + whole[1])
+        ends.wait(lambda: noted, "a note")
+        assert "a message that does not fit its seal" in noted[0]
+        assert not inlet.broken, "what has come before is still to be taken"
+        assert list(inlet.items()) == [Marker(4)]
+        until(lambda: inlet.broken, "the end of the line")
 
 
 def of_units(text: bytes) -> list[object]:
@@ -145,17 +152,11 @@ NO_ITEMS: dict[str, list[object]] = {
 @pytest.mark.parametrize("odd", NO_ITEMS)
 def test_what_is_no_item_breaks_the_line_and_that_is_said(ends, odd):
     """A line that only stopped would have the newcomer wait for it until a deadline."""
-    with socket.create_server(("127.0.0.1", 0)) as fake:
-        noted: list[str] = []
-        address = f"tcp://127.0.0.1:{fake.getsockname()[1]}"
-        inlet = TcpInlet(address, Arrival("job", NEWCOMER), SECRET, ends.changed, noted.append)
-        ends.inlets.append(inlet)
-        with fake.accept()[0] as connection:
-            seal = answered(connection, Port.STATE).seals.out
-            for each in NO_ITEMS[odd]:
-                connection.sendall(each if isinstance(each, bytes) else FRAMES.frame(each, seal))
-            ends.wait(lambda: inlet.broken, "the end of the line")
-            assert "can't be read: " in noted[0]
+    with odd_source(ends) as (inlet, connection, seal, noted):
+        for each in NO_ITEMS[odd]:
+            connection.sendall(each if isinstance(each, bytes) else FRAMES.frame(each, seal))
+        ends.wait(lambda: inlet.broken, "the end of the line")
+        assert "can't be read: " in noted[0]
 
 
 def ended(connection: socket.socket) -> bool:

@@ -88,7 +88,14 @@ def test_a_wait_past_its_deadline_names_its_keys_and_is_forgotten(alone):
     assert not coordinator._store.waits
 
 
-def test_the_end_of_the_job_ends_a_wait(alone):
+@pytest.mark.parametrize(
+    "end, why",
+    (
+        pytest.param(lambda coordinator: coordinator.tell(End(0, "test", True)), "ended", id="the job's end"),
+        pytest.param(lambda coordinator: coordinator.close(), "", id="a dead coordinator"),
+    ),
+)
+def test_an_end_ends_a_wait(alone, end, why):
     coordinator, session = alone
     found: list[BaseException] = []
 
@@ -101,27 +108,9 @@ def test_the_end_of_the_job_ends_a_wait(alone):
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     coordinator.hear(StoreCall)
-    coordinator.tell(End(0, "test", True))
+    end(coordinator)
     waiting.join(PATIENCE_S)
-    assert not waiting.is_alive() and "nobody" in str(found[0]) and "ended" in str(found[0])
-
-
-def test_a_dead_coordinator_ends_a_wait(alone):
-    coordinator, session = alone
-    found: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            ScriptStore(session, timedelta(seconds=LONG_S)).get("nobody")
-        except dist.DistStoreError as error:
-            found.append(error)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    coordinator.hear(StoreCall)
-    coordinator.close()
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive() and "nobody" in str(found[0])
+    assert not waiting.is_alive() and "nobody" in str(found[0]) and why in str(found[0])
 
 
 def test_what_the_coordinator_refuses_is_an_error_that_says_why(alone):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.jobs.hugging_face_model import FIRST_EVALUATED, Samples, model
-from tests.support.cluster import ForkServer, Result, Run
-from tests.support.launching import here
+from tests.support.cluster import ForkServer, Result
+from tests.support.launching import cleaned, finished, here
 
 SCRIPT, LOOP, RARER = (f"tests/jobs/{name}.py" for name in ("hugging_face", "accelerate_loop", "accelerate_rarer"))
 RANKS = 4
@@ -46,22 +46,15 @@ def starting(server: ForkServer, folder: Path) -> Iterator[Start]:
     """``start(stage=3, kills=…)`` runs a job of the Trainer's, or of ``script``, and waits for the newcomers of one
     replica where members are held; at the end nothing of any of them may be left.
     """
-    runs: list[Run] = []
+    with cleaned() as runs:
 
-    def start(ranks: int = RANKS, script: str = SCRIPT, **more: Any) -> Result:
-        place = folder / f"run{len(runs)}"
-        job = JOB | more | {"folder": str(place)}
-        runs.append(here(server, place, ranks, script, [], RECYCLE_TEST_HUGGING_FACE=json.dumps(job)))
-        for times, step in enumerate(job["held"], 1):
-            runs[-1].hear("newcomer", times * ranks // job["replicas"])
-            (place / f"go{step}").touch()
-        return runs[-1].finish()
+        def start(ranks: int = RANKS, script: str = SCRIPT, **more: Any) -> Result:
+            place = folder / f"run{len(runs)}"
+            job = JOB | more | {"folder": str(place)}
+            runs.append(here(server, place, ranks, script, [], RECYCLE_TEST_HUGGING_FACE=json.dumps(job)))
+            return finished(runs[-1], job["held"], ranks // job["replicas"])
 
-    try:
         yield start
-    finally:
-        left = [thing for run in runs for thing in run.clean()]
-    assert not left, left
 
 
 PLAIN = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import ForkServer, Result, Run
-from tests.support.launching import here
+from tests.support.cluster import ForkServer, Result
+from tests.support.launching import cleaned, finished, here
 
 SCRIPT = "tests/jobs/sharded.py"
 RANKS, HELD, LONG = 4, 8, 40
@@ -62,22 +62,15 @@ def starting(server: ForkServer, folder: Path) -> Iterator[Start]:
     """``start(stage=3, kills=…)`` runs a job, and waits for so many newcomers (``waits``), those of one replica, where
     members are held; at the end nothing of any of them may be left.
     """
-    runs: list[Run] = []
+    with cleaned() as runs:
 
-    def start(ranks: int = RANKS, waits: int = 0, **more: Any) -> Result:
-        place = folder / f"run{len(runs)}"
-        job = JOB | more | {"folder": str(place)}
-        runs.append(here(server, place, ranks, SCRIPT, [], RECYCLE_TEST_SHARDED=json.dumps(job), **devices(job)))
-        for times, step in enumerate(job["held"], 1):
-            runs[-1].hear("newcomer", times * (waits or ranks // job["replicas"]))
-            (place / f"go{step}").touch()
-        return runs[-1].finish()
+        def start(ranks: int = RANKS, waits: int = 0, **more: Any) -> Result:
+            place = folder / f"run{len(runs)}"
+            job = JOB | more | {"folder": str(place)}
+            runs.append(here(server, place, ranks, SCRIPT, [], RECYCLE_TEST_SHARDED=json.dumps(job), **devices(job)))
+            return finished(runs[-1], job["held"], waits or ranks // job["replicas"])
 
-    try:
         yield start
-    finally:
-        left = [thing for run in runs for thing in run.clean()]
-    assert not left, left
 
 
 def ledger(result: Result, ranks: int, accumulation: int = 2) -> dict[str, dict[str, list[int]]]:
