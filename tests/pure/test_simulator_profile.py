@@ -78,8 +78,3 @@ def test_a_title_says_that_it_is_analytic() -> None:
     assert "ANALYTIC" in MEDIUM.title
     with pytest.raises(ValueError, match="gpt3_medium"):
         analytic.preset("gpt4")
-
-
-def test_a_link_without_bandwidth_is_refused() -> None:
-    with pytest.raises(ValueError, match="bandwidth"):
-        Wire(0, 0)

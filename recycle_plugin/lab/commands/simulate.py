@@ -99,7 +99,7 @@ def run(found: argparse.Namespace) -> int:
 
 def given_job(found: argparse.Namespace, profile: Profile | None) -> JobArguments:
     """Return the job that the arguments, and the ``profile`` of --preset, describe. Raises ValueError for bad input."""
-    taken = None if profile is None else (profile.costs(found.pp, found.dp, found.no_split), profile.title)
+    taken = None if profile is None else (profile.costs(found.pp, found.dp), profile.title)
     return job(found, milliseconds=True, taken=taken)
 
 

@@ -110,7 +110,6 @@ def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool) -> 
         forward,
         gradient,
         product,
-        gradient + product,
         _adam(parameters, t),
         parameters,
         held,
@@ -121,7 +120,7 @@ def _layer(shape: GptShape, tokens: int, boundary: int, checkpointing: bool) -> 
 def _embedding(tokens: int, parameters: int, hidden: int, tensor: int) -> LayerProfile:
     """Return the profile of an embedding: F reads, adds and writes rows; W adds gradient rows into the table."""
     moved = _memory_us(6 * hidden * tokens)
-    return LayerProfile(moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor), parameters, 0, 2 * hidden * tokens)
+    return LayerProfile(moved, 0.0, 2 * moved, _adam(parameters, tensor), parameters, 0, 2 * hidden * tokens)
 
 
 def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int) -> LayerProfile:
@@ -132,7 +131,6 @@ def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: in
         product + loss,
         product + loss,
         product,
-        2 * product + loss,
         _adam(parameters, tensor),
         parameters,
         held,

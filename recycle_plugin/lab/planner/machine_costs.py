@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from recycle_plugin.core.coordinator.recovery_ways import START_UP_S
 from recycle_plugin.lab.planner.profile import Wire
@@ -15,7 +15,7 @@ class MachineCosts:
     ``regroup_us``: from the last worker's stop until all go on, without ``plan_us`` for the new plan. ``undo_us``:
     taking a step back. ``commit_us``: from the last worker's step until all know of the commit. ``return_us``: from a
     worker's return until it has its framework, before it copies a state over ``copy``; meanwhile the others go on.
-    ``source``: who measured this, where and when. Raises ValueError for a negative time.
+    ``source``: who measured this, where and when.
     """
 
     detection_us: int
@@ -26,11 +26,6 @@ class MachineCosts:
     return_us: int
     copy: Wire
     source: str
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and value < 0:
-                raise ValueError(f"machine.{name} is {value}: not negative")
 
     @property
     def pause_us(self) -> int:
