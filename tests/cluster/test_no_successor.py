@@ -6,9 +6,10 @@ import json
 from contextlib import ExitStack
 from functools import partial
 
+import psutil
 import pytest
 
-from tests.support.hosts import HostsRun
+from tests.support.hosts import HostsRun, hosts
 from tests.support.jobs import PLAIN, WRAPPED, Shape, after_step, hold
 from tests.support.launching import launching
 
@@ -16,7 +17,8 @@ DEADLINE = "recycle.heartbeat_timeout_s=2"
 GONE = "recycle: the job ends: the coordinator's host is gone, and no other process has taken its place"
 UNHEARD = "has heard nothing from the coordinator for 16 s, so the others may have gone on without it"
 POWER = ("crashes", "loses power")
-# of a worker that finds nobody, and of its supervisor: 30 s of silence, 10 s each, and 15 s for a signal
+# of a worker that finds nobody, and of its supervisor: 30 s of silence, 10 s each, and 15 s for a signal; 60 s of
+# silence for the coordinator, and as long for a supervisor that looks for it
 END_S = 120
 
 
@@ -77,3 +79,20 @@ def test_where_the_standbys_host_dies_too_all_others_end(start, four, tmp_path):
     after_step(run, 4)
     run.wait_for(lambda: [each for each in run.of("standby") if "10.77.0.2:" in each.get("address", "")], "standby")
     all_end(run, four, False, crashed=2)
+
+
+def test_where_nobody_else_is_left_before_the_first_step_the_coordinator_ends(plain_server, tmp_path):
+    """Nor a network, so that no connection is closed; what is left on its host is the guard, which waits for it."""
+    with hosts() as two, launching(plain_server, tmp_path, partial(HostsRun, two), PLAIN) as launch:
+        late = json.dumps([{"name": "begin_late", "until": str(tmp_path / "go")}])
+        run = launch(DEADLINE, script=WRAPPED, shape=Shape(2, 1), RECYCLE_TEST_WRAP=late)
+        run.wait_for(lambda: are_connected(run, two), "connection of each process")
+        here = psutil.Process(run.launcher.pid).children(recursive=True)
+        (host,) = (process for process in here if process.name() == "recycle-host")
+        two.unplug("alpha")
+        two.crash("beta")
+        for process in here:
+            if process.name() not in ("recycle-host", "recycle-guard"):
+                process.kill()
+        assert run.launcher.wait(END_S) != 0 and not host.is_running()
+    assert "before training started" in run.output, run.output[-4000:]

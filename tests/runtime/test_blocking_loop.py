@@ -42,7 +42,7 @@ def loop_of(session) -> BlockingLoop:
 def test_settling_has_a_deadline_that_names_the_step(coordinator):
     loop = loop_of(coordinator.session(0, wait_timeout_s=0.05))
     assert not loop.settled
-    with pytest.raises(WaitTimeout, match="for the commit of step 1; raise recycle.wait_timeout_s"):
+    with pytest.raises(WaitTimeout, match="for the commit of step 1, before its script"):
         loop.settle()
 
 

@@ -10,6 +10,7 @@ import pytest
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Resume
 from recycle_plugin.core.messages.from_workers import Left
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout
@@ -33,6 +34,9 @@ def test_a_commit_wakes_its_waiter(coordinator):
 
 def test_a_deadline_names_what_was_waited_for(coordinator):
     session = coordinator.session(0, wait_timeout_s=0.05)
+    with pytest.raises(WaitTimeout, match="for the commit of step 4, before its script had come to the settings"):
+        session.waiting.for_commit(4)
+    session.configure(Deadlines(wait_timeout_s=0.05), "warn")
     with pytest.raises(WaitTimeout, match="for the commit of step 4; raise recycle.wait_timeout_s"):
         session.waiting.for_commit(4)
 

@@ -85,6 +85,10 @@ class Hosts:
         """Pull the host's plug out of the switch."""
         self._on("switch", "set", name, "down")
 
+    def unplug(self, name: str) -> None:
+        """Take the network device out of the host, for good."""
+        self._on(name, "del", "eth0")
+
     def mute(self, name: str) -> None:
         """Nothing that the host sends gets anywhere; it hears all."""
         for other in self.names:

@@ -140,6 +140,7 @@ class Membership:
         state = self.state
         state.now = now
         if not state.ending.failed:
+            starting.see_awaited(state)
             stalls.see_suspects(state)
             stalls.see_standstill(state)
             departures.see_uneven(state)

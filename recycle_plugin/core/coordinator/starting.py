@@ -18,10 +18,13 @@ from recycle_plugin.core.coordinator.weak_points import weak_points
 from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.deadlines import shown
-from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.describe import named, those
 from recycle_plugin.core.vocabulary.log_boundaries import at_start, stage_hosts
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
+
+TOLD_S = 60.0  # s until those that are waited for are first reported; then after twice as long each time
+HOSTS = "see whether their hosts have started, with the same number of ranks"
 
 
 def ready(state: JobState, message: Ready) -> None:
@@ -53,6 +56,7 @@ def ready(state: JobState, message: Ready) -> None:
 
 def greet(state: JobState, worker: WorkerId, host: str) -> None:
     """Handle that a process on ``host`` has connected as ``worker``; turn it away at once if it can't take part."""
+    state.enrolment.come(worker.rank)
     known = state.vacancies.come(worker) or not (state.attendance.started or worker.incarnation)
     if state.ending.ended is None and not known:
         turn_away(state, worker, host)
@@ -61,6 +65,26 @@ def greet(state: JobState, worker: WorkerId, host: str) -> None:
 def turn_away(state: JobState, worker: WorkerId, host: str) -> None:
     """Tell a process on ``host`` that it can't take part as ``worker``."""
     state.attendance.turn_away(worker, host, state.committed + 1, state.out)
+
+
+def see_awaited(state: JobState) -> None:
+    """Report before the start which ranks are waited for. End the job if a rank has no worker, and none has come for as
+    long as workers wait for each other; a worker that is ready ends it after that time.
+    """
+    if state.attendance.started or state.ending.ended is not None:
+        return
+    enrolment = state.enrolment
+    for_s, limit_s = enrolment.awaited_s(state.now), enrolment.wait_s
+    if for_s <= min(limit_s, max(TOLD_S, 2 * enrolment.told_s)):
+        return
+    enrolment.told_s, absent = for_s, enrolment.absent
+    what = f"{those(absent)} not come" if absent else f"{those(enrolment.unready)} not come to the first step"
+    if for_s <= limit_s:
+        left_s, then = limit_s - for_s, f": {HOSTS}" * bool(absent)
+        text = f"training can't start, since {what}{then}. In {left_s:.0f} s the job ends (recycle.wait_timeout_s)"
+        state.say("warning", text)
+    elif absent:
+        ends.end(state, f"{what} within {limit_s:.0f} s of the last other worker: {HOSTS}")
 
 
 def _begin(state: JobState, roster: Roster, job: JobSpec, stepped: int) -> None:

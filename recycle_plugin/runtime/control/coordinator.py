@@ -36,6 +36,9 @@ from recycle_plugin.runtime.system.host import host_name
 
 LOOK_S, GONE = 1.0, 2  # s between looks at a checkpoint; looks in a row without it until it counts as removed
 CLOSING_S = 5.0  # how long tasks may take to notice closed connections
+# how long another end's host may be silent before the start: that end gives up sooner (connections.SILENT_S), and has
+# come again by then if it can
+EARLY_S = 60.0
 HELLO_S = 60.0  # how long a new connection may take to say hello
 # how long silence is normal; the failure detector (core/coordinator/facts/failure_detector.py) judges it
 LISTEN_S = 60.0
@@ -71,6 +74,7 @@ class Coordinator(Exchange):
         self._say, self._claim = say, claim
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._line_of: dict[Hello, int] = {}  # by the hello of supervisors whose datagrams count
+        self._early = not board.membership.started  # whether nobody but the kernel notices a silent host
         super().__init__(board, known)
         self.deposed = asyncio.Event()  # once the others may go on without it
         self._alone_from = 0.0
@@ -246,6 +250,8 @@ class Coordinator(Exchange):
         self._begin_to_serve(control, hello)
 
     def _begin_to_serve(self, control: InLoop, hello: Hello | None = None) -> None:
+        if self._early:
+            control.bear_silence(EARLY_S)
         self._serving[asyncio.create_task(self._serve(control, hello))] = control
 
     async def _serve(self, control: InLoop, hello: Hello | None) -> None:
@@ -303,6 +309,14 @@ class Coordinator(Exchange):
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         self._seconds()  # looked at also while nobody asks
         self._pass_time()
+        if self._early and self.membership.started:
+            self._leave_silence()
+
+    def _leave_silence(self) -> None:
+        """Bear any silence from the start on: the failure detector judges it. O(connections), once."""
+        self._early = False
+        for control in self._serving.values():
+            control.bear_silence(0.0)
 
 
 def _who(control: InLoop) -> str:

@@ -120,7 +120,7 @@ class Control(Protocol):
 
     def bear_silence(self, silent_s: float) -> None:
         """Let the connection break after the other end's host was silent for ``silent_s`` seconds, and there is no
-        standby to turn to sooner; never with 0. Only the end that has connected notices silence.
+        standby to turn to sooner; never with 0. The end that has connected notices silence also unless it is told to.
         """
 
     def close(self) -> None:

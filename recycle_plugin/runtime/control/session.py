@@ -41,6 +41,9 @@ from recycle_plugin.runtime.control.waiting import Waiting
 from recycle_plugin.runtime.system.host import host_name
 
 CONNECT_S = 60.0  # how long the coordinator may take to answer
+# how long a worker waits for others before its script has come to the settings: as long as torch's own groups do, since
+# a script may prepare its data in one worker meanwhile
+EARLY_S = 1800.0
 LOOK_S = 0.1  # s between checks and between tries
 RESUME_S = 10.0  # the same if another coordinator may have taken its place
 SEND_S = 60.0  # how long the coordinator may take no bytes
@@ -80,7 +83,7 @@ class Session:
         control: Control,
         rank: int,
         secret: Secret,
-        wait_timeout_s: float = 300.0,
+        wait_timeout_s: float = EARLY_S,
         ended_early: Callable[[Session], None] | None = None,
         incarnation: int = 0,
         answer_s: float = CONNECT_S,
@@ -119,6 +122,7 @@ class Session:
     def configure(self, deadlines: Deadlines, group_sums: str) -> None:
         """Apply settings, which are known once the script has come to them."""
         self.waiting.timeout_s, self.waiting.cut_off_s = deadlines.wait_timeout_s, deadlines.cut_off_s
+        self.waiting.advice = "; raise recycle.wait_timeout_s if it may take longer"
         self.group_sums = group_sums
         self.configured = True
 

@@ -23,8 +23,9 @@ SERVE_S = 0.01  # s between checks for newcomers' requests during a wait
 
 class Waiting:
     """The waits of the worker with this ``view`` of the job, which is read and changed under ``changed``.
-    ``timeout_s``: the default deadline. ``cut_off_s``: how long after the end of its lease the worker still waits.
-    ``waited_us``: the total time waited so far. ``may_wait()`` raises if this process may not wait.
+    ``timeout_s``: the default deadline. ``advice``: how its error ends. ``cut_off_s``: how long after the end of its
+    lease the worker still waits. ``waited_us``: the total time waited so far. ``may_wait()`` raises if this process
+    may not wait.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Waiting:
         self._view, self._heartbeats, self._thread, self._may_wait = view, heartbeats, thread, may_wait
         self.changed = threading.Condition()
         self.timeout_s, self.cut_off_s = timeout_s, 120.0
+        self.advice = ", before its script had come to the settings"
         self.waited_us = 0
 
     def until(
@@ -70,9 +72,7 @@ class Waiting:
                         name = str(what() if callable(what) else what)
                         if cut_off < deadline:
                             self._raise_cut_off(name)
-                        raise WaitTimeout(
-                            f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer"
-                        )
+                        raise WaitTimeout(f"waited {timeout_s:.0f} s for {name}{self.advice}")
                     if not served:
                         left = min(deadline, cut_off) - now
                         self.changed.wait(left if served is None else min(left, SERVE_S))

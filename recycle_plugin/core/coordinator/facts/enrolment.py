@@ -9,16 +9,49 @@ from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
+WAIT_S = 900.0  # the default of wait_timeout_s
+
 
 class Enrolment:
-    """The workers that are ready, of a job of ``ranks`` ranks."""
+    """The workers that have come or are ready, of a job of ``ranks`` ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ready: dict[int, Ready] = {}  # by rank
+        self._come: set[int] = set()  # ranks whose worker has connected
+        self._latest = 0, 0, 0.0  # how many had come and were ready by now, and since when (s)
+        self.told_s = 0.0  # for how long nobody had come when the user was told last
+
+    def come(self, rank: int) -> None:
+        """Record that a worker of ``rank`` has connected."""
+        self._come.add(rank)
+
+    def awaited_s(self, now: float) -> float:
+        """Return for how many seconds others have been waited for and none has come further, if asked at each tick."""
+        latest = len(self._come), len(self._ready)
+        if latest != self._latest[:2] or not self._latest[2]:
+            self._latest, self.told_s = (*latest, now), 0.0
+        return now - self._latest[2] if latest[0] < self._ranks or latest[1] else 0.0
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks of which no worker has come. O(ranks)."""
+        return [rank for rank in range(self._ranks) if rank not in self._come]
+
+    @property
+    def unready(self) -> list[int]:
+        """The ranks of which no worker is ready. O(ranks)."""
+        return [rank for rank in range(self._ranks) if rank not in self._ready]
+
+    @property
+    def wait_s(self) -> float:
+        """For how many seconds workers wait for each other, by the job's setting once a worker has told it."""
+        told = next(iter(self._ready.values()), None)
+        return WAIT_S if told is None else told.job.deadlines.wait_timeout_s
 
     def add(self, ready: Ready) -> bool:
         """Record a worker that is ready. Return whether all are there."""
+        self.come(ready.worker.rank)
         self._ready[ready.worker.rank] = ready
         return len(self._ready) >= self._ranks
 
