@@ -110,6 +110,40 @@ def test_the_end_of_the_promise_and_a_late_answer_are_told(coordinator, monkeypa
         pass
 
 
+class Clock:
+    """As much of the module ``time`` as heartbeats need: it passes as they sleep, a little longer each time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 0.001
+
+
+class Told(Exception):
+    """Enough was told."""
+
+
+def test_a_late_answer_is_looked_for_at_its_end_and_not_at_the_next_beat(coordinator, monkeypatch):
+    clock, told = Clock(), list[tuple[bool, float]]()
+    monkeypatch.setattr(heartbeats_module, "time", clock)
+    monkeypatch.setattr(heartbeats_module, "ANSWER_S", 0.25)
+
+    def tell(long: bool) -> None:
+        told.append((long, clock.now - 100.0))
+        if long:
+            raise Told
+
+    heartbeats = Heartbeats(coordinator.session(0).view, lambda message: None, tell)
+    heartbeats._lease_s, heartbeats.lease_until = 4.5, 104.5
+    with pytest.raises(Told):
+        heartbeats._beat_on(1.0)
+    assert [(long, round(at, 2)) for long, at in told] == [(False, 4.5), (True, 4.75)]
+
+
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
     session = coordinator.session(0)
     session.heartbeats.lease_until, session.waiting.cut_off_s = time.monotonic(), 0.05

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.authentication.secret import SecretFile
-from recycle_plugin.core.coordinator.mirror import Known
+from recycle_plugin.core.coordinator.mirror import GONE_S, LATER_S, Known
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.from_coordinator import Placed
@@ -98,6 +98,53 @@ async def test_once_elected_it_takes_in_and_confirms_nothing_more(first, monkeyp
     finally:
         await made.entrance.close()
         control.close()
+
+
+@pytest.mark.parametrize(
+    "hangs, silent, gone_s", ((True, False, LATER_S), (False, False, GONE_S), (True, True, 0.0), (False, True, 0.0))
+)
+async def test_who_is_elected_waits_for_the_old_hosts_ends_as_long_as_they_may_take(
+    hangs, silent, gone_s, monkeypatch, tmp_path
+):
+    """As the coordinator was at the election, whose connection is closed then."""
+    fars: list[InProcess] = []
+    made = Candidate(way(("127.0.0.1", 1)), InLoop(InProcess(fars.append)), "127.0.0.1")
+    made.entrance.open()
+    led: list[float] = []
+
+    async def at(way: object) -> Candidate:
+        return made
+
+    async def lead(*given: object) -> str:
+        led.append(given[5])
+        return "leads"
+
+    monkeypatch.setattr(Candidate, "at", at)
+    monkeypatch.setattr(standing_by.Hosted, "lead", lead)
+    monkeypatch.setattr(standing_by, "call_this", lambda name: None)
+    elects = {
+        True: lambda self, port, turned: bool(list(turned)),
+        False: lambda self, port, turned: made._control.broken is not None,
+    }
+    monkeypatch.setattr(Known, "is_elected", elects[hangs])
+    (near, far), reader = socket.socketpair(), asyncio.StreamReader()
+    secret = SecretFile(tmp_path / "none", given=False)
+    standing = asyncio.create_task(standing_by._elsewhere(("127.0.0.1", 1), secret, {}, Pipe(near), reader))
+    try:
+        fars[0].send(Snapshot(json.dumps(dump(Switchboard(4, "a job", 0.0, "h"))).encode(), True, 1))
+        while made._known is None:
+            await asyncio.sleep(0.01)
+        end = await turns_to(made, Hello(1, "worker", 71, "h", line=1, silent=silent))
+        while not list(made._turned):
+            await asyncio.sleep(0.01)
+        if not hangs:
+            fars[0].close()
+        assert await asyncio.wait_for(standing, PATIENCE_S) == "leads" and led == [gone_s]
+        end.close()
+    finally:
+        await made.entrance.close()
+        near.close()
+        far.close()
 
 
 async def test_a_hello_that_comes_late_is_passed_on_like_those_before():
