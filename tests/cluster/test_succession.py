@@ -16,7 +16,7 @@ import pytest
 
 from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.lab.runs import environment
-from tests.support.hosts import HostsRun
+from tests.support.hosts import HostsRun, NoHosts
 from tests.support.jobs import (
     BOTH,
     LOG,
@@ -342,6 +342,25 @@ def test_a_coordinator_that_is_stopped_finds_that_the_others_have_gone_on(launch
     run.hear("deposed")
     result = end(run, tmp_path)
     assert_same_training(result, reference(shape=FOUR))
+
+
+def test_live_workers_whose_connections_are_reset_are_not_lost(launch, reference, four, tmp_path):
+    """By a kernel that gives them up, or a firewall that forgets them; their supervisors' are, too."""
+    run = start(launch, tmp_path)
+
+    def lines(name: str) -> set[tuple[int, int]]:
+        return {one for one in four.connections(name) if one[1] == run.port}
+
+    before = {name: lines(name) for name in ("gamma", "delta")}
+    for name, mine in before.items():
+        try:
+            four.reset(name, run.port)
+        except NoHosts as error:
+            pytest.skip(str(error))
+        run.wait_for(lambda: len(lines(name)) == len(mine) and not lines(name) & mine, "connections made again")
+    result = end(run, tmp_path)
+    assert_same_training(result, reference(shape=FOUR))
+    assert not result.of("coordinator")
 
 
 def test_a_coordinator_that_goes_on_in_time_has_lost_nobody(launch, reference, four, tmp_path):

@@ -111,6 +111,11 @@ def given_up(monkeypatch) -> None:
     monkeypatch.setattr(stalls, "_unless_deaf", lambda state, suspicions: suspicions)  # which saves most of them
 
 
+@around("whose connection is reset is dead", Exchange, "_broken", seen=8)
+def reset_is_dead(self, before, line, control, reset=False):
+    before(self, line, control)
+
+
 @around("a term that begins alone is told to those alone that were answered", Exchange, "_release", seen=1)
 def answered_alone(self, before, effects, to=None):
     before(self, effects)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,7 +31,7 @@ from recycle_plugin.core.messages.mirroring import Got, Knows, Snapshot, StandsB
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
 from recycle_plugin.runtime.control import coordinator as server
 from recycle_plugin.runtime.control import framed
-from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.connections import SocketControl, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -523,6 +525,51 @@ async def test_who_hangs_up_since_it_hears_nothing_is_not_dead():
         control.close()
         while line in coordinator._board.lines:
             await asyncio.sleep(0.01)
+
+
+async def resets(coordinator: Coordinator, control: SocketControl) -> None:
+    """The worker's kernel gives its connection up."""
+    control._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    control._socket.close()
+    while control.line in coordinator._heard:
+        await asyncio.sleep(0.01)
+
+
+async def supervises(coordinator: Coordinator) -> Player:
+    supervisor = Player(coordinator, 0, "supervisor", 50)
+    await supervisor.hear(Welcome)
+    return supervisor
+
+
+async def test_whose_connection_is_reset_may_come_again_as_long_as_somebody_would_report_its_end():
+    async with one_worker() as (coordinator, control, hello):
+        supervisor, line = await supervises(coordinator), control.line
+        for _ in range(2):
+            await resets(coordinator, control)
+            coordinator._see_whether_watched(line)
+            assert line in coordinator._board.lines
+            assert (await asyncio.to_thread(control.resume, hello, PATIENCE_S)).line == line
+        await resets(coordinator, control)
+        supervisor.send(Exited(0, -9, 0.0))
+        while not coordinator.membership.lost:
+            await asyncio.sleep(0.01)
+        supervisor.close()
+
+
+@pytest.mark.parametrize("supervised", ("never", "no more"))
+async def test_whose_connection_is_reset_is_dead_if_nobody_would_report_its_end(supervised, monkeypatch):
+    """Its host may be gone; a supervisor that was killed has a moment to come again."""
+    monkeypatch.setattr(exchange, "WATCHED_S", 0.05)
+    async with one_worker() as (coordinator, control, _):
+        supervisor = await supervises(coordinator) if supervised == "no more" else None
+        await resets(coordinator, control)
+        if supervisor is not None:
+            coordinator._see_whether_watched(control.line)
+            assert control.line in coordinator._board.lines
+            supervisor.close()
+        while control.line in coordinator._board.lines:
+            await asyncio.sleep(0.01)
+        assert not coordinator._reset
 
 
 async def test_a_coordinator_that_was_stopped_takes_nobody_for_a_stranger_who_has_gone_meanwhile():

@@ -126,6 +126,29 @@ def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkey
         assert resumed.get(timeout=PATIENCE_S) is None
 
 
+def test_a_supervisor_that_has_turned_comes_home_if_nobody_leads_there(home, listening, monkeypatch):
+    """It decides nothing; without it, its worker would be ended, though the coordinator goes on."""
+    monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
+    coordinator, near = home
+    elsewhere = listening("127.0.0.2", answers=False)
+    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
+    coordinator.hellos.get(timeout=PATIENCE_S)
+    coordinator.gone()
+    assert near.receive(PATIENCE_S) is None
+    resumed: queue.Queue[object] = queue.Queue()
+    supervisor = replace(HELLO, role="supervisor")
+    threading.Thread(target=lambda: resumed.put(near.resume(supervisor, PATIENCE_S)), daemon=True).start()
+    elsewhere.hellos.get(timeout=PATIENCE_S)
+    with socket.create_server(coordinator.address) as again:
+        again.settimeout(PATIENCE_S)
+        elsewhere.gone()
+        end = SocketControl(answered(again.accept()[0], Port.CONTROL))
+        assert end.receive(PATIENCE_S).role == "supervisor"
+        end.send(replace(WELCOME, line=4, token="its own"))
+        assert resumed.get(timeout=PATIENCE_S) is not None
+        end.close()
+
+
 def test_who_is_sent_back_by_who_stands_by_comes_home(home, listening, monkeypatch):
     """The coordinator was silent for a moment, and so few have turned that nobody goes on without it."""
     monkeypatch.setattr(line_end, "AT_HOME_S", 0.0)

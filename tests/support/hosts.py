@@ -85,6 +85,13 @@ class Hosts:
         """Pull the host's plug out of the switch."""
         self._on("switch", "set", name, "down")
 
+    def reset(self, name: str, port: int) -> None:
+        """Reset each of its TCP connections to this port elsewhere. Raises NoHosts if this kernel lets nobody do so."""
+        before = {one for one in self.connections(name) if one[1] == port}
+        self._enter(name, "ss", "--kill", "--tcp", "dport", "=", f":{port}")
+        if before & set(self.connections(name)):
+            raise NoHosts("the kernel resets no connections")
+
     def unplug(self, name: str) -> None:
         """Take the network device out of the host, for good."""
         self._on(name, "del", "eth0")

@@ -24,6 +24,7 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.mirroring import Turns
 
 TOKEN = 16  # bytes of the secret with which a connection's other end goes on
+WATCHED_S = 1.0  # how long a worker whose connection was reset may be without a supervisor
 BACK_S = 60.0  # how long connections' other ends may take to come to a new coordinator
 DEPOSED = (
     "fewer than half of the last membership's workers can be reached, and a standby on another host may go on with the "
@@ -44,6 +45,7 @@ class Exchange:
         self._heard: dict[int, Port] = {}  # by line: where it is heard
         self._away: set[int] = set()  # lines whose other ends break them and come again
         self._absences, self._absent = 0, dict[int, int]()  # how many there were; by line, the number of its last one
+        self._reset: dict[int, int] = {}  # rank by line: workers that are away since their connections were reset
         self._told: dict[int, Port] = {}  # by line: where it is told
         self._closing = False
         self.mirror = Mirror(
@@ -129,6 +131,7 @@ class Exchange:
 
     def _attach(self, line: int, control: Port, effects: Effects) -> None:
         before, self._heard[line] = self._heard.get(line), control
+        self._reset.pop(line, None)
         if before is not None:
             before.close()
 
@@ -146,22 +149,39 @@ class Exchange:
             self._take("unclaimed" if why else "claimed", text=why or message.job.run_dir)
         self._take("said", line, message=message)
 
-    def _broken(self, line: int, control: Port) -> None:
-        """Handle a broken connection; its other end may stay away for a while if it has said that it comes again."""
+    def _broken(self, line: int, control: Port, reset: bool = False) -> None:
+        """Handle a broken connection. Its other end may stay away for a while if it has said that it comes again. So
+        may a worker whose connection was ``reset``, by the network or by a kernel that gave it up, as long as its
+        supervisor is here or comes again soon: that one reports its end.
+        """
         if self._heard.get(line) is not control:
             return
+        its, said = self._board.lines.get(line), line in self._away
+        rank = -1 if its is None else its.rank
         del self._heard[line]
-        if line in self._away:
-            self._away.remove(line)
+        if said or (reset and its is not None and its.worker is not None):
+            self._away.discard(line)
             self._absences += 1
+            if not said:
+                self._reset[line] = rank
+                self._later(WATCHED_S, self._see_whether_watched, line)
             self._absent[line] = self._absences
             self._later(BACK_S, partial(self._see_whether_back, absence=self._absences), line)
         else:
+            self._take("closed", line)
+            for each in [each for each, its_rank in self._reset.items() if its_rank == rank]:
+                self._later(WATCHED_S, self._see_whether_watched, each)
+
+    def _see_whether_watched(self, line: int) -> None:
+        """Take a worker whose connection was reset for dead if nobody would report its end."""
+        if line in self._reset and not self._board.is_watched(line):
+            del self._reset[line]
             self._take("closed", line)
 
     def _see_whether_back(self, line: int, absence: int = 0) -> None:
         """Treat a connection as broken if its other end is not back. After another ``absence`` it may still come."""
         if self._absent.get(line, 0) == absence and line not in self._heard:
+            self._reset.pop(line, None)
             self._take("closed", line)
 
     def _begin_term(self, address: str) -> None:

@@ -192,6 +192,12 @@ class Switchboard:
         if self._former.get(who := (line.rank, line.hello.host, line.hello.pid)) == number:
             self._former[who] = None
 
+    def is_watched(self, number: int) -> bool:
+        """Return whether a connection is that of a worker whose supervisor is here, and would report its end."""
+        line = self.lines.get(number)
+        its = None if line is None or line.worker is None else self._workers.get(line.worker)
+        return line is not None and its == number and line.rank in self._supervisors
+
     def said(self, number: int, message: object, now: float, effects: Effects) -> None:
         """Handle a message from a connection; a message that another is to send changes nothing."""
         line = self.lines.get(number)

@@ -115,15 +115,24 @@ class LineEnd:
 
 class Tries:
     """The tries to connect again since ``began`` (s): at the same address, then there and ``elsewhere`` in turn.
-    ``silent``: nothing came from the host of that address.
+    ``silent``: nothing came from the host of that address. ``decides``: this end is a worker's, which by turning helps
+    to decide who coordinates.
     """
 
-    def __init__(self, began: float, timeout_s: float, elsewhere: bool, silent_s: float, silent: bool = False) -> None:
+    def __init__(
+        self,
+        began: float,
+        timeout_s: float,
+        elsewhere: bool,
+        silent_s: float,
+        silent: bool = False,
+        decides: bool = True,
+    ) -> None:
         self._alone_until, self._alone_s = (
             began + (HEALS_S if silent else AT_HOME_S),
             HEALING_TRY_S if silent else TRY_S,
         )
-        self.goes_elsewhere = False
+        self.goes_elsewhere, self._decides = False, decides
         self.until = began + timeout_s + (APART * silent_s if elsewhere else 0.0)  # others may come there later
 
     def next(self, now: float, elsewhere: bool) -> bool:
@@ -140,6 +149,7 @@ class Tries:
 
     def are_over(self, answer: object | None) -> bool:
         """Return whether a try that has come through, with an ``answer`` or without, is the last: it was refused, or
-        there is no way back, unless the standby itself sends this end back (core/coordinator/succession.py).
+        there is no way back for a worker, unless the standby itself sends it back (core/coordinator/succession.py).
         """
-        return not isinstance(answer, SentBack) and (answer is not None or self.goes_elsewhere)
+        no_way_back = self.goes_elsewhere and self._decides
+        return not isinstance(answer, SentBack) and (answer is not None or no_way_back)

@@ -13,7 +13,7 @@ from recycle_plugin.lab.simulator.message_delays import FAIR, Weather
 
 MILLISECOND = 1000
 HOSTS = ("coordinator's host", "candidate's host")  # lost whole
-TAKEOVERS = ("coordinator", "standby", "candidate", *HOSTS, "partition", "pause", "hold", "reset")
+TAKEOVERS = ("coordinator", "standby", "candidate", *HOSTS, "partition", "pause", "hold", "reset", "line")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Trouble:
       one; or their hosts are lost)
     * partition (the hosts of ``seats``, by default the coordinator's, are cut off from all others); pause (the
       coordinator's process is stopped); hold (what goes from the coordinator's host is held up; to it if ``percent`` is
-      0); reset (the connections of all that have turned to the standby on another host break, and both ends live)
+      0); reset (the connections of all that have turned to the standby on another host break, and both ends live);
+      line (the same for those of the workers of ``seats`` to the coordinator)
 
     ``point``: ``at_us`` after this step of a takeover is reached for the ``number``-th time.
     """

@@ -39,6 +39,8 @@ def with_a_takeover(seed: int) -> Scenario:
     for number in range(random.choice((1, 1, 1, 2, 2, 3))):
         troubles.append(_trouble(shape, random, at, number))
         at += random.choice((random.randrange(200), random.randrange(2_000), random.randrange(8_000))) * MILLISECOND
+    if seed % RARER == RARER - 2:
+        troubles += _resets(Random(f"resets in {seed}"), shape)
     return Scenario(
         shape,
         costs,
@@ -54,6 +56,16 @@ def with_a_takeover(seed: int) -> Scenario:
         rejoin=rejoin,
         takes_over=True,
     )
+
+
+def _resets(random: Random, shape: Topology) -> list[Trouble]:
+    """Draw resets of live workers' connections to the coordinator, at any time or during a takeover."""
+    found = []
+    for _ in range(random.choice((1, 2, 3))):
+        seats = tuple(random.sample(list(shape.seats), random.choice((1, 1, 2, len(list(shape.seats))))))
+        at, point = random.choice(((random.randrange(SETTLED_US, 6_000 * MILLISECOND), ""), (0, random.choice(POINTS))))
+        found.append(Trouble("line", at, seats, point=point))
+    return found
 
 
 def _rarer(random: Random, seed: int) -> Scenario:

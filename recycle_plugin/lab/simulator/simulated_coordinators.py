@@ -126,7 +126,7 @@ class SimulatedCoordinator(Exchange, Process):
         if isinstance(served, Follower):
             self.mirror.let_go(served)
         elif served is not None:
-            self._broken(served, side)
+            self._broken(served, side, side.reset)
 
     def _said(self, line: int, message: object) -> None:
         its = self._board.lines.get(line)

@@ -34,7 +34,7 @@ class Side:
     def __init__(self, hosts: Hosts, way: tuple, host: int) -> None:
         self._hosts, self.way, self.host = hosts, way, host
         self.other: Side
-        self.closed = False
+        self.closed = self.reset = False
         self.held: list[object] = []  # what waits, since the other's host can't reach this one
         self.hear: Callable[[Side, Any], None]
         self.breaks: Callable[[Side], None]
@@ -112,6 +112,14 @@ class Hosts:
         (self._blocked.add if held else self._blocked.discard)((way, host))
         self.flow()
 
+    @staticmethod
+    def reset(side: Side) -> None:
+        """Break a connection; both of its ends live, and find out at once."""
+        for each in (side, side.other):
+            if not each.closed:
+                each.closed = each.reset = True
+                each.breaks(each)
+
     def flow(self) -> None:
         """Let through what has waited, between hosts that reach each other again."""
         self._sides = [side for side in self._sides if not (side.closed and side.other.closed)]
@@ -160,7 +168,8 @@ class SimulatedEnd(LineEnd):
 
     def _begin_to_try(self, timeout_s: float) -> Tries:
         elsewhere = self._elsewhere(self.hello.role, self.address) is not None
-        return Tries(self._takeovers.now_s, timeout_s, elsewhere, self._term.silent_s, self._silent)
+        decides = self.hello.role == "worker"
+        return Tries(self._takeovers.now_s, timeout_s, elsewhere, self._term.silent_s, self._silent, decides)
 
     def _try(self) -> None:
         tries = self._tries
@@ -264,6 +273,11 @@ class SimulatedEnd(LineEnd):
             self._silent = silent
             self._tries = self._begin_to_try(RESUME_S)
             self._try()
+
+    def resets(self) -> None:
+        """Have its connection reset, if it has one."""
+        if self._side is not None and not self.dead:
+            self._takeovers.hosts.reset(self._side)
 
     def close(self) -> None:
         """Close it for good: its process has died."""

@@ -412,6 +412,9 @@ class Takeovers(Coordination):
             self.kill_process(struck)
         elif trouble.kind == "reset":
             self._apart |= set() if candidate is None else candidate.hangs_up()
+        elif trouble.kind == "line":
+            for seat in trouble.seats:
+                self.ends[WORKER, self.cluster.rank_of[seat]].resets()
         elif trouble.kind == "pause":
             leader.stopped_until = self.cluster.now + trouble.for_us
             self.cluster.later(trouble.for_us, leader.go_on)

@@ -91,13 +91,14 @@ class SocketControl(Framed):
 
     def resume(self, hello: Hello, timeout_s: float) -> Welcome | None:
         """Connect again to the same address or to the standby elsewhere; see Control.resume. Once the standby has heard
-        of this end, this end never returns to the first address (core/coordinator/succession.py).
+        of a worker, that never returns to the first address (core/coordinator/succession.py).
         """
         if self._way is None:
             return None
         self.close()
         home, silent, now = self._way, self.broken is not None and self.broken.silent, time.monotonic()
-        tries = Tries(now, timeout_s, self._there(hello) is not None, self._term.silent_s, silent)
+        elsewhere, decides = self._there(hello), hello.role == "worker"
+        tries = Tries(now, timeout_s, elsewhere is not None, self._term.silent_s, silent, decides)
         while (left_s := tries.until - (now := time.monotonic())) > 0:
             elsewhere = self._there(hello)  # the last term may have changed
             way = elsewhere if tries.next(now, elsewhere is not None) and elsewhere is not None else home
@@ -118,6 +119,7 @@ class SocketControl(Framed):
             fresh.close()
             if tries.are_over(welcome):
                 break
+            time.sleep(RETRY_S)
         return None
 
     def _stand(self, fresh: SocketControl, welcome: Welcome, way: ControlWay) -> None:

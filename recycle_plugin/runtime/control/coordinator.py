@@ -279,7 +279,7 @@ class Coordinator(Exchange):
             if hello.role == OPERATOR:
                 break  # an operator's requests come soon after each other
         self._complain_of(hello, control)
-        self._broken(line, control)
+        self._broken(line, control, control.broken is not None and control.broken.reset)
 
     def _complain_of(self, hello: Hello, control: InLoop) -> None:
         if hello.role == OPERATOR:

@@ -12,7 +12,7 @@ import select
 import threading
 import time
 from dataclasses import dataclass
-from errno import EHOSTDOWN, EHOSTUNREACH, ENETUNREACH
+from errno import ECONNABORTED, ECONNRESET, EHOSTDOWN, EHOSTUNREACH, ENETUNREACH
 from typing import Protocol
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
@@ -30,15 +30,21 @@ UNSENT = 4 * LIMIT  # bytes that may wait for an end that takes nothing
 @dataclass(frozen=True)
 class Disconnected:
     """Why a connection is broken. ``unreadable``: the bytes that came, if they were no message. ``silent``: nothing at
-    all came from the other end's host.
+    all came from the other end's host. ``reset``: the connection was reset, so the other end may live.
     """
 
     why: str
     unreadable: Unreadable | None = None
     silent: bool = False
+    reset: bool = False
 
     def __str__(self) -> str:
         return self.why
+
+
+def is_reset(error: OSError) -> bool:
+    """Return whether ``error`` says that a connection was reset, by the network or by a kernel that gave it up."""
+    return error.errno in (ECONNRESET, ECONNABORTED)
 
 
 def is_silence(error: OSError) -> bool:
@@ -145,6 +151,7 @@ class Framed(LineEnd):
 
     def _begin(self, seals: Seals | None) -> None:
         self._seals, self._unsent, self._mute = seals, bytearray(), False
+        self._reset = False  # whether sending has found the connection reset, which reading then does not
         self._frames = Frames(self._limit) if seals is None else Frames(self._limit, SEAL, seals.into.fits)
         self.datagrams = None if seals is None else SealedDatagrams(seals.datagrams)
         self.broken: Disconnected | None = None
@@ -255,10 +262,8 @@ class Framed(LineEnd):
                 if time.monotonic() >= deadline:
                     return self._overdue(timeout_s)
                 self._await(select.POLLOUT, deadline)
-            except (
-                OSError
-            ):  # what the other end has said before it went is still to be read, and then the reader finds the end
-                self._mute = True
+            except OSError as error:  # what came before is still to be read, and then the reader finds the end
+                self._mute, self._reset = True, is_reset(error)
                 self._unsent.clear()
                 self._shut()
         return not self._unsent or self.broken is not None
@@ -279,14 +284,14 @@ class Framed(LineEnd):
                 return False
             self._await(select.POLLIN, deadline)
         except OSError as error:
-            self._break(Disconnected(error.strerror or str(error), silent=is_silence(error)))
+            why = error.strerror or str(error)
+            self._break(Disconnected(why, silent=is_silence(error), reset=is_reset(error)))
         else:
             if data:
                 self._frames.feed(data)
             else:
-                self._break(
-                    Disconnected("the other end is gone" + ", in the middle of a message" * self._frames.broken_off)
-                )
+                why = "the other end is gone" + ", in the middle of a message" * self._frames.broken_off
+                self._break(Disconnected(why, reset=self._reset))
         return True
 
     def _break(self, why: Disconnected) -> None:
