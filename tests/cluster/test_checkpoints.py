@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, STEPS, assert_same_training, faults
+from tests.support.returns import HELD, LONG
 
 HALF = STEPS // 2
 
@@ -59,6 +60,25 @@ def test_a_job_goes_on_from_a_degraded_checkpoint(trained_by_plan):
         for result in (degraded, again)
         for record in result.records.values()
     )
+    for rank in again.records:
+        assert parameter_difference(again.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
+
+
+@pytest.mark.plain_too
+def test_a_job_goes_on_from_a_checkpoint_of_a_worker_that_has_come_back(by_plan, tmp_path):
+    """The worker of rank 0's seat, which writes part of the checkpoint; both jobs together are one training."""
+    whole = by_plan(f"steps={LONG + HALF}").ended_well()
+    first = by_plan(
+        f"steps={LONG}", "recycle.rejoin=always", faults("kill 0.0 before 0F0.1@5"), wait_at=HELD, save_at=[LONG]
+    )
+    first.hear("newcomer")
+    (tmp_path / "flags" / "go").touch()
+    saved = first.ended_well()
+    again = by_plan(f"steps={LONG + HALF}", load=True).ended_well()
+    (lost,), (back,) = saved.of("lost"), saved.of("rejoined")
+    assert lost["seat"] == back["seat"] == "0.0" and back["step"] < LONG
+    assert saved.losses + again.losses == pytest.approx(whole.losses, abs=LOSS_TOLERANCE)
+    assert again.records.keys() == whole.records.keys()
     for rank in again.records:
         assert parameter_difference(again.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
 

@@ -3,11 +3,12 @@
 RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to start from the
 last one, ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step
 ``load_step`` is loaded; ``evaluate_at`` a step, after which ``times`` (1) evaluations come; ``read_at`` a step after
-which stage 1 reads its parameters while stage 0 waits for the file ``flags``/seat; ``hold`` true: who has written a
-file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load; ``until`` a file:
-the job ends when it is there; ``full`` whose disk is full when (plans.fill_disk); ``catch`` true: a checkpoint that
-can't be written is not the job's end; ``half`` true, ``unscaled_as_scaled`` true: as the changes of these names
-(deepspeed_wrappers.py).  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+which stage 1 reads its parameters while stage 0 waits for the file ``flags``/seat; ``wait_at`` a step that nobody
+begins before the file ``flags``/go is there; ``hold`` true: who has written a file of the last save waits for it;
+``flip`` a seat where a bit turns round in each load; ``until`` a file: the job ends when it is there; ``full`` whose
+disk is full when (plans.fill_disk); ``catch`` true: a checkpoint that can't be written is not the job's end; ``half``
+true, ``unscaled_as_scaled`` true: as the changes of these names (deepspeed_wrappers.py). Each rank writes what it saw
+to run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations

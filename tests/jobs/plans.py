@@ -23,6 +23,8 @@ def follow(plan: dict) -> None:
         flip_loaded(plan["flip"])
     if "full" in plan:
         fill_disk(plan["full"])
+    if "wait_at" in plan:
+        gate(plan["flags"], before=f"0F0.0@{plan['wait_at']}", until="", by=["go"])
     if plan.get("hold"):
         hold_files(plan["flags"], plan["save_at"][-1])
 
