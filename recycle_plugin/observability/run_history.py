@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nan
@@ -300,7 +302,7 @@ class RunHistory:
         resumed = (event["committed"] for event in self.of("resume"))
         return max([self.last, *ends, *resumed])
 
-    @property
+    @cached_property
     def last(self) -> int:
         return max(self.commits, default=0)
 
@@ -308,7 +310,7 @@ class RunHistory:
     def last_before(self) -> int:
         return self.failures[0].step - 1 if self.failures else self.last
 
-    @property
+    @cached_property
     def before_s(self) -> float:
         """Median seconds of a step before the first failure, NaN if that came too soon."""
         last = self.last_before
@@ -345,14 +347,13 @@ class RunHistory:
         taken = {step: self.took[step] for step in without & self.took.keys()}
         return (median(taken.values()), max(taken)) if taken else (nan, 0)
 
-    @property
+    @cached_property
     def predicted(self) -> float | None:
         """The planner's throughput with the live workers as a share of all workers', None before they have a plan."""
         if self.unmanned:
             return 0.0
-        planned = max((number for number, event in enumerate(self.events) if event["event"] == "resume"), default=-1)
-        lost = max((number for number, event in enumerate(self.events) if event["event"] == "lost"), default=-1)
-        return self.events[planned]["throughput"] if planned > lost else None
+        last: dict = next((event for event in reversed(self.events) if event["event"] in ("resume", "lost")), {})
+        return last.get("throughput")
 
     @property
     def checkpoint(self) -> str | None:
@@ -482,15 +483,30 @@ def read_events(path: Path) -> list[dict]:
 def _parsed(lines: list[bytes], path: Path, before: int = 0) -> list[dict]:
     """Return the events of ``lines``, the first of which is line ``before + 1``. Raises ValueError for other lines."""
     events = []
-    for place, line in enumerate(lines, before + 1):
-        try:
-            event = json.loads(line.decode())
-            _ = event["event"], event["time"]
-        except (ValueError, TypeError, KeyError):
-            shown = line.decode(errors="replace")[:60].strip()
-            raise ValueError(f"{path}, line {place} is no event: {shown}") from None
-        events.append(event)
+    with _uncollected():
+        for place, line in enumerate(lines, before + 1):
+            try:
+                event = json.loads(line.decode())
+                _ = event["event"], event["time"]
+            except (ValueError, TypeError, KeyError):
+                shown = line.decode(errors="replace")[:60].strip()
+                raise ValueError(f"{path}, line {place} is no event: {shown}") from None
+            events.append(event)
     return events
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A context without cyclic garbage collection: all that is read stays, and a collector that passes it again and
+    again costs three times the reading.
+    """
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _first_commit(events: Iterable[dict], step: int) -> float | None:
