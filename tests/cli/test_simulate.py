@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+import recycle_plugin
 from recycle_plugin.cli import main
+
+DOCS = Path(recycle_plugin.__file__).parent / "docs"
 
 JOB = "simulate --pp 3 --dp 3 --micro-batches 4 --cap 2.0"
 SIZED = "simulate --pp 4 --preset gpt3_medium"
@@ -60,6 +65,14 @@ def test_a_kill_is_drawn_traced_and_accounted_for(capsys, tmp_path) -> None:
     assert found["losses"][0]["seats"] == ["1.2"] and sorted(found["commits"]) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize(
+    "fault", re.findall(r'`"(kill .*?)"`', (DOCS / "planning.md").read_text()), ids=lambda text: text.replace(" ", "-")
+)
+def test_each_fault_of_the_documents_strikes(capsys, fault: str) -> None:
+    assert main([*JOB.split(), "--costs", "F=20,I=20,W=20,step=5", "--fault", fault, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["losses"][0]["seats"] == ["1.2"]
+
+
 def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None:
     job = [*JOB.split(), "--costs", "F=20,I=20,W=20,step=5", "--fault", "kill 1.2 before 2I1.3@1", "--restart"]
     assert main([*job, "--json"]) == 0
@@ -82,7 +95,7 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
         ("--mtbf 10m --lost 1.2", "write losses into a trace"),
         ("--mtbf 10m --machine moon", "one of local, cluster, free"),
         ("--mtbf 10m --hours 0", "more than 0"),
-        ("--mtbf 1m --hours 5 --back never", "without a worker"),
+        ("--mtbf 1m --hours 5 --back never", "a replay from a log is not simulated"),
         ("--mtbf 10m --png x.png", "go with --fault"),
         ("--mtbf 10m --restart", "go with --fault"),
         ("--fault nonsense", "is no fault"),

@@ -28,6 +28,9 @@ With --fault the steps are played instruction by instruction and drawn; --png wr
 "kill 1.2 before 2I1.3@1": the worker of replica 1, stage 2 dies before the input gradient of replica 1's micro-batch 3
 in step 1; "kill 1.2 after 2STEP@1": after its optimizer's step.
 
+A lost worker comes back unless --back says otherwise.  The loss of a stage's last worker ends the simulation with one
+line, also if the job would have a log: replays are not simulated here (recycle campaign plays them).
+
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
 of ReCycle's evaluation (digitised).  If the trace does not name the lost workers, they are drawn at random (--seed).
 """

@@ -40,6 +40,9 @@ from recycle_plugin.lab.simulator.predict import predict
 # the most (stage, micro-batch) pairs of a step that is simulated; a larger step has its plan's time
 SIMULATED = 4_000
 STEPS = 4  # simulated per membership
+NO_REPLAY = (
+    "a replay from a log is not simulated here; recycle campaign plays replays, recycle doctor predicts their time"
+)
 PAYBACK_S = 1800.0  # within this time a moved stage has to pay for its copy
 
 
@@ -246,8 +249,7 @@ class SimulatedTrainer:
         after = before.without(*lost)
         if after.empty_stages():
             raise ValueError(
-                f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on "
-                "from the survivors"
+                f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: {NO_REPLAY}"
             )
         self._close(now)
         self.view, moves, copy = self._spread(after)
@@ -329,7 +331,8 @@ class SimulatedTrainer:
             left = self.view.without(*drawn)
             able = [seat for seat in sorted(left.live) if len(left.live_replicas(seat.stage)) > 1]
             if not able:
-                raise ValueError(f"a loss more than {len(self.view.lost) + len(drawn)} leaves a stage without a worker")
+                lost = len(self.view.lost) + len(drawn)
+                raise ValueError(f"a loss more than {lost} leaves a stage without a worker: {NO_REPLAY}")
             drawn.append(self._random.choice(able))
         return drawn
 
