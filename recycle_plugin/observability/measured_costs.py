@@ -22,9 +22,10 @@ def measured_costs(spans: Iterable[Span], stages: int, steps: range) -> CostMode
     """Return the costs of each of ``stages`` in microseconds, measured in ``steps``, which should be undisturbed.
 
     Returns None if a stage ran no forward or no backward there. The costs are medians over workers and micro-batches.
-    Of a gradient sum each step counts the shortest time, which begins when the last replica arrives. A backward that
-    was not split counts half as input and half as weight. Communication is not known, and counts 0. Takes time linear
-    in the spans.
+    Of a gradient sum each step counts the shortest time, which begins when the last replica arrives. If a stage split
+    no backward, it counts half as input and half as weight. If a whole backward took no longer than an I, the stage
+    splits none (runtime/stage/backward_choice.py): it counts as input, and the weights as nothing. Communication is not
+    known, and counts 0. Takes time linear in the spans.
     """
     of_steps = [span for span in spans if span.instruction.step in steps]
     took: dict[tuple[Op, int], list[int]] = defaultdict(list)
@@ -37,15 +38,23 @@ def measured_costs(spans: Iterable[Span], stages: int, steps: range) -> CostMode
     backward = [one or each for one, each in zip(whole, split[Op.I])]
     if not all(split[Op.F]) or not all(backward):
         return None
+    halves = [_halves(*each) for each in zip(split[Op.I], split[Op.W], whole)]
     return CostModel(
         tuple(split[Op.F]),
-        tuple(each or one // 2 for each, one in zip(split[Op.I], whole)),
-        tuple(each or one - one // 2 for each, one in zip(split[Op.W], whole)),
+        tuple(one for one, _ in halves),
+        tuple(one for _, one in halves),
         reduce=tuple(_of(took, Op.REDUCE, stage) for stage in range(stages)),
         step=tuple(_of(took, Op.STEP, stage) for stage in range(stages)),
         backward=tuple(whole) if all(whole) else (),
         tie=max(_of(took, Op.TIE, stage) for stage in range(stages)),
     )
+
+
+def _halves(split: int, weight: int, whole: int) -> tuple[int, int]:
+    """Return what a plan should count for I and for W, from what I, W and B took; 0: not run."""
+    if not split:
+        return whole // 2, whole - whole // 2
+    return (whole, 0) if 0 < whole <= split else (split, weight)
 
 
 def as_written(costs: CostModel) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -12,13 +13,17 @@ from recycle_plugin.observability.telemetry import LineFile, Say
 
 
 class TraceFile(Observer):
-    """A worker's trace ``<folder>/<seat>.txt``: instruction, start and end in µs since the epoch."""
+    """A worker's trace ``<folder>/<seat>.txt``: instruction, start and end in µs since the epoch. ``named``: gives a
+    span the name of what has run in it; None leaves it out.
+    """
 
-    def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
-        self._lines = LineFile(folder / f"{seat}.txt", say)
+    def __init__(self, folder: Path, seat: Seat, say: Say, named: Callable[[Span], Span | None] | None = None) -> None:
+        self._lines, self._named = LineFile(folder / f"{seat}.txt", say), named
 
     def ran(self, span: Span) -> None:
-        self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
+        found = span if self._named is None else self._named(span)
+        if found is not None:
+            self._lines.add(f"{found.instruction} {found.start_us} {found.end_us}")
 
     def close(self) -> None:
         self._lines.close()

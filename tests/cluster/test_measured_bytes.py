@@ -11,6 +11,8 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.observability import report
+from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.runtime.stage.backward_choice import WARM_UP
 
 TOKENS, WIDTH, FP32 = 32, 16, 4  # of tests/jobs/plain.py, whose micro-batch is one sample
 ONE = TOKENS * WIDTH * FP32  # bytes of what goes from layer to layer
@@ -41,6 +43,10 @@ def test_a_run_says_what_each_stage_holds_as_one_counts_by_hand(launch, tmp_path
     assert [row["sums"] for row in memory["stages"]] == [*WEIGHTS]
     assert [row["undo"] for row in memory["stages"]] == [3 * size + FP32 * n for size, n in zip(WEIGHTS, COUNTS)]
     assert [row["kept"] for row in memory["stages"]] == [2 * 4 * ONE] * 2  # an activation and a gradient of each batch
+    ran = {(span.instruction.step, str(span.instruction)[:2]) for span in read_traces(result.folder / "trace")}
+    halves, whole = {"0I", "0W", "1I", "1W"}, {"0B", "1B"}
+    both_ways = [{name for step, name in ran if step == at} & (halves | whole) for at in (WARM_UP + 1, WARM_UP + 2)]
+    assert both_ways == [halves, whole], "backwards are not chosen, measured or named"
 
 
 def doctor(capsys, tmp_path, costs):

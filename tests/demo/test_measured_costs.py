@@ -42,6 +42,19 @@ def test_a_backward_that_was_not_split_is_halved():
     assert [costs.of(op, 1) for op in (Op.F, Op.B)] == [20_001, 10_001]
 
 
+@pytest.mark.parametrize("whole_us", (9_000, 10_000, 10_001, 15_000))
+def test_a_stage_that_splits_nothing_since_that_takes_longer_has_nothing_to_defer(whole_us):
+    """Its first steps were run both ways, I in 10 ms and W in 5."""
+    both = [*spans()]
+    for span in spans():
+        one = span.instruction
+        if one.op is Op.I and one.stage == 1:
+            both.append(span._replace(instruction=replace(one, op=Op.B), end_us=span.start_us + whole_us))
+    costs = measured_costs(both, 2, range(2, 6))
+    assert costs is not None and (costs.input[0], costs.weight[0]) == (10_000, 5_000)
+    assert (costs.input[1], costs.weight[1]) == ((whole_us, 0) if whole_us <= 10_000 else (10_000, 5_000))
+
+
 @pytest.mark.parametrize("gone", ("1F", "1I"))
 def test_there_are_none_without_a_stages_forward_or_backward(gone):
     left = [span for span in spans() if not str(span.instruction).startswith(gone)]

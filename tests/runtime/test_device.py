@@ -25,6 +25,7 @@ from recycle_plugin.runtime.devices.host import CPU, LARGE, Cpu, There
 from recycle_plugin.runtime.devices.kinds import device_of, fetch
 from recycle_plugin.runtime.movers.batches import packed, unpacked
 from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.stage.backward_choice import SAMPLES, WARM_UP, BackwardChoice
 from recycle_plugin.runtime.stage.randomness import keyed, keyed_torch
 from recycle_plugin.runtime.state.stage_state import raw
 from recycle_plugin.runtime.worker.machine import TorchMachine
@@ -307,14 +308,19 @@ def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
     assert unpacked(Inbox(receiver).wait(drawn))[0].tolist() == [0, 1, 2]
 
 
-def test_a_step_is_begun_with_the_backwards_whose_halves_follow_each_other(coordinator):
-    session, told = coordinator.session(0), []
-    operations = TorchOperations(session, Computing(CPU), None, None, None)
-    operations.fuse = told.append
+def test_a_step_is_begun_with_a_choice_of_split_backwards_which_hears_of_times_while_it_measures(coordinator):
+    operations = TorchOperations(session := coordinator.session(0), Computing(CPU), None, None, None)
+    choice = operations.choice = BackwardChoice()
     machine = TorchMachine(session, Nothing(), operations, FaultScript((), Seat(0, 0)), *NO_STATE)
-    text = "1F0.0@1 1I0.0@1 1W0.0@1 1F0.1@1 1I0.1@1 1SG0.1>0.0@1 1W0.1@1 1I0.2@1 1W0.3@1 1REDUCE@1"
-    with machine.running(StepProgram(1, tuple(map(Instruction.parse, text.split())))):
-        assert told == [{MicroBatch(0, 0)}]
+    program = [Instruction.parse(f"1{op}0.{index}") for index in range(SAMPLES) for op in ("F", "I", "W")]
+    for step in range(1, WARM_UP + 4):
+        with machine.running(StepProgram(step, tuple(one.at(step) for one in program))):
+            assert choice.measuring == (WARM_UP < step <= WARM_UP + 2)
+            assert choice.whole(MicroBatch(1, 0)) == (step >= WARM_UP + 2)
+            for one in program:
+                if one.op is Op.I:
+                    choice.runs((step, one.works_on), choice.whole(MicroBatch(1, 0)))
+                machine.record(Span(Seat(0, 1), one.at(step), 0, 7))
 
 
 # --- an instruction is over when the device is done with it ---------------------------------------------

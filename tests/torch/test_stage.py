@@ -11,13 +11,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides, requires
-from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.stage.backward_choice import SAMPLES, WARM_UP, Key
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.masters import Masters
@@ -25,7 +28,7 @@ from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
-from recycle_plugin.runtime.stage.stage import Key, LoadedBatch, Stage
+from recycle_plugin.runtime.stage.stage import LoadedBatch, Stage
 from tests.support.differential.plugin import Alone
 from tests.support.late_device import Asked, LateDevice
 from tests.support.stored_stage import StoredStage
@@ -224,13 +227,20 @@ def test_a_pending_weight_gradient_waits_while_its_micro_batch_is_run_once_more(
     assert runner.held() == {Datum("wgrad", runner.number, FIRST, STEP)}
 
 
+def choose_whole(runner: Runner, *micro_batches: MicroBatch) -> None:
+    """Begin a program of a recovery in which the W of these follow their I."""
+    program = [Instruction(op, runner.number, one, STEP) for one in micro_batches for op in (Op.I, Op.W)]
+    if (choice := runner.stage.stage.choice) is not None:
+        choice.begin(StepProgram(STEP, tuple(program), resumed=True))
+
+
 @pytest.mark.parametrize("block", (None, 1))
 @pytest.mark.parametrize("reentrant", (None, False))
 @pytest.mark.parametrize("place", ("first", "only"))
 def test_halves_that_follow_each_other_are_one_but_in_the_first_backward_and_in_exact_mode(place, reentrant, block):
     """The first backward shows how much a W holds. The sums have the same bits, where they are not of blocks."""
     apart, fused = Runner(place, True, reentrant, block), Runner(place, True, reentrant, block)
-    fused.stage.stage.fuse(frozenset({FIRST, SECOND}))
+    choose_whole(fused, FIRST, SECOND)
     for one in (FIRST, SECOND):
         whole = one is SECOND and block is None
         for runner in (apart, fused):
@@ -247,11 +257,38 @@ def test_halves_that_follow_each_other_are_one_but_in_the_first_backward_and_in_
     assert same(fused.gradients(), apart.gradients())
 
 
+@pytest.mark.parametrize("bf16", (False, True))
+@pytest.mark.parametrize("place", ("first", "only"))
+def test_which_way_was_shorter_changes_no_bit_and_one_way_holds_for_a_program(place, bf16):
+    """Each I adds before the next, whole or not, as each W does."""
+    batch = [MicroBatch(0, index) for index in range(SAMPLES)]
+    trained = []
+    for whole_us in (1, 3):
+        runner, ways = Runner(place, bf16=bf16), []
+        choice = runner.stage.stage.choice
+        for step in range(STEP, STEP + WARM_UP + 4):
+            make = lambda op, one: runner.instruction(op, one, step)
+            text = [make(op, one) for op in (Op.F, Op.I, Op.W) for one in batch]
+            choice.begin(StepProgram(step, tuple(text)))
+            for one in text:
+                runner.run(one.op, one.works_on, step)
+                whole = one.op is Op.I and runner.stage.store[Datum("inner", one.stage, one.works_on, step)].pending
+                if one.op is Op.I:
+                    ways.append(whole is None)
+                if choice.measuring:
+                    choice.ran(Span(Seat(0, 0), one, 0, whole_us if one.op is Op.I and ways[-1] else 2))
+        trained.append(runner.gradients())
+        ways = [ways[SAMPLES * step : SAMPLES * (step + 1)] for step in range(WARM_UP + 4)]
+        expected = [*[False] * WARM_UP, False, True, *[whole_us == 1] * 2]
+        assert ways == [[way] * SAMPLES for way in expected]
+    assert same(*trained) and all(gradient is not None for gradient in trained[0])
+
+
 def test_a_backward_is_made_as_its_forward_was_whatever_program_follows():
     calm, runner = Runner("first"), Runner("first")
     for one in (calm, runner):
         one.run(Op.F), one.run(Op.I), one.run(Op.W), one.run(Op.F, SECOND)
-    runner.stage.stage.fuse(frozenset({SECOND}))  # of the recovery from a failure
+    choose_whole(runner, SECOND)  # in the recovery from a failure
     runner.run(Op.I, SECOND), calm.run(Op.I, SECOND)
     assert same(runner.gradients(), calm.gradients())
     runner.run(Op.W, SECOND), calm.run(Op.W, SECOND)

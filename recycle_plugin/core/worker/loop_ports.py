@@ -54,6 +54,12 @@ class StepProgram:
             [w.works_on for i, w in pairs if w.op is Op.W and i.op is Op.I and i.micro_batch == w.micro_batch]
         )
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether this is a whole step's program, and its W come in the order of its I."""
+        inputs, weights = ([one.micro_batch for one in self.instructions if one.op is op] for op in (Op.I, Op.W))
+        return not self.resumed and inputs == weights
+
 
 class Planner(Protocol):
     """The planner as the training loop needs it; the same arguments give the same result on every worker."""

@@ -32,8 +32,8 @@ a split. A layer is fused from then on in three cases:
   halves at once;
 * its parameters have hooks, which must see the gradient when, and as often as, in stock.
 
-Layers that are not converted stay fused inside I: correct, but with less to overlap. So is a micro-batch whose W comes
-right after its I (runtime/stage/stage.py): its forward runs outside of :meth:`DeferredWeights.forward`.
+Layers that are not converted stay fused inside I: correct, but with less to overlap. So is a micro-batch whose halves
+would gain nothing (runtime/stage/backward_choice.py): its forward runs outside of :meth:`DeferredWeights.forward`.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class PendingWeights:
         """Record the weight half of one use of a layer. Called by its node, in the order of the backward."""
         task, versions = torch._C._current_graph_task_id(), [one._version for one in saved]
         self._work.append(_Work(graph, saved, gradient, task, versions, gradient._version))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether I has made gradients of parameters whose layers are split."""
+        return bool(self._made)
 
     def join(self, parameter: Tensor, gradient: Tensor) -> None:
         """Record a ``gradient`` of ``parameter`` that I has made outside its layer; W adds it to its own."""

@@ -28,6 +28,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import COPY_S, Device, Tensors
+from recycle_plugin.runtime.stage.backward_choice import BackwardChoice, Key
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.boundary import (
     batch_part,
@@ -46,7 +47,6 @@ from recycle_plugin.runtime.stage.ports import StageModel, Told
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, Reuse, check_unchanged
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
 
-Key = tuple[int, MicroBatch]  # step, micro-batch
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -97,6 +97,7 @@ class Stage:
     * ``fused``: gets the names of layers whose backward is no longer split; ``warn``: gets warnings.
     * ``tried``: other workers have checked that its forward may be run again.
     * ``held``: the bytes that a micro-batch holds.
+    * ``choice``: which backwards are split; None: all or none.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class Stage:
         self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
         self.held = HeldBytes(model.module)
-        self._back_to_back: frozenset[MicroBatch] = frozenset()
+        # in exact mode a whole I would hold all gradients beside their sums
+        self.choice = BackwardChoice() if deferred is not None and blocks is None else None
         self.loss_scale = 1.0  # multiplies losses before the backward
         # what has been checked for changing no state: the forward, and the halves of a backward
         self._watched = {"forward"} if tried else set()
@@ -132,10 +134,6 @@ class Stage:
         if self._blocks is not None:
             assert blocks is not None, "exact mode has blocks"
             self._blocks.resize(blocks)
-
-    def fuse(self, back_to_back: frozenset[MicroBatch]) -> None:
-        """Split no backward of these micro-batches in forwards to come: apart, I and W only cost the host more."""
-        self._back_to_back = back_to_back
 
     # --- compute -----------------------------------------------------------------------------------
 
@@ -197,9 +195,8 @@ class Stage:
         """Return the object that splits a backward, or None. The first backward is always split, to measure the bytes
         for W, and in exact mode every one is.
         """
-        # where a fused I would hold all gradients beside their sums
-        fused = micro_batch in self._back_to_back and self._blocks is None and self.held.pending is not None
-        return None if fused else self._deferred
+        whole = self.choice is not None and self.held.pending is not None and self.choice.whole(micro_batch)
+        return None if whole else self._deferred
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times its scale, at least in fp32: in fp16 most scales would make it infinite."""
@@ -255,6 +252,8 @@ class Stage:
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
         """Compute the input's gradient; the weights' work waits for :meth:`backward_weight`."""
+        if self.choice is not None:
+            self.choice.runs(key, stash.deferred is None)
         early = empty(self._made) if self._blocks is not None else None
         aside = NOTHING if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, _hold(stash) as pending:
@@ -262,6 +261,8 @@ class Stage:
         self._collect()
         if self.held.pending is None:
             self.held.left(pending, early)
+        if self.choice is not None and pending is not None and pending.mixed:
+            self.choice.keep_apart()
         return made, Inner(pending, early)
 
     @contextmanager

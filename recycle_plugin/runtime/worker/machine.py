@@ -232,7 +232,8 @@ class TorchMachine:
         """A context for a step's program: a membership change interrupts it, and is not handled in a collective."""
         between, self._session.hooks.between_steps = self._session.hooks.between_steps, None
         self.control_view.begun = max(self.control_view.begun, program.step)
-        self.operations.fuse(program.back_to_back)
+        if (choice := self.operations.choice) is not None:
+            choice.begin(program)
         try:
             yield program.instructions
             self.reach(f"step.end@{program.step}")
@@ -268,7 +269,11 @@ class TorchMachine:
     def record(self, span: Span) -> Iterable[Span]:
         """Record an instruction's time span on the host. Returns spans that are over on the device, in its time."""
         self._session.heartbeats.done += 1
-        return self.operations.timeline.spans(span)
+        over, choice = self.operations.timeline.spans(span), self.operations.choice
+        if choice is not None and choice.measuring:
+            for each in over:
+                choice.ran(each)
+        return over
 
     def number(self, loss: Told) -> Loss:
         """Return a loss in Python's numbers."""

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
-from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.movers.batches import unpacked
+from recycle_plugin.runtime.stage.backward_choice import BackwardChoice
 from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.stage import Stage
@@ -30,7 +31,7 @@ class TorchOperations:
 
     ``timeline``: what the device has run, and when. ``agree(instruction)`` returns when all workers of the seat have
     the sum, before it replaces the contributions. ``source`` returns data by step and micro-batch. ``applied(step)`` is
-    called after each step. ``fuse(micro_batches)``: I is to compute all gradients of these.
+    called after each step. ``choice``: which backwards of the stage are split, if that is a choice.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class TorchOperations:
         self._view, self._stage, self.stepping = session.view, stage, stepping
         self._source, self._applied = source, applied
         self.agree: Callable[[Instruction], object] = bool
-        self.fuse: Callable[[frozenset[MicroBatch]], object] = bool
+        self.choice: BackwardChoice | None = None
         self.timeline = Timeline(stage.device, lambda: session.waiting.timeout_s)
         self._table: Mapping[Op, Operation] = {
             Op.LOAD: self._load,

@@ -88,14 +88,14 @@ class Parts:
         self.hash = BackgroundHash(self.state, self._tell_hash)
         self.stepping = self._make_stepping(blocks, scale)
         self.operations = TorchOperations(session, self.stage, self.stepping, self.feed.batch, self._applied)
-        if isinstance(self.stage, Stage) and not settings.trace:  # costs are measured from traces, of I and of W
-            self.operations.fuse = self.stage.fuse
+        choice = self.operations.choice = self.stage.choice if isinstance(self.stage, Stage) else None
         check_heeded(settings.secret_file, settings.tls, os.environ)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self.log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
         first = framework.shard == 0  # this worker does what one worker does for its seat
+        named = None if choice is None else choice.named
         self.trace = (
-            TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace * first else None
+            TraceFile(Path(self.run_dir) / "trace", self.seat, session.note, named) if settings.trace * first else None
         )
         self.on_join = OnJoin()
         self.world = self._make_world(first)

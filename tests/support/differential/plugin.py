@@ -16,8 +16,10 @@ from torch import Tensor
 from recycle_plugin.adapters.deepspeed.model import keyed_forward
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.boundary import Tensors
@@ -103,7 +105,9 @@ class Plugin:
             seat.module.train()
             seat.order, seat.waiting = [], []
             seat.at_once = frozenset(self._at_once.sample(BATCH, len(BATCH) // 2))
-            seat.stage.stage.fuse(seat.at_once)
+            if (choice := seat.stage.stage.choice) is not None:
+                halves = [Instruction(op, seat.number, one, step) for one in seat.at_once for op in (Op.I, Op.W)]
+                choice.begin(StepProgram(step, tuple(halves), resumed=True))  # resumed: nothing is measured
         self._by, self._done = self._takers(), {}
         moves = list(self._moves())
         strikes = self._draw.randrange(len(moves)) if self.course.dies and step == self.course.steps else None
