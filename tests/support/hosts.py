@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ NAMES = ("alpha", "beta")
 MORE = (*NAMES, "gamma", "delta", "epsilon")
 NOBODYS = "02:00:00:00:00:fe"  # no host has this hardware address
 ESTABLISHED = "01"  # in /proc/net/tcp
+RELAY, BESIDE = "relay", "beside"  # a lossy line's second end, and what joins that to the switch
 HOLDS = "hostname {} && ip link set lo up && echo ready && exec cat"  # until its input ends
 
 
@@ -133,6 +135,27 @@ class Hosts:
         for each in self.names:
             if each in self._holders:
                 self._enter(each, "ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
+
+    @contextmanager
+    def lossy(self, name: str, loss: float, delay_s: float, seed: int) -> Iterator[None]:
+        """Have the host's line lose this share of all frames, each way, and delay the others, inside this context."""
+        self._on("switch", "add", RELAY, "type", "veth", "peer", "name", BESIDE)
+        for device in (RELAY, BESIDE):
+            self._on("switch", "set", device, "promisc", "on", "up")
+        self._on("switch", "set", name, "promisc", "on", "nomaster")
+        self._on("switch", "set", BESIDE, "master", "bridge")
+        of_relay = ["-m", "tests.support.lossy", name, RELAY, str(loss), str(delay_s), str(seed)]
+        command = [*self.entering("switch"), sys.executable, *of_relay]
+        with subprocess.Popen(
+            command, cwd=Path(__file__).resolve().parents[2], stdout=subprocess.PIPE, text=True
+        ) as relay:
+            try:
+                assert relay.stdout.readline() == "ready\n"
+                yield
+            finally:
+                relay.kill()
+                self._on("switch", "del", RELAY)
+                self._on("switch", "set", name, "master", "bridge")
 
     def _on(self, name: str, *link: str) -> None:
         self._enter(name, "ip", "link", *link)
