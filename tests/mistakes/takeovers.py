@@ -16,6 +16,7 @@ from recycle_plugin.core.coordinator.succession import Electorate
 from recycle_plugin.core.messages.kept import Kept
 from recycle_plugin.core.messages.line_end import LineEnd, Tries
 from recycle_plugin.core.messages.mirroring import Turns
+from recycle_plugin.core.vocabulary.roster import Roster
 from tests.mistakes import Mistakes, changed
 
 TAKEOVERS = Mistakes()
@@ -129,3 +130,8 @@ def stuck(monkeypatch) -> None:
 instead("most of the others are given up for their silence at once", stalls, "_unless_deaf", seen=1025)(
     lambda state, suspicions: suspicions
 )
+
+
+@around("the ends of the pipeline do not hear where the other end is", Roster, "beside", seen=38)
+def other_end(self, before, stage, shard):
+    return tuple(member for member in before(self, stage, shard) if abs(member.seat.stage - stage) <= 1)

@@ -18,6 +18,7 @@ from recycle_plugin.core.messages.contributions import EACH, LOSS, MEAN
 from recycle_plugin.core.messages.encoding import HEAD, decode, encode
 from recycle_plugin.core.messages.from_coordinator import (
     Collected,
+    FirstGeneration,
     Generation,
     GenerationChange,
     Restart,
@@ -168,7 +169,7 @@ def test_these_jobs_have_what_there_is_in_a_job():
         seen |= {type(each).__name__ for line in played.heard.values() for each in line}
     assert {
         "Committed",
-        "Generation",
+        "FirstGeneration",
         "GenerationChange",
         "Resume",
         "Restart",
@@ -341,14 +342,15 @@ def test_who_has_heard_of_the_last_generation_hears_what_has_changed_alone():
     played.report()
     played.take("tick")
     line = played.lines["worker", 0]
-    whole, change = (each for each in played.heard[line] if isinstance(each, Generation | GenerationChange))
+    _, change = (each for each in played.heard[line] if isinstance(each, FirstGeneration | GenerationChange))
+    whole = played.generations(line)[0]
     assert len(whole.members) == RANKS and (change.since, change.gone, change.come) == (0, (WorkerId(3),), ())
     assert played.generations(line)[-1] == Generation(1, whole.members[:3], 0, change.cause, change.at)
     again = played.comes("worker", 3, 1)
     played.says("worker", 3, Ready(replace(member(3), incarnation=1), 0, job(rejoin="always")))
     played.exits("worker", 1)
     played.goes("worker", 1)
-    assert [each.number for each in played.heard[again] if isinstance(each, Generation)] == [2]
+    assert [each.number for each in played.heard[again] if isinstance(each, FirstGeneration)] == [2]
     last = [each for each in played.heard[line] if isinstance(each, GenerationChange)][-1]
     assert (last.number, last.since, last.gone) == (2, 1, (WorkerId(1),))
 

@@ -55,13 +55,15 @@ from recycle_plugin.core.messages.from_workers import (
     Terminate,
     Vanishing,
 )
+from recycle_plugin.core.messages.generation_forms import GenerationForEach
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.kept import BEATS, EVERY, UNCOUNTED
 from recycle_plugin.core.messages.mirroring import Got, Knows, StandsBy, Taken
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import DYING, named
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import spread
-from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 LAST_WORDS_S = 0.2  # how long a dead worker's last messages may be under way
 EXIT_S = 2.0  # how long a supervisor may take to report its worker's end before training has started
@@ -105,6 +107,7 @@ class Switchboard:
         self._deadlines = Deadlines()
         self._watched = -1
         self._generation: Generation | None = None  # the last that was sent
+        self._hosts: dict[str, int] = {}  # the number by which workers hear of each
         self._due: list[tuple[float, str, WorkerId]] = []
 
     @property
@@ -489,16 +492,31 @@ class Switchboard:
             self.over, effects.over = message, True
 
     def _send_generation(self, whom: Whom, generation: Generation, effects: Effects) -> None:
-        """Send the changes since the last generation to connections that have it, else all members."""
+        """Send the changes since the last generation to connections that have it. To others, send the names of all
+        members and the addresses of those near.
+        """
         before, self._generation = self._generation, generation
-        frames: dict[bool, bytes] = {}
+        for member in generation.members:
+            self._hosts.setdefault(member.host, len(self._hosts))
+        told, roster = GenerationForEach(generation, self._hosts), generation.roster
+        change = b""
         for number in self._lines_of(whom):
             line = self.lines[number]
-            knows = before is not None and line.generation == before.number
-            if knows not in frames:
-                frames[knows] = encode(generation.changed(before) if before is not None and knows else generation)
+            if before is not None and line.generation == before.number:
+                change = frame = change or encode(told.changed(before))
+            else:
+                frame = encode(told.first(*self._place_of(line, roster)))
             line.generation = generation.number
-            self._put(number, generation, effects, frames[knows])
+            self._put(number, generation, effects, frame)
+
+    def _place_of(self, line: Line, roster: Roster) -> tuple[Seat, int | None]:
+        """Return the seat of the worker at ``line``, and its shard: None if it is no member of ``roster``."""
+        assert line.worker is not None, "workers alone hear of generations"
+        if (member := roster.member(line.worker)) is not None:
+            return member.seat, member.shard
+        seat = self.membership.state.attendance.seat_of(line.worker.rank)
+        assert seat is not None, "every rank has a seat since the first generation"
+        return seat, None
 
     def _lines_of(self, whom: Whom) -> Iterable[int]:
         if whom == SUPERVISORS:

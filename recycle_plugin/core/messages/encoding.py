@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.cut_text import shown
 MAGIC = b"RP"
 HEAD = Struct(">2sII")
 LIMIT = 1 << 24  # bytes of a body as it is sent
-LONG = 1 << 11  # bytes of a body that is worth packing
+LONG = 1 << 9  # bytes of a body that is worth packing
 UNPACKED = 1 << 28  # bytes that a body may unpack to
 PACKED = b"x"  # how a packed body begins, and no other does
 MOST = 1 << 20  # entries of one list or dict: msgpack makes room for them before they are there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from recycle_plugin.core.messages.from_workers import LogFolder
 from recycle_plugin.core.messages.said import OfWorker
@@ -160,6 +160,54 @@ class GenerationChange:
         stay = [member for member in before.members if member.worker not in gone]
         members = tuple(sorted((*stay, *self.come), key=lambda member: member.worker))
         return Generation(self.number, members, self.from_step, self.cause, self.at, self.slowness)
+
+
+class Run(NamedTuple):
+    """``length`` numbers, each larger by ``by`` than the one before."""
+
+    by: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FirstGeneration:
+    """A :class:`Generation`, over a connection whose other end has heard of none (core/messages/generation_forms.py):
+    the frame of :class:`Everyone`, and those of :class:`WhereNear`.
+    """
+
+    number: int
+    from_step: int
+    cause: str
+    at: Finite
+    slowness: tuple[tuple[Seat, int], ...]
+    everyone: bytes
+    near: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """Part of a FirstGeneration: all members but their addresses, sorted by rank. ``hosts``: the number of each one's
+    host.
+    """
+
+    PACKS: ClassVar[bool] = True
+
+    ranks: tuple[Run, ...]
+    replicas: tuple[Run, ...]
+    stages: tuple[Run, ...]
+    hosts: tuple[Run, ...]
+    incarnations: tuple[Run, ...]
+    shards: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class WhereNear:
+    """Part of a FirstGeneration: the ``addresses`` of the members with these ``ranks``."""
+
+    PACKS: ClassVar[bool] = True
+
+    ranks: tuple[Run, ...]
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)

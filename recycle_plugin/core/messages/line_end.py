@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.messages.from_coordinator import Generation, GenerationChange, Welcome
+from recycle_plugin.core.messages.from_coordinator import FirstGeneration, Generation, GenerationChange, Welcome
 from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.core.messages.generation_forms import whole
 from recycle_plugin.core.messages.kept import UNCOUNTED, Heard, Kept
 from recycle_plugin.core.messages.mirroring import Got, Knows, SentBack, StandsBy, Turns
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
@@ -58,9 +59,11 @@ class LineEnd:
         self._kept.got(count)
 
     def _whole(self, message: object) -> object:
-        """Return ``message`` in its whole form: of a generation only the changes are sent. An Unreadable if the changes
-        are to another generation than the last received.
+        """Return ``message`` in its whole form: of a generation only the changes are sent, and of the first one the part
+        that this end needs. An Unreadable if the changes are to another generation than the last received.
         """
+        if isinstance(message, FirstGeneration):
+            message = whole(message)
         if isinstance(message, GenerationChange):
             message = message.behind(self._generation)
         if isinstance(message, Generation):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from recycle_plugin.core.messages import from_coordinator, from_operators, from_workers, mirroring
 
-PARTS = (from_workers.LogFolder, from_coordinator.LogsAt, from_operators.Ask)
+PARTS = (from_workers.LogFolder, from_coordinator.LogsAt, from_coordinator.Run, from_operators.Ask)
 """Classes of these modules that are no messages, but parts or bases of some."""
 
 MESSAGES: tuple[type, ...] = tuple(

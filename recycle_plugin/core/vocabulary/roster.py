@@ -28,7 +28,10 @@ class WorkerId(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """A worker of a generation, with the address where its peers reach it. ``shard``: its place in the seat's group."""
+    """A worker of a generation. ``address``: where its peers reach it. ``host``: that host's name. ``shard``: its place
+    in the seat's group. In the roster that another worker is told, ``host`` is a number, and ``address`` is "" unless
+    the two are near each other (:meth:`Roster.beside`).
+    """
 
     rank: int
     seat: Seat
@@ -132,7 +135,7 @@ class Roster:
 
     @cached_property
     def _by_address(self) -> dict[str, Member]:
-        return {member.address: member for member in self.members}
+        return {member.address: member for member in self.members if member.address}
 
     @property
     def seats(self) -> KeysView[Seat]:
@@ -181,6 +184,14 @@ class Roster:
         holder = self.holder(seat, shard)
         assert holder is not None, f"nobody holds seat {seat}"
         return holder
+
+    def address(self, seat: Seat, shard: int = 0) -> str:
+        """Return where the holder of ``shard`` of ``seat`` is reached. Raises AssertionError if nobody holds it, or if
+        this is a worker's roster and the holder is not near it.
+        """
+        address = self.holding(seat, shard).address
+        assert address, f"seat {seat} is not near, so its address was not told"
+        return address
 
     @cached_property
     def counterparts(self) -> tuple[Group, ...]:
@@ -235,6 +246,19 @@ class Roster:
                 key=lambda member: member.rank,
             )
         )
+
+    def beside(self, stage: int, shard: int | None) -> Group:
+        """Return the members that hold ``shard`` (None: any) of ``stage`` or of a stage beside it, in the order of the
+        ranks. The first and the last stage count as beside each other: both draw batches, and either has those of the
+        other. With those of its own seat they are *near* a worker: it sends to nobody else, and hears nobody else.
+        Sorts them.
+        """
+        last = max(self.live_stages, default=0)
+        ends = (last,) * (stage == 0) + (0,) * (stage >= last)
+        stages = sorted({stage - 1, stage, stage + 1, *ends})
+        if shard is not None:
+            return self.stages(stages, shard)
+        return tuple(sorted((each for one in stages for each in self.stage(one)), key=lambda member: member.rank))
 
     def replica(self, replica: int) -> Group:
         """Return the members of ``replica``, in the order of the ranks."""

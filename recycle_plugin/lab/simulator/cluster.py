@@ -53,6 +53,7 @@ from recycle_plugin.lab.simulator.scenario import MILLISECOND, TAKEOVERS, Scenar
 from recycle_plugin.lab.simulator.script import Died, SimulatedScript
 from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
+from recycle_plugin.lab.simulator.simulated_spec import rank_at
 from recycle_plugin.lab.simulator.simulated_state import SimulatedLine
 from recycle_plugin.lab.simulator.simulated_sums import Sum
 from recycle_plugin.lab.simulator.simulated_worker import Holding, SimulatedMachine
@@ -312,7 +313,7 @@ class Cluster:
 
     def tell_worker(self, source: int, address: str, word: Any) -> None:
         """Send a message of a replay to the worker at ``address``, unless a trouble loses it."""
-        target = int(address.partition(".")[0])
+        target = rank_at(address)
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         lost = self.now < until and kind in ("drop", "swallow")
         if lost or (source in self.cut) != (target in self.cut) or target in self.deafened:

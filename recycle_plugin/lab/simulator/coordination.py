@@ -21,8 +21,9 @@ from recycle_plugin.core.coordinator.facts.output import (
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.words import Speakers
-from recycle_plugin.core.messages.from_coordinator import Fence, Restart
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Restart
 from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard
+from recycle_plugin.core.messages.generation_forms import GenerationForEach, whole
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
@@ -190,7 +191,8 @@ class Coordination:
                     else worker.control_view.worker == whom
                 )
                 if addressed and rank not in cluster.cut:
-                    cluster.travel((WORKER, "back", rank), partial(cluster.deliver, worker, message))
+                    told = _told(message, worker)
+                    cluster.travel((WORKER, "back", rank), partial(cluster.deliver, worker, told))
         cluster.watcher.committed(cluster)
         number = self.membership.regrouping
         if number is not None and number != self._watched:
@@ -208,3 +210,11 @@ class Coordination:
         if isinstance(message, Restart) and rank not in cluster.cut:
             wait = partial(cluster.later, int(message.after_s * 1e6), partial(cluster.restart, message))
             cluster.travel((SUPERVISOR, "back", rank), wait)
+
+
+def _told(message: object, worker: SimulatedMachine) -> object:
+    """Return ``message`` as ``worker`` hears it: of the members of a generation, where those near it are."""
+    if not isinstance(message, Generation):
+        return message
+    hosts = {member.host: number for number, member in enumerate(message.members)}
+    return whole(GenerationForEach(message, hosts).first(worker.seat, worker.held.shard))

@@ -6,12 +6,14 @@ of the end, all hear the same, whoever says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator.switchboard import Switchboard
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import Committed, Generation
 from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.core.vocabulary.roster import WorkerId
 
 if TYPE_CHECKING:
     from recycle_plugin.lab.simulator.simulated_lines import SimulatedEnd
@@ -23,7 +25,8 @@ class OneHistory:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._heard: dict[str, list[bytes]] = {}  # by connection
-        self._told: dict[int, Generation] = {}
+        self._told: dict[int, Generation] = {}  # without addresses
+        self._where: dict[WorkerId, str] = {}
         self._committed = 0
         self.board: Switchboard | None = None  # the present coordinator's state
 
@@ -35,12 +38,21 @@ class OneHistory:
         heard.append(frame)
         if isinstance(message, Committed):
             self._committed = max(self._committed, message.step)
-        if isinstance(whole, Generation) and self._told.setdefault(whole.number, whole) != whole:
-            self._say(f"{self._who(end)} hears of another generation {whole.number} than others")
+        if isinstance(whole, Generation):
+            self._compare_members(end, whole)
         if isinstance(whole, Unreadable):
             self._say(f"{self._who(end)} can't read {whole}")
         if self.board is not None:
             self._compare(end, self.board, len(heard) - 1)
+
+    def _compare_members(self, end: SimulatedEnd, whole: Generation) -> None:
+        """Check that all hear of the same members, and of one place for each, if they hear of its place."""
+        told = replace(whole, members=tuple(replace(member, address="") for member in whole.members))
+        if self._told.setdefault(whole.number, told) != told:
+            self._say(f"{self._who(end)} hears of another generation {whole.number} than others")
+        for member in whole.members:
+            if member.address and self._where.setdefault(member.worker, member.address) != member.address:
+                self._say(f"{self._who(end)} hears that {member} is at {member.address}, unlike others")
 
     def leads(self, board: Switchboard, ends: Mapping[tuple[str, int], SimulatedEnd]) -> None:
         """Check that the new coordinator, which knows what ``board`` does, knows all that was heard."""

@@ -58,6 +58,11 @@ def address(rank: int, incarnation: int) -> str:
     return f"{rank}" + f".{incarnation}" * (incarnation > 0)
 
 
+def rank_at(address: str) -> int:
+    """Return the rank of the process that is found at ``address``."""
+    return int(address.partition(".")[0])
+
+
 def ready(scenario: Scenario, rank: int, seat: Seat, shard: int, incarnation: int) -> Ready:
     """Return the message by which process ``incarnation`` of ``rank`` asks to take part, as ``shard`` of ``seat``."""
     host = f"host{rank}"

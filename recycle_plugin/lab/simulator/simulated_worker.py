@@ -238,8 +238,8 @@ class SimulatedMachine(SimulatedReplays):
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a value to the peer at ``target``."""
-        peer = self.control_view.roster.holding(target, self.held.shard)
-        self.cluster.send(self.rank, peer.rank, datum, value, valid_from)
+        address = self.control_view.roster.address(target, self.held.shard)
+        self.cluster.send(self.rank, simulated_spec.rank_at(address), datum, value, valid_from)
 
     def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Put a peer's value where :meth:`arrivals` finds it."""
@@ -258,7 +258,7 @@ class SimulatedMachine(SimulatedReplays):
             self.send(Missing(self.rank, self.control_view.number, "what peers send", str(self.seat)))
         coming = self.control_view.interruption()
         if coming is not None:
-            live = {member.rank for member in coming.roster}
+            live = set(map(simulated_spec.rank_at, coming.roster.addresses))
             self.cluster.hurry(self.rank, live)
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
@@ -267,7 +267,7 @@ class SimulatedMachine(SimulatedReplays):
 
     def listen_to(self, members: Iterable[str]) -> None:
         """Take from now on also what workers at these addresses send."""
-        self.unheard -= {int(address.partition(".")[0]) for address in members}
+        self.unheard -= set(map(simulated_spec.rank_at, members))
 
     def clock(self) -> float:
         """Return the virtual time in seconds."""

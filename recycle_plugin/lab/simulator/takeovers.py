@@ -17,8 +17,16 @@ from recycle_plugin.core.coordinator.lines import Effects
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.mirror import Known
 from recycle_plugin.core.coordinator.switchboard import News, Switchboard
-from recycle_plugin.core.messages.from_coordinator import Fence, ForkStandby, Generation, GenerationChange, Restart
+from recycle_plugin.core.messages.from_coordinator import (
+    Fence,
+    FirstGeneration,
+    ForkStandby,
+    Generation,
+    GenerationChange,
+    Restart,
+)
 from recycle_plugin.core.messages.from_workers import Exited, Hello, Post, ReadBoard
+from recycle_plugin.core.messages.generation_forms import whole
 from recycle_plugin.core.messages.kept import UNCOUNTED
 from recycle_plugin.core.vocabulary.deadlines import APART, TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -348,6 +356,8 @@ class Takeovers(Coordination):
         """Return the generation of which ``message`` says what has changed."""
         if isinstance(message, GenerationChange):
             message = message.behind(self._generations[message.since])
+        if isinstance(message, FirstGeneration):
+            message = whole(message)
         if isinstance(message, Generation):
             self._generations[message.number] = message
         return message

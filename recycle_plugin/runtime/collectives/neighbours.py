@@ -28,7 +28,8 @@ def wanted(roster: Roster) -> list[tuple[Member, Member]]:
         for replica in replicas:
             for one in hosts(replica, stage):
                 for other in hosts(replica, stage + 1):
-                    found |= {(one, other), (other, one)}
+                    if one.shard == other.shard:  # others send each other nothing
+                        found |= {(one, other), (other, one)}
     kept, ends = [], Counter[Member]()
     for pair in sorted(
         found, key=lambda pair: (pair[0].seat.replica != pair[1].seat.replica, pair[0].rank, pair[1].rank)

@@ -123,7 +123,7 @@ class TorchMachine:
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a datum, valid from generation ``valid_from``, to the worker at ``target``."""
-        address = self.control_view.roster.holding(target, self.control_view.shard).address
+        address = self.control_view.roster.address(target, self.control_view.shard)
         if datum.kind == "drawn":
             self._takers.add(address)
             value = There(value)  # packed batches are on the host (runtime/movers/batches.py)
