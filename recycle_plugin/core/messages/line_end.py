@@ -59,8 +59,8 @@ class LineEnd:
         self._kept.got(count)
 
     def _whole(self, message: object) -> object:
-        """Return ``message`` in its whole form: of a generation only the changes are sent, and of the first one the part
-        that this end needs. An Unreadable if the changes are to another generation than the last received.
+        """Return ``message`` in its whole form: of a generation only the changes are sent, and of the first one the
+        part that this end needs. An Unreadable if the changes are to another generation than the last received.
         """
         if isinstance(message, FirstGeneration):
             message = whole(message)
