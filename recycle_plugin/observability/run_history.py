@@ -257,7 +257,7 @@ class RunHistory:
             fault,
             step,
             struck_at,
-            lost["seen_at"],
+            max(struck_at, lost["seen_at"]),
             resumed["time"] if resumed else None,
             _first_commit(after, step) if resumed else None,
         )
@@ -278,7 +278,8 @@ class RunHistory:
         """
         for event in reversed(self.of("fault")):
             kind = event["fault"].partition(" ")[0]
-            near = 0 <= lost["seen_at"] - event["struck_at"] <= CLOCKS_S
+            # seen_at leaves out the time for which the coordinator's process was stopped
+            near = event["struck_at"] <= lost["time"] and lost["seen_at"] - event["struck_at"] <= CLOCKS_S
             fits = kind in KILLS and not (kind == "stop" and lost["how"] in UNCONFIRMED)
             if event["seat"] == lost["seat"] and near and fits:
                 try:

@@ -184,15 +184,17 @@ def machine() -> str:
 
 
 def digests(result: Result) -> dict[str, str]:
-    """Of each seat's instructions, in their order; where steps are rejected, of each instruction's last run: how far a
-    stage has got with the step after when it hears of the norm is a matter of milliseconds.
+    """Of each seat's instructions, in their order. Which backwards are split is measured, so B counts as I, and W not
+    at all. Where steps are rejected, of each instruction's last run: how far a stage has got with the step after when
+    it hears of the norm is a matter of milliseconds.
     """
     spans = read_traces(result.folder / "trace")
     done: dict[str, list[str]] = {}
     void = run_again(spans) if result.of("rejected") else {}
     for span in spans:
-        if span not in void:
-            done.setdefault(str(span.seat), []).append(str(span.instruction))
+        if span not in void and span.instruction.op is not Op.W:
+            one = span.instruction
+            done.setdefault(str(span.seat), []).append(str(replace(one, op=Op.I) if one.op is Op.B else one))
     return {
         seat: hashlib.sha256(" ".join(instructions).encode()).hexdigest()[:16]
         for seat, instructions in sorted(done.items())

@@ -27,6 +27,7 @@ from tests.support.jobs import (
     assert_same_training,
     faults,
     held,
+    in_halves,
 )
 
 PAIR = Shape(stages=1)
@@ -53,12 +54,7 @@ def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, tmp_path, sea
     result = run.finish()
     assert_same_training(result, reference(), left={seat})
     assert [event["ahead"] for event in result.of("resume")] == [0, 0] and not result.of("recovery_plan")
-    instructions = [
-        span.instruction
-        for span in read_traces(result.folder / "trace")
-        if span.instruction.micro_batch and not span.instruction.peer
-    ]
-    computed = [str(each) for each in instructions if each.op.value in "FIWB"]
+    computed = in_halves(read_traces(result.folder / "trace"))
     assert len(computed) == len(set(computed)) == STEPS * 4 * 2 * 3  # steps, micro-batches, stages, F I W
 
 

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS
-from recycle_plugin.runtime.log.reader import LogReader, runs
+from recycle_plugin.runtime.log.segment import files, head
 from tests.support.cluster import Result
 from tests.support.jobs import BOTH, LOG, PLAIN, WRAPPED, Shape, faults
 from tests.support.launching import Launch
+from tests.support.logs import WholeReader
 
 FOUR = Shape(1, 4, 4, layers=4)
 ONE = pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
@@ -24,10 +25,10 @@ def every(steps: int) -> dict[str, str]:
     return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps(wraps)}
 
 
-def logs(result: Result) -> LogReader:
+def logs(result: Result) -> WholeReader:
     folder = result.folder / "log"
-    (run_id,) = runs(folder)
-    return LogReader(folder, run_id)
+    (run_id,) = {head(path).stream.run_id for paths in files(folder).values() for path in paths.values()}
+    return WholeReader(folder, run_id)
 
 
 def in_logs(result: Result, after: int = 0) -> set[int]:

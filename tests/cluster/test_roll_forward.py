@@ -11,9 +11,9 @@ from collections import Counter
 
 import pytest
 
-from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.observability.trace import read_traces
-from tests.support.jobs import WRAPPED, Shape, assert_same_training, faults
+from tests.support.jobs import WRAPPED, Shape, assert_same_training, faults, in_halves
 
 THREE, FOUR = Shape(replicas=3), Shape(replicas=4)
 CLIPPED = "gradient_clipping=0.5"
@@ -49,8 +49,8 @@ def runs(result, seat: str, op: Op) -> int:
 
 def computed_twice(result, stage: int) -> set[str]:
     """Of the interrupted step, by anybody, the dead too."""
-    done = [span.instruction for span in read_traces(result.folder / "trace") if span.instruction.op in COMPUTE]
-    counts = Counter(str(one) for one in done if (one.stage, one.step) == (stage, STEP))
+    spans = [span for span in read_traces(result.folder / "trace") if span.instruction.step == STEP]
+    counts = Counter(in_halves(span for span in spans if span.instruction.stage == stage))
     assert len(counts) == 3 * 2 * len(result.pids) // 2, "F, I and W of two micro-batches of each replica"
     return {one for one, count in counts.items() if count > 1}
 

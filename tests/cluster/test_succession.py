@@ -35,6 +35,7 @@ from tests.support.launching import launching
 FOUR, FIVE = Shape(replicas=4, stages=1), Shape(replicas=5, stages=1)  # a worker on each host
 TWO_STAGES = Shape(replicas=2, stages=2)  # the first on alpha and beta, the second on gamma and delta
 DEADLINE = "recycle.heartbeat_timeout_s=3"
+LOSS, DELAY_S, LOSSY_S = 0.3, 0.2, 10.0
 CUTS = ("cut", "mute", "deaf")  # a host's line in both directions, or in one
 GOES_ON = "and more than half of the workers have turned to 10.77.0.2:"
 
@@ -397,3 +398,19 @@ def test_half_of_the_hosts_are_cut_off_from_the_coordinators_half(launch, refere
     assert_same_training(result, reference(shape=FOUR), {"2.0", "3.0"})
     assert all(run.others[name].wait(90) != 0 for name in ("gamma", "delta"))
     assert not result.of("coordinator")
+
+
+# --- packets that get lost ----------------------------------------------------------------------------
+
+
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.all_kills
+@pytest.mark.parametrize("name", ("alpha", "beta"), ids=("the coordinator's", "the standby's"))
+def test_a_lossy_line_costs_no_worker_of_another_host(name, launch, reference, four, tmp_path):
+    run = start(launch, tmp_path, "recycle.rejoin=never")
+    with four.lossy(name, LOSS, DELAY_S, seed=1):
+        time.sleep(LOSSY_S)  # how long it lasts
+    result = end(run, tmp_path)
+    lost = {each["seat"] for each in result.of("lost")}
+    assert lost <= {f"{four.names.index(name)}.0"}, result.output[-6000:]
+    assert_same_training(result, reference(shape=FOUR), lost)

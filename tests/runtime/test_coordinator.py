@@ -56,7 +56,7 @@ async def heard(kind: str, said: list) -> None:
 
 
 def warnings(said: list) -> list[str]:
-    return [event.text for event in said if event.kind == "warning" and "understood" in event.text]
+    return [event.text for event in said if event.kind == "warning" and "unreadable" in event.text]
 
 
 async def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
@@ -120,7 +120,7 @@ async def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_
     assert not {"lost", "terminate", "end"} & {event.kind for event in said}
 
 
-async def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
+async def test_what_is_unreadable_is_said_and_half_a_message_is_a_death():
     said = []
 
     async with four_workers(said) as (_, workers):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.coordinator import exchange, mirror
+from recycle_plugin.core.coordinator import exchange, mirror, switchboard
 from recycle_plugin.core.coordinator.state_dump import dump
 from recycle_plugin.core.coordinator.succession import Succession
 from recycle_plugin.core.coordinator.switchboard import Switchboard
@@ -549,8 +549,22 @@ async def test_whose_connection_is_reset_may_come_again_as_long_as_somebody_woul
             coordinator._see_whether_watched(line)
             assert line in coordinator._board.lines
             assert (await asyncio.to_thread(control.resume, hello, PATIENCE_S)).line == line
-        await resets(coordinator, control)
+        supervisor.close()
+
+
+@pytest.mark.parametrize("first", ("reset", "exited"))
+async def test_whose_connection_was_reset_by_its_death_is_lost_at_once(first, monkeypatch):
+    """A kernel resets the connection of a process that dies with unread data."""
+    monkeypatch.setattr(switchboard, "LAST_WORDS_S", 600.0)
+    async with one_worker() as (coordinator, control, _):
+        supervisor = await supervises(coordinator)
+        if first == "reset":
+            await resets(coordinator, control)
         supervisor.send(Exited(0, -9, 0.0))
+        if first == "exited":
+            while not coordinator._board._exits:
+                await asyncio.sleep(0.01)
+            await resets(coordinator, control)
         while not coordinator.membership.lost:
             await asyncio.sleep(0.01)
         supervisor.close()

@@ -52,7 +52,7 @@ def starting(server: ForkServer, folder: Path) -> Iterator[Start]:
             place = folder / f"run{len(runs)}"
             job = JOB | more | {"folder": str(place)}
             runs.append(here(server, place, ranks, script, [], RECYCLE_TEST_HUGGING_FACE=json.dumps(job)))
-            return finished(runs[-1], job["held"], ranks // job["replicas"])
+            return finished(runs[-1], job["held"], ranks // job["replicas"] if job["held"] else 0)
 
         yield start
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isnan
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.span import Span
 from tests.support.cluster import ROOT, Result, Run
 
 TRAIN = "scripts/train_gpt.py"
@@ -84,6 +86,14 @@ def held(folder: Path, step: int, until: str, first: str = "0F0.0") -> dict:
     made the file ``until`` in ``folder``.
     """
     return {"name": "gate", "folder": str(folder), "before": f"{first}@{step}", "until": "", "by": [until]}
+
+
+def in_halves(spans: Iterable[Span]) -> list[str]:
+    """The computations of a trace, in which a backward that was not split counts as its I and its W."""
+    found: list[str] = []
+    for one in (span.instruction for span in spans if span.instruction.op in COMPUTE):
+        found += map(str, (replace(one, op=Op.I), replace(one, op=Op.W)) if one.op is Op.B else (one,))
+    return found
 
 
 def after_step(run: Run, step: int) -> None:

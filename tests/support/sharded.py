@@ -68,7 +68,8 @@ def starting(server: ForkServer, folder: Path) -> Iterator[Start]:
             place = folder / f"run{len(runs)}"
             job = JOB | more | {"folder": str(place)}
             runs.append(here(server, place, ranks, SCRIPT, [], RECYCLE_TEST_SHARDED=json.dumps(job), **devices(job)))
-            return finished(runs[-1], job["held"], waits or ranks // job["replicas"])
+            newcomers = waits or (ranks // job["replicas"] if job["held"] else 0)
+            return finished(runs[-1], job["held"], newcomers)
 
         yield start
 

@@ -19,9 +19,10 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.mirror import Known, Mirror, Port
 from recycle_plugin.core.coordinator.switchboard import NEWS, WORKER, News, Switchboard
 from recycle_plugin.core.messages.from_coordinator import Refused
-from recycle_plugin.core.messages.from_workers import Hello, Ready
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.mirroring import Turns
+from recycle_plugin.core.vocabulary.roster import WorkerId
 
 TOKEN = 16  # bytes of the secret with which a connection's other end goes on
 WATCHED_S = 1.0  # how long a worker whose connection was reset may be without a supervisor
@@ -147,6 +148,8 @@ class Exchange:
         if isinstance(message, Ready) and not self.membership.started and not self._board.claimed:
             why = self._claimed(message.job, self._board.job_id)
             self._take("unclaimed" if why else "claimed", text=why or message.job.run_dir)
+        if isinstance(message, Exited):
+            self._close_reset(message.worker)
         self._take("said", line, message=message)
 
     def _broken(self, line: int, control: Port, reset: bool = False) -> None:
@@ -159,7 +162,7 @@ class Exchange:
         its, said = self._board.lines.get(line), line in self._away
         rank = -1 if its is None else its.rank
         del self._heard[line]
-        if said or (reset and its is not None and its.worker is not None):
+        if said or (reset and its is not None and self._board.may_live(its.worker)):
             self._away.discard(line)
             self._absences += 1
             if not said:
@@ -171,6 +174,13 @@ class Exchange:
             self._take("closed", line)
             for each in [each for each, its_rank in self._reset.items() if its_rank == rank]:
                 self._later(WATCHED_S, self._see_whether_watched, each)
+
+    def _close_reset(self, worker: WorkerId) -> None:
+        """Take the connections of ``worker`` that were reset for broken: its process has ended. A pass over them."""
+        its = [line for line in self._reset if (at := self._board.lines.get(line)) and at.worker == worker]
+        for line in its:
+            del self._reset[line]
+            self._take("closed", line)
 
     def _see_whether_watched(self, line: int) -> None:
         """Take a worker whose connection was reset for dead if nobody would report its end."""

@@ -195,6 +195,10 @@ class Switchboard:
         if self._former.get(who := (line.rank, line.hello.host, line.hello.pid)) == number:
             self._former[who] = None
 
+    def may_live(self, worker: WorkerId | None) -> bool:
+        """Return whether this is a worker, and its supervisor has not reported the end of its process."""
+        return worker is not None and worker not in self._exits
+
     def is_watched(self, number: int) -> bool:
         """Return whether a connection is that of a worker whose supervisor is here, and would report its end."""
         line = self.lines.get(number)
