@@ -295,6 +295,16 @@ def test_a_worker_that_was_not_answered_may_come_once_more():
     assert board.lines[other].worker != WorkerId(1) and again in board.lines
 
 
+def test_a_worker_that_was_not_answered_hears_that_the_job_has_ended_meanwhile():
+    board, effects = Switchboard(RANKS, "a job", 0.0), Effects()
+    hello = Hello(1, "worker", 7, "h")
+    board.opened(replace(hello, token="one"), "somebody", 0.0, effects)
+    board.fail("nobody needs it", 0.1, effects)
+    effects = Effects()
+    again = board.opened(replace(hello, token="two"), "somebody", 0.2, effects)
+    assert board.membership.ended in [decode(frame) for line, frame in effects.frames if line == again]
+
+
 def test_a_wait_in_the_store_goes_with_its_worker():
     """Who is lost hears no answer, though it may still be connected."""
     played = Played(0)

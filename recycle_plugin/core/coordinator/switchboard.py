@@ -289,7 +289,12 @@ class Switchboard:
             self.lines[number].worker, self._workers[claimed] = claimed, number
             self._hang_up(before, effects)  # its end is no news
             self._greet_at(number, effects)
-            return
+        else:
+            self._greet_first(number, claimed, hello, now, effects)
+        if self.membership.ended is not None:  # too late: the job has ended meanwhile
+            self._put(number, self.membership.ended, effects)
+
+    def _greet_first(self, number: int, claimed: WorkerId, hello: Hello, now: float, effects: Effects) -> None:
         worker = self.membership.identify(claimed)
         self.lines[number].worker = worker
         self._come.add(hello.rank)
@@ -306,8 +311,6 @@ class Switchboard:
                 )
             )
         self.act(turned_away, now, effects)
-        if self.membership.ended is not None:  # too late: the job has ended meanwhile
-            self._put(number, self.membership.ended, effects)
 
     def _unanswered(self, worker: WorkerId, hello: Hello) -> int | None:
         """Return an earlier connection of the same process that a dead coordinator left unanswered, or None."""

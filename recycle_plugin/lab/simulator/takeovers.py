@@ -423,8 +423,10 @@ class Takeovers(Coordination):
         elif trouble.kind == "reset":
             self._apart |= set() if candidate is None else candidate.hangs_up()
         elif trouble.kind == "line":
-            for seat in trouble.seats:
-                self.ends[WORKER, self.cluster.rank_of[seat]].resets()
+            ranks = {self.cluster.rank_of[seat] for seat in trouble.seats}
+            self._apart |= ranks if leader.stopped_until > self.cluster.now else set()  # nobody answers them
+            for rank in ranks:
+                self.ends[WORKER, rank].resets()
         elif trouble.kind == "pause":
             leader.stopped_until = self.cluster.now + trouble.for_us
             self.cluster.later(trouble.for_us, leader.go_on)
