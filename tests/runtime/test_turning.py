@@ -106,8 +106,9 @@ def test_who_stands_by_elsewhere_is_turned_to_once_nobody_answers_at_home(home, 
     assert elsewhere.hellos.get(timeout=PATIENCE_S).line == 4
 
 
-def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkeypatch):
-    """Though who was there dies, too: that it has come counted there."""
+@pytest.fixture
+def turned(home, listening, monkeypatch):
+    """(the address at home, who stands by elsewhere, what a role's resuming has there): nobody is at home any more."""
     monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
     coordinator, near = home
     elsewhere = listening("127.0.0.2", answers=False)
@@ -115,10 +116,22 @@ def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkey
     coordinator.hellos.get(timeout=PATIENCE_S)
     coordinator.gone()
     assert near.receive(PATIENCE_S) is None
-    resumed: queue.Queue[object] = queue.Queue()
-    threading.Thread(target=lambda: resumed.put(near.resume(HELLO, 5.0)), daemon=True).start()
-    elsewhere.hellos.get(timeout=PATIENCE_S)
-    with socket.create_server(coordinator.address) as again:
+
+    def resumes(role: str, timeout_s: float) -> queue.Queue[object]:
+        resumed: queue.Queue[object] = queue.Queue()
+        hello = replace(HELLO, role=role)
+        threading.Thread(target=lambda: resumed.put(near.resume(hello, timeout_s)), daemon=True).start()
+        elsewhere.hellos.get(timeout=PATIENCE_S)
+        return resumed
+
+    return coordinator.address, elsewhere, resumes
+
+
+def test_who_has_turned_to_another_host_never_comes_home(turned):
+    """Though who was there dies, too: that it has come counted there."""
+    home, elsewhere, resumes = turned
+    resumed = resumes("worker", 5.0)
+    with socket.create_server(home) as again:
         again.settimeout(0.5)
         elsewhere.gone()
         with pytest.raises(TimeoutError):
@@ -126,20 +139,11 @@ def test_who_has_turned_to_another_host_never_comes_home(home, listening, monkey
         assert resumed.get(timeout=PATIENCE_S) is None
 
 
-def test_a_supervisor_that_has_turned_comes_home_if_nobody_leads_there(home, listening, monkeypatch):
+def test_a_supervisor_that_has_turned_comes_home_if_nobody_leads_there(turned):
     """It decides nothing; without it, its worker would be ended, though the coordinator goes on."""
-    monkeypatch.setattr(line_end, "AT_HOME_S", 0.1)
-    coordinator, near = home
-    elsewhere = listening("127.0.0.2", answers=False)
-    learn(coordinator, near, StandsBy(3, *elsewhere.address, 0.1))
-    coordinator.hellos.get(timeout=PATIENCE_S)
-    coordinator.gone()
-    assert near.receive(PATIENCE_S) is None
-    resumed: queue.Queue[object] = queue.Queue()
-    supervisor = replace(HELLO, role="supervisor")
-    threading.Thread(target=lambda: resumed.put(near.resume(supervisor, PATIENCE_S)), daemon=True).start()
-    elsewhere.hellos.get(timeout=PATIENCE_S)
-    with socket.create_server(coordinator.address) as again:
+    home, elsewhere, resumes = turned
+    resumed = resumes("supervisor", PATIENCE_S)
+    with socket.create_server(home) as again:
         again.settimeout(PATIENCE_S)
         elsewhere.gone()
         end = SocketControl(answered(again.accept()[0], Port.CONTROL))

@@ -143,32 +143,11 @@ class ControlView:
         """Record one message of the coordinator, unless it is old: of a past membership, or heard before."""
         if self._is_old(message):
             return
-        if isinstance(message, Generation) and self.outside and self.worker not in message.roster.workers:
-            self.pending = self._next = None  # the others go on, and have not waited for this worker
-            self.called_off = self.called_off if message.from_step else message.number
-            self.others = message.roster
-            return
-        if isinstance(message, Generation):
-            member = self.worker in message.roster.workers
-            self.departed = not member and (self.departed or self.has_left(message))
-            self.heard_in = message if member else self.heard_in
-            if message.from_step or member:
-                self._leaves_at = 0 if member else message.from_step
         match message:
-            case Generation() if message.from_step and self._is_certain(self.pending):
-                self._next = message  # the pending one is adopted first: its Resume may have come with this
             case Generation():
-                self.pending, self._next, self._resume = message, None, None
-                if not message.from_step:
-                    self.interrupted_behind = self.committed
+                self._take_generation(message)
             case Resume():
-                self._resume = message
-                if message.rejected:
-                    self._collected = {
-                        key: values for key, values in self._collected.items() if key[0] <= message.committed + 1
-                    }
-                if message.batches is not None and (void := message.batches.void):
-                    self._collected = {key: values for key, values in self._collected.items() if key[0] < void}
+                self._take_resume(message)
             case Committed():
                 if self.outside:
                     return  # Recorded tells it of steps that it has no part in
@@ -212,6 +191,34 @@ class ControlView:
                 self.end = message
             case MayGo():
                 self.may_go = True
+
+    def _take_generation(self, message: Generation) -> None:
+        member = self.worker in message.roster.workers
+        if self.outside and not member:  # the others go on, and have not waited for this worker
+            self.pending = self._next = None
+            self.called_off = self.called_off if message.from_step else message.number
+            self.others = message.roster
+            return
+        self.departed = not member and (self.departed or self.has_left(message))
+        self.heard_in = message if member else self.heard_in
+        if message.from_step or member:
+            self._leaves_at = 0 if member else message.from_step
+        if message.from_step and self._is_certain(self.pending):
+            self._next = message  # the pending one is adopted first: its Resume may have come with this
+        else:
+            self.pending, self._next, self._resume = message, None, None
+            if not message.from_step:
+                self.interrupted_behind = self.committed
+
+    def _take_resume(self, message: Resume) -> None:
+        self._resume = message
+        if message.rejected:
+            self._forget_from(message.committed + 2)
+        if message.batches is not None and message.batches.void:
+            self._forget_from(message.batches.void)
+
+    def _forget_from(self, step: int) -> None:
+        self._collected = {key: values for key, values in self._collected.items() if key[0] < step}
 
     def _forget_before(self, step: int) -> None:
         self._collected = {key: values for key, values in self._collected.items() if key[0] >= step}
