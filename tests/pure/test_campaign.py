@@ -25,19 +25,18 @@ from recycle_plugin.lab.simulator.reference import Reference
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.mistakes import (  # noqa: F401  add their own
     MISTAKES,
-    believed_of_many,
     between,
     confused,
-    evaluations_bound_too_low,
     joining,
     pushing,
+    recovering,
     replay,
     shrinking,
     slow,
     suspicion,
     together,
-    void_is_not_heard_again,
 )
+from tests.mistakes.recovering import believed_of_many, evaluations_bound_too_low, void_is_not_heard_again
 
 CONFUSED_SEEDS = 8
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few

@@ -29,7 +29,7 @@ from recycle_plugin.core.vocabulary.losses import numbers
 from recycle_plugin.lab.simulator import campaign, seeded
 from recycle_plugin.lab.simulator.checkers import Watcher
 from recycle_plugin.lab.simulator.scenario import Scenario
-from tests.mistakes import MISTAKES
+from tests.mistakes.recovering import left_out
 
 COUNT = 2000
 FILE = Path(__file__).parent / "frozen" / "scenarios.jsonl.gz"
@@ -137,6 +137,6 @@ def test_frozen_jobs_end_as_they_did(request) -> None:
 
 def test_a_mistake_in_the_protocol_changes_a_digest(monkeypatch) -> None:
     records = frozen()[:40]
-    MISTAKES["a weight gradient is left out"](monkeypatch)
+    left_out(monkeypatch)
     with pytest.raises(AssertionError):
         assert all(digest(given) == then for given, then in records)
