@@ -51,7 +51,6 @@ from torch.utils import checkpoint
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.converters import CONVERTERS, Converter
-from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.inner_gradients import asked_for, engine_runs
 from recycle_plugin.runtime.stage.layer_graph import LayerGraph, run_engine
 
@@ -156,8 +155,9 @@ class _Deferral:
     def __init__(self) -> None:
         self.splits = False
         self.known: dict[int, nn.Parameter] = {}  # the layers' parameters by id, since hashing a tensor takes time
-        self.put_off: set[int] = set()  # of these, weights whose gradient was ever deferred
+        self.put_off: set[int] = set()  # of these, weights of calls that were ever split
         self.held: PendingWeights | None = None
+        self.aside: list[tuple[nn.Parameter, Tensor | None]] = []  # these weights' gradients before the running I
         self.unfit: set[nn.Parameter] = set()  # of layers used by the running forward in a way that cannot be split
         # an input that requires a gradient: keeps the node in the graph even if x is token ids
         self.anchor = torch.zeros((), requires_grad=True)
@@ -184,11 +184,25 @@ class _Deferral:
         graph, fits = LayerGraph(), False
         try:
             if fits := graph.run(function, x, self.known):
+                self.put_off_now(graph.parameters)
                 return _split(torch._C._functorch.unwrap_if_dead(x), self.anchor, graph, self)
             return None
         finally:
             if not fits:
                 self.unfit.update(one for one in module._parameters.values() if one is not None)
+
+    def put_off_now(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put the weights' gradients off from now on, also in a backward that runs, which recomputes their layer."""
+        new = [one for one in parameters if id(one) not in self.put_off]
+        self.put_off.update(map(id, new))
+        if self.held is not None:
+            self.set_aside(new)
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Empty the weights' gradients until the end of :meth:`DeferredWeights.hold`."""
+        for one in parameters:
+            self.aside.append((one, one.grad))
+            one.grad = None
 
     def __enter__(self) -> None:
         """Begin a context in which uses of the layers are split."""
@@ -209,7 +223,6 @@ class _Deferral:
                 "detach tensors kept from a forward, or set recycle.split_backward to false"
             )
         self.held.add(graph, saved, gradient)
-        self.put_off.update(map(id, graph.parameters))
 
     def differentiated_twice(self, graph: LayerGraph) -> None:
         """Handle a backward that must have a graph itself, which this node cannot give."""
@@ -317,7 +330,6 @@ class DeferredWeights:
         self._deferral.known = {
             id(parameter): parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)
         }
-        self._gradients = TorchGradients(self._deferral.known.values())
         self.converted = tuple(self._layers)
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
@@ -343,25 +355,23 @@ class DeferredWeights:
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
         """Return a context for the backward; it yields the collection that gets the deferred weight work."""
-        if self._deferral.held is not None:
+        deferral = self._deferral
+        if deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
-        self._deferral.held = pending = PendingWeights()
-        store = self._gradients
-        self._deferral.splits, before = True, store.swap([None] * len(store.parameters))
+        deferral.splits, deferral.held = True, (pending := PendingWeights())
+        deferral.set_aside([one for key, one in deferral.known.items() if key in deferral.put_off])
         try:
             with engine_runs(self._refuse):
                 yield pending
         finally:
-            self._deferral.splits, self._deferral.held = False, None
-            made = store.swap(before)
-        for parameter, gradient in zip(store.parameters, made):
-            if gradient is None:
-                continue
-            # W adds it in its turn, after other micro-batches' or this one's deferred part
-            if id(parameter) in self._deferral.put_off:
-                pending.join(parameter, gradient)
-            else:
-                torch.autograd.backward([parameter], [gradient])
+            deferral.splits, deferral.held = False, None
+            made = [(one, one.grad) for one, _ in deferral.aside]
+            for one, before in deferral.aside:
+                one.grad = before
+            deferral.aside.clear()
+        for one, gradient in made:
+            if gradient is not None:  # W adds it in its turn, after other micro-batches' or this one's deferred part
+                pending.join(one, gradient)
 
     def _refuse(self, inputs: tuple[Any, ...], accumulates: bool) -> None:
         if asked_for(inputs, self._deferral.known):

@@ -157,6 +157,10 @@ def cast(own: Any, hidden: Tensor) -> Tensor:
         return own.a(hidden).to(hidden.dtype)
 
 
+def weight_alone(own: Any, hidden: Tensor) -> Tensor:
+    return checkpoint(lambda x: torch.tanh(x) @ own.a.weight, hidden, use_reentrant=True)
+
+
 def on_host(own: Any, hidden: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return own.b(torch.tanh(own.a(hidden)))
@@ -186,6 +190,11 @@ simple(
 simple(
     "a layer inside and outside of a reentrant checkpoint",
     lambda own, h: own.a(checkpoint(own.a, leaf(h), use_reentrant=True)),
+    a=linear,
+)
+simple(
+    "a weight outside of its layer in two reentrant checkpoints",
+    lambda own, h: weight_alone(own, weight_alone(own, leaf(h))),
     a=linear,
 )
 simple(
