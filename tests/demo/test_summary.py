@@ -310,6 +310,22 @@ def test_only_a_fault_that_explains_a_loss_is_its_cause(folder, fields, was_it):
     assert (failure.fault is not None) == was_it and (failure.struck_at < failure.seen_at) == was_it
 
 
+@pytest.mark.parametrize("struck_at, was_it", [(102.75, True), (203.0, False)], ids=("meanwhile", "after the loss"))
+def test_a_coordinator_that_stood_still_says_that_it_saw_a_loss_before_the_fault(folder, struck_at, was_it):
+    """It stood still from 102.7 on for 100 s, which its own clock leaves out."""
+
+    def stood_still(events: list[dict]) -> list[dict]:
+        said = {"fault": {"struck_at": struck_at}, "lost": {"seen_at": 102.7}}
+        return [
+            {**event, "time": event["time"] + 100, **said.get(event["event"], {})} if event["time"] >= 102.8 else event
+            for event in events
+        ]
+
+    (failure,) = rewrite(folder, stood_still).failures
+    assert (failure.fault is not None) == was_it
+    assert failure.struck_at == failure.seen_at == (struck_at if was_it else 102.7)
+
+
 def test_figures_that_are_no_numbers_are_left_out(folder):
     def odd(events: list[dict]) -> list[dict]:
         for event in events:

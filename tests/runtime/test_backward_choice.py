@@ -18,14 +18,14 @@ def program(step: int, text: str, resumed: bool = False) -> StepProgram:
     return StepProgram(step, tuple(Instruction.parse(f"{one}@{step}") for one in text.split()), resumed=resumed)
 
 
-def whole_step(step: int) -> StepProgram:
+def whole_step(step: int, micro_batches: int = SAMPLES) -> StepProgram:
     """All F, all I, all W, each in the same order."""
-    return program(step, " ".join(f"1{op}{one}" for op in "FIW" for one in BATCH))
+    return program(step, " ".join(f"1{op}{one}" for op in "FIW" for one in BATCH[:micro_batches]))
 
 
-def run(choice: BackwardChoice, step: int, whole_us: int) -> list[bool]:
+def run(choice: BackwardChoice, step: int, whole_us: int, micro_batches: int = SAMPLES) -> list[bool]:
     """Run a step in which F and a split I take 10 µs each; return which backwards were whole."""
-    choice.begin(began := whole_step(step))
+    choice.begin(began := whole_step(step, micro_batches))
     ways = {}
     for one in began.instructions:
         if one.op is Op.F:
@@ -73,11 +73,43 @@ def test_no_measurement_chooses_where_sums_would_have_another_order(text):
     assert not any(map(choice.whole, BATCH))
 
 
-def test_an_evaluation_chooses_nothing():
+@pytest.mark.parametrize("resumed, text", [(False, "1I0.0 1I0.1 1W0.1 1W0.0"), (True, "1I0.0 1W0.0 1I0.1 1W0.1")])
+def test_only_a_whole_step_whose_sums_keep_their_order_is_measured(resumed, text):
+    choice, pairs = BackwardChoice(), {MicroBatch(0, 1)} | ({MicroBatch(0, 0)} if resumed else set())
+    for step in range(1, WARM_UP + 4):
+        choice.begin(program(step, text, resumed))
+        assert not choice.measuring and {one for one in BATCH if choice.whole(one)} == pairs
+    choice.begin(whole_step(step + 1))
+    assert choice.measuring and not any(map(choice.whole, BATCH))
+
+
+def test_a_stage_whose_ways_have_different_orders_is_measured_no_further():
+    """As if a parameter is used both ways in a single micro-batch."""
+    choice = BackwardChoice()
+    for step in range(1, WARM_UP + 1):
+        run(choice, step, 5)
+    few, many = run(choice, WARM_UP + 1, 5, micro_batches=4), run(choice, WARM_UP + 2, 5)
+    assert few == [False] * 4 and many == [True] * SAMPLES
+    choice.begin(began := whole_step(WARM_UP + 3))
+    assert choice.measuring
+    for one in began.instructions:
+        if one.op is Op.I and one.works_on == BATCH[0]:
+            choice.keep_apart()
+        if choice.measuring:
+            choice.ran(Span(SEAT, one, 0, 10))
+    assert not any(run(choice, WARM_UP + 4, 5))
+
+
+def test_an_evaluation_chooses_nothing_and_none_of_it_is_measured():
     choice = BackwardChoice()
     choice.begin(began := program(1, "1I0.0 1W0.0"))
     choice.begin(StepProgram(-1, ()))
     assert began.in_turn and choice.whole(MicroBatch(0, 0))
+    for step in range(2, WARM_UP + 2):
+        choice.begin(whole_step(step))
+    assert choice.measuring
+    choice.begin(program(-2, "1F0.0"))
+    assert not choice.measuring
 
 
 def test_a_trace_has_a_whole_backward_as_one_and_what_is_run_again_for_a_peer_as_what_it_is():

@@ -42,6 +42,7 @@ class BackwardChoice:
     def begin(self, program: StepProgram) -> None:
         """Choose for the forwards of ``program``."""
         step, in_turn = program.step, program.in_turn
+        self.measuring = False
         if step <= 0:  # an evaluation
             return
         self._whole = {key for key in self._whole if key[0] >= step}
@@ -60,7 +61,7 @@ class BackwardChoice:
 
     def keep_apart(self) -> None:
         """Have no measurement choose: on this stage both ways add uses of a parameter in different orders."""
-        self._chosen, self._wait = False, float("inf")
+        self.measuring, self._chosen, self._wait = False, False, float("inf")
 
     def runs(self, key: Key, whole: bool) -> None:
         """Record that an I runs, which computes all gradients if it is ``whole``."""
