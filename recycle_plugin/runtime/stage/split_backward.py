@@ -244,22 +244,24 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, graph: LayerGraph, deferral: _Deferral) -> Tensor:
         ctx.save_for_backward(*graph.saved.tensors)
+        ctx.set_materialize_grads(False)  # like torch's own nodes, which pass no gradient on if they get none
         made, graph.made, graph.saved.tensors = graph.made, None, None
         ctx.graph, ctx.deferral = graph, deferral
         assert made is not None, "the graph has run"
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         graph = ctx.graph
         if torch.is_grad_enabled():
             ctx.deferral.differentiated_twice(graph)
         # detached, or pending work would keep the graph behind x alive
         graph.saved.tensors = saved = [one.detach() if one.requires_grad else one for one in ctx.saved_tensors]
-        ctx.deferral.take(graph, saved, gradient)
         made = None
-        if ctx.needs_input_grad[0] and graph.input:
-            (made,) = run_engine((graph.output,), (gradient,), True, False, graph.input, True, False)
+        if gradient is not None:
+            ctx.deferral.take(graph, saved, gradient)
+            if ctx.needs_input_grad[0] and graph.input:
+                (made,) = run_engine((graph.output,), (gradient,), True, False, graph.input, True, False)
         graph.saved.tensors = None
         return made, None, None, None
 

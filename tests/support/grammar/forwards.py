@@ -123,7 +123,20 @@ def loop(own: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
+class Unasked(torch.autograd.Function):
+    """Zeros, whose gradient it does not pass on; a gradient of zeros would be another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
 simple("detached", lambda own, h: own.a(h).detach() + own.b(h), a=linear, b=linear)
+simple("no gradient", lambda own, h: Unasked.apply(own.a(h.detach() * torch.inf)) + own.b(h), a=linear, b=linear)
 simple("without grad", without_grad, a=linear, b=linear)
 simple("straight through", lambda own, h: (lambda y: y + (y.round() - y).detach())(own.a(h)), a=linear)
 simple("one of two by the data", lambda own, h: own.a(h) if h.sum() > 0 else own.b(h), a=linear, b=linear)
