@@ -49,7 +49,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(found: argparse.Namespace) -> int:
     """Show the removable files, or remove them, and return the exit code. Raises ValueError for other folders."""
-    histories = {folder: RunHistory.read(folder) for folder in found.folders}  # read all before removing anything
+    histories = {
+        folder: RunHistory.read(folder, whole=False) for folder in found.folders
+    }  # read all before removing anything
     kept, total, unlocked = False, 0, list[str]()
     for folder, history in histories.items():
         claims = Claims(unlocked.append, "recycle clean")  # no job may start in the folder meanwhile

@@ -118,7 +118,7 @@ def take_run(found: argparse.Namespace) -> None:
     """Fill in missing costs, stages and replicas of ``found`` from its run folder. Raises ValueError for bad input."""
     if found.profile is not None:
         raise ValueError("--run and --profile both name costs: leave one out")
-    shape, costs = RunHistory.read(found.folder).shape, found.folder / COSTS
+    shape, costs = RunHistory.read(found.folder, whole=False).shape, found.folder / COSTS
     if not costs.is_file():
         raise ValueError(
             f"--run {found.folder}: it has no {COSTS}; train some ten steps with recycle.trace, then write it by "

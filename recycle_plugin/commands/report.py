@@ -36,7 +36,7 @@ def run(found: argparse.Namespace) -> int:
 
     if found.follow:
         print(f"{found.folder / report.NAME} is written every {EVERY_S} s, until the job ends", flush=True)
-    while found.follow and end(RunHistory.read(found.folder)) is None:
+    while found.follow and end(RunHistory.read(found.folder, whole=False)) is None:
         report.write(found.folder, EVERY_S)
         time.sleep(EVERY_S)
     print(report.write(found.folder))

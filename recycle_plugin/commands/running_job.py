@@ -40,7 +40,7 @@ def folder_at(host: str, port: int) -> Path:
 def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
     """Send ``make(what)`` to the job of this run folder, and return its answer. Raises ValueError, OSError."""
     access = OperatorAccess.read(folder)
-    why = end(RunHistory.read(folder))
+    why = end(RunHistory.read(folder, whole=False))
     if why is not None:
         return Answer(f"the job is over: {why}", False)
     if access is None:

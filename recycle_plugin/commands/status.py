@@ -44,7 +44,7 @@ def run(found: argparse.Namespace) -> int:
     if early := ended_early(folder):
         print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
         return 1
-    history = RunHistory.read(folder)
+    history = RunHistory.read(folder, whole=False)
     known = status(history, time.time())
     if found.json:
         print(json.dumps(known, indent=1))

@@ -43,7 +43,7 @@ def run(found: argparse.Namespace) -> int:
     if early := ended_early(folder):
         print(early)
         return 1
-    log = EventLog(folder)
+    log = EventLog(folder, whole=False)
     if found.once or not sys.stdout.isatty():
         history = log.history()
         print("\n".join(printed(line, PIPED.columns) for line in screen(history, time.time(), PIPED)))

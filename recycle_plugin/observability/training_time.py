@@ -46,8 +46,9 @@ class TrainingTime:
             case "batch":
                 self._batch = details["batch"]
             case "committed":
-                self._step, size = details["step"], trained(self._batch, details)
-                self._samples += size
+                step, size = details["step"], trained(self._batch, details)
+                self._samples += size * (max(1, step - self._step) if self._sizes else 1)  # an outline has few steps
+                self._step = step
                 if not self._sizes or self._sizes[-1][1] != size:
                     self._sizes.append((self._step, size))
             case "loaded":
