@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from recycle_plugin.authentication.secret import SecretFile
+from recycle_plugin.authentication.secret import SETTING, NoSecret, SecretFile
 from recycle_plugin.core.messages.from_coordinator import Answer, RunFolder
 from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import Hello
@@ -19,6 +20,7 @@ from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.system.host import host_name
 
 CONNECT_S = 5.0  # to reach the coordinator
+LAST_PORT = 65535
 ANSWER_S = 30.0  # for its answer
 
 
@@ -26,7 +28,16 @@ def folder_at(host: str, port: int) -> Path:
     """Return the run folder of the job with this coordinator. Raises ValueError if none can be read here."""
     job = f"{host}:{port}"
     try:
-        control, folder = _connected(ControlWay((host, port), SecretFile.of(os.environ | {"MASTER_PORT": str(port)})))
+        if not 0 < port <= LAST_PORT:  # the resolver takes larger ones modulo 65536
+            raise OSError(f"ports go from 1 to {LAST_PORT}")
+        secret = SecretFile.of(os.environ | {"MASTER_PORT": str(port)})
+        if not secret.there:
+            _check_listens(host, port)
+            raise NoSecret(
+                f"a process listens, but its job's secret is not at {secret.path}: ask on the master's host, or set "
+                f"{SETTING} to the file with the secret"
+            )
+        control, folder = _connected(ControlWay((host, port), secret))
     except (OSError, NoCredentials) as error:
         raise ValueError(f"{job} is no run folder, and no job answers there: {error}") from None
     control.close()
@@ -35,6 +46,16 @@ def folder_at(host: str, port: int) -> Path:
     if not (Path(folder) / EVENTS).is_file():
         raise ValueError(f"the run folder of the job at {job}, {folder}, can't be read here: ask on a host that has it")
     return Path(folder)
+
+
+def _check_listens(host: str, port: int) -> None:
+    """Raise OSError, which says what is wrong, if no process listens there."""
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except ConnectionRefusedError:
+        raise ConnectionRefusedError("nothing listens") from None
+    except socket.gaierror as error:
+        raise OSError(f"no address is known for host {host} ({error.strerror})") from None
 
 
 def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:

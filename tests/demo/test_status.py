@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.cli import main
-from recycle_plugin.commands import running_job
 from recycle_plugin.commands.status import lines, status
 from recycle_plugin.launch import free_port
 from recycle_plugin.observability import report
@@ -133,11 +135,38 @@ def test_nobody_is_coming_who_is_there_or_was_given_up(kind):
     assert [one.rank for one in comings([*events, {"event": kind, "rank": 1, "time": 2.0}])] == [2]
 
 
-def test_status_of_an_address_where_nobody_answers_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(running_job, "CONNECT_S", 0.1)
-    assert main(["status", f"127.0.0.1:{free_port()}"]) == 2
+@pytest.mark.parametrize("command", (["status"], ["top", "--once"], ["leave", "1.1", "--run"]), ids=" ".join)
+def test_an_address_where_nothing_listens_is_told_in_one_line(command, capsys):
+    for port, why in ((free_port(), "nothing listens"), (99999, "ports go from 1 to 65535")):
+        address = f"127.0.0.1:{port}"
+        assert main([*command, address]) == 2
+        assert capsys.readouterr().err == f"recycle: {address} is no run folder, and no job answers there: {why}\n"
+
+
+def test_a_listener_without_a_secret_here_is_told_at_once(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert main(["status", f"127.0.0.1:{port}"]) == 2
     said = capsys.readouterr().err
-    assert "is no run folder, and no job answers there: no coordinator at 127.0.0.1:" in said and said.count("\n") == 1
+    assert "no job answers there: a process listens, but its job's secret is not at /" in said and said.count("\n") == 1
+
+
+def test_a_listener_that_is_no_coordinator_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 64)
+    secret.chmod(0o600)
+    monkeypatch.setenv(SETTING, str(secret))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as caller:
+                caller.recv(1)
+                caller.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 9)
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert main(["status", f"127.0.0.1:{listener.getsockname()[1]}"]) == 2
+    said = capsys.readouterr().err
+    assert "answers, but is no coordinator of this job" in said and said.count("\n") == 1
 
 
 def test_status_says_where_metrics_are_while_the_job_runs(folder):
