@@ -68,7 +68,8 @@ def run(found: argparse.Namespace) -> int:
         finally:
             claims.release()
     said = "nothing to remove" if not total else "removed" if found.yes else "can be removed: --yes does so"
-    print(f"{folders.size(total)} in all {said}" if total else said)
+    if total or not kept:
+        print(f"{folders.size(total)} in all {said}" if total else said)
     return int(kept)
 
 
@@ -78,7 +79,7 @@ def _runs(folder: Path, history: RunHistory, claims: Claims, unlocked: list[str]
     """
     for setting, place in {"run_dir": folder, **_told(folder, history)}.items():
         if place.is_dir() and (why := claims.claim(setting, place)):
-            return why.partition(": write ")[0]
+            return why.partition(": set ")[0]  # without advice for who starts a job
     silent_s = time.time() - history.events[-1]["time"]
     if end(history) is not None or (silent_s > folders.STALE_S and not unlocked):
         return ""
