@@ -17,12 +17,13 @@ def stepped(state: JobState, message: Stepped) -> None:
     """Record that a worker has applied a step, and commit the steps that all have applied."""
     if message.time is not None:
         state.steps.add_compute_time(message.worker, message.step, message.time)
-    member = state.roster.member(message.worker)
+    roster, committed = state.roster, state.committed
+    member = roster.member(message.worker)
     if member is None or state.halted or state.ending.failed:
         return
-    if message.step > state.committed:
+    if message.place is not None and message.step > committed:
         state.places.stepped(message, member.seat.replica)
-    for step in state.steps.apply(message, state.roster):
+    for step in state.steps.apply(message, roster):
         commit(state, step)
     comparisons.replicas(state)
     if state.steps.slowness.compared:

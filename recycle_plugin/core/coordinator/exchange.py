@@ -237,12 +237,12 @@ class Exchange:
 
     def _release(self, effects: Effects, to: Mapping[int, Port] | None = None) -> None:
         """Send out ``effects``, over the connections ``to``."""
-        now, to = self._now(), self._told if to is None else to
+        to = self._told if to is None else to
         for line, frame in effects.frames:
             if (control := to.get(line)) is not None:
                 control.send(frame)
         for event in effects.events:
-            self._tell(event, now)
+            self._tell(event, self._now())
         for line, why in effects.refused:
             self._refuses(self._told.get(line), why)
         for rank, line in effects.expected:

@@ -105,17 +105,17 @@ OF_STEPS = (from_workers.StateHash, from_workers.Stepped, from_workers.Contribut
 
 def handle(state: JobState, message: object) -> None:
     """Handle a message. If it is to be dropped, drop it; if it is impossible, give up its worker."""
-    handlers = OF_MEMBERS
+    kind, handlers = type(message), OF_MEMBERS
     if isinstance(message, OfWorker):
         if (why := objection(message, state)) is not None:
             if why:
                 losses.give_up_confused(state, message.worker, why)
             return
-        if type(message) in OF_ALL:
+        if kind in OF_ALL:
             handlers = OF_ALL
         elif state.vacancies.is_outside(message.worker) and not _is_entering(state, message):
             handlers = OF_NEWCOMERS
-    if (handler := handlers.get(type(message))) is not None:
+    if (handler := handlers.get(kind)) is not None:
         handler(state, message)
 
 

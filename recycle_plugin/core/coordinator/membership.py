@@ -207,9 +207,11 @@ class Membership:
         """Return what the news has led to, after resolving vanished workers and the regroup that a leave may have
         completed.
         """
-        vanishing.resolve(self.state)
-        while self.state.left_midway:
-            self.state.left_midway = False
-            resuming.complete(self.state)
-            vanishing.resolve(self.state)
-        return self.state.taken_out()
+        state = self.state
+        if state.vanished:
+            vanishing.resolve(state)
+        while state.left_midway:
+            state.left_midway = False
+            resuming.complete(state)
+            vanishing.resolve(state)
+        return state.taken_out()

@@ -526,6 +526,8 @@ class Switchboard:
         return seat, None
 
     def _lines_of(self, whom: Whom) -> Iterable[int]:
+        if isinstance(whom, WorkerId):  # most messages are an answer
+            return [self._workers[whom]] if whom in self._workers else []
         if whom == SUPERVISORS:
             return [*self._supervisors.values(), *(each for each in self._former.values() if each is not None)]
         if whom in (WORKERS, LAST_STAGE):  # messages for a lost worker that does not read would pile up
@@ -536,7 +538,7 @@ class Switchboard:
             return [self._supervisors[whom.rank]] if whom.rank in self._supervisors else []
         if isinstance(whom, Joiner):
             return [self._joiners[whom.number]] if whom.number in self._joiners else []
-        return [self._workers[whom]] if isinstance(whom, WorkerId) and whom in self._workers else []
+        return []
 
     def _supervisors_of(self, rank: int) -> list[int]:
         """Return the connections of the rank's supervisor and of its former ones."""

@@ -105,6 +105,9 @@ def objection(message: OfWorker, state: JobState) -> str | None:
     """Return why ``message`` is impossible, "" if it is to be ignored (too old or too early), None if it is valid."""
     if not state.attendance.is_heard(message):
         return ""
+    kind = type(message)
+    if kind not in JUDGED:
+        return None
     speaker, job = state.speaker(message.worker), state.job
     if speaker is None or job is None:  # senders that take no part are judged by their handlers
         return None
@@ -112,7 +115,7 @@ def objection(message: OfWorker, state: JobState) -> str | None:
         return f"it names generation {generation}, and the newest is {state.regrouping.generation}"
     if message.AHEAD is not None and (step := getattr(message, "step", 0)) > state.committed + message.AHEAD:
         return f"its {type(message).__name__} is of step {step}, and only step {state.committed} is committed"
-    fits = FITS.get(type(message))
+    fits = FITS.get(kind)
     why = fits is None or fits(message, speaker, job, state)
     if why is True:
         return None
@@ -178,6 +181,10 @@ FITS: dict[type, Callable[[Any, Member, JobSpec, JobState], bool | str]] = {
     Unreplayable: lambda message, speaker, job, state: message.lacks is None or 0 <= message.lacks < job.stages,
 }
 """By class of message: returns whether the job can have what the message names, or why not."""
+JUDGED = FITS.keys() | {
+    each for each in OfWorker.__subclasses__() if each.AHEAD is not None or "generation" in each.__annotations__
+}
+"""The classes of messages that can be impossible."""
 
 
 def _of_report(message: SurvivorReport, state: JobState) -> str | None:

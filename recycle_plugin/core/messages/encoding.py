@@ -71,7 +71,7 @@ class Language:
             return Unreadable("a frame", f"has a body of {size} bytes, and at most {limit} are read")
         return size
 
-    def message(self, body: bytes, limit: int = UNPACKED) -> object:
+    def message(self, body: bytes | bytearray, limit: int = UNPACKED) -> object:
         """Return the message whose body is ``body``, or an Unreadable. ``limit``: bytes that it may unpack to."""
         try:
             body = _unpacked(body, limit) if body[:1] == PACKED else body
@@ -96,14 +96,15 @@ VERSION = HEAD.pack(MAGIC, CONTROL.version, 0)  # tells an end of another versio
 
 def decode(frame: bytes) -> object:
     """Return the message of one whole frame, as :func:`encode` makes it; else an Unreadable."""
-    frames = Frames()
-    frames.feed(frame)
-    message = frames.take()
-    if message is None or (frames.broken_off and not isinstance(message, Unreadable)):
-        return Unreadable(
-            "a frame", "ends before its message does" if message is None else "has more bytes after its message"
-        )
-    return message
+    if len(frame) < HEAD.size:
+        return Unreadable("a frame", "ends before its message does")
+    size = CONTROL.size(frame)
+    if isinstance(size, Unreadable):
+        return size
+    if len(frame) != HEAD.size + size:
+        cut = len(frame) < HEAD.size + size
+        return Unreadable("a frame", "ends before its message does" if cut else "has more bytes after its message")
+    return CONTROL.message(frame[HEAD.size :])
 
 
 class Frames:
@@ -112,7 +113,7 @@ class Frames:
     """
 
     def __init__(
-        self, limit: int = LIMIT, seal: int = 0, fits: Callable[[bytes, bytes], bool] = lambda frame, seal: True
+        self, limit: int = LIMIT, seal: int = 0, fits: Callable[[bytearray, bytearray], bool] = lambda frame, seal: True
     ) -> None:
         self._limit = limit
         self._seal, self._fits = seal, fits
@@ -138,14 +139,14 @@ class Frames:
         end = HEAD.size + size
         if len(self._rest) < end + self._seal:
             return None
-        frame, seal = bytes(self._rest[:end]), bytes(self._rest[end : end + self._seal])
+        frame, seal = self._rest[:end], self._rest[end : end + self._seal]
         del self._rest[: end + self._seal]
         if not self._fits(frame, seal):
             return Unreadable("a frame", "does not fit its seal: somebody on the way has changed it, or sent it again")
         return CONTROL.message(frame[HEAD.size :], UNPACKED if self._limit >= LIMIT else self._limit)
 
 
-def _unpacked(body: bytes, limit: int) -> bytes:
+def _unpacked(body: bytes | bytearray, limit: int) -> bytes:
     """Return a body unpacked. Raises ValueError or zlib's error if it is damaged or has more than ``limit`` bytes."""
     stream = decompressobj()
     plain = stream.decompress(body, limit)

@@ -23,6 +23,7 @@ TRY_S = 1.0  # seconds for each of the two in turn after that
 HEALING_TRY_S = 0.25  # seconds for each try of a silent host: what is lost of a call is sent again after 1 s only
 APART = 2  # times the silence after which the coordinator is taken for dead: others find so later
 NOBODY = StandsBy(0, "", 0, 0.0)
+OF_GENERATIONS = (FirstGeneration, GenerationChange, Generation)
 
 
 class LineEnd:
@@ -62,6 +63,8 @@ class LineEnd:
         """Return ``message`` in its whole form: of a generation only the changes are sent, and of the first one the
         part that this end needs. An Unreadable if the changes are to another generation than the last received.
         """
+        if type(message) not in OF_GENERATIONS:
+            return message
         if isinstance(message, FirstGeneration):
             message = whole(message)
         if isinstance(message, GenerationChange):

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -34,13 +33,18 @@ class ToCoordinator:
         cls.BY, cls.RUNNING, cls.AHEAD, cls.MOST = by, running, ahead, most
 
 
+class _Sender:
+    """The worker of a message, made at the first look: functools.cached_property's lock takes longer than the rest."""
+
+    def __get__(self, message: OfWorker, kind: type[OfWorker]) -> WorkerId:
+        worker = message.__dict__["worker"] = WorkerId(message.rank, message.incarnation)
+        return worker
+
+
 @dataclass(frozen=True)
 class OfWorker(ToCoordinator):
     """A message from a worker, or about one: process ``incarnation`` of ``rank``."""
 
     rank: int
     incarnation: int = field(default=0, kw_only=True)
-
-    @cached_property  # everything that looks at a message asks for it
-    def worker(self) -> WorkerId:
-        return WorkerId(self.rank, self.incarnation)
+    worker = _Sender()

@@ -30,6 +30,8 @@ class Op(str, Enum):
     VALIDATE = "VALIDATE"  # global gradient norm
     STEP = "STEP"  # optimizer step of the stage
 
+    __hash__ = str.__hash__  # an enumeration's own one is a function in Python, called for each look into a set
+
     def __str__(self) -> str:
         return self.value
 

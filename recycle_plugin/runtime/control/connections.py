@@ -188,7 +188,9 @@ class SocketControl(Framed):
         return self._socket.send(data)
 
     def _read(self) -> bytes:
-        return self._socket.recv(PIECE)
+        data = self._socket.recv(PIECE)
+        self._drained = len(data) < PIECE and isinstance(self._socket, socket.socket)  # TLS may have decrypted more
+        return data
 
     def _shut(self) -> None:
         try:

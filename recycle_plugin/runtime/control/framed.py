@@ -151,6 +151,7 @@ class Framed(LineEnd):
 
     def _begin(self, seals: Seals | None) -> None:
         self._seals, self._unsent, self._mute = seals, bytearray(), False
+        self._drained = False  # whether the last read has taken all that had come
         self._reset = False  # whether sending has found the connection reset, which reading then does not
         self._frames = Frames(self._limit) if seals is None else Frames(self._limit, SEAL, seals.into.fits)
         self.datagrams = None if seals is None else SealedDatagrams(seals.datagrams)
@@ -208,7 +209,10 @@ class Framed(LineEnd):
                 message = self._frames.take()
                 if message is not None:
                     return message
-                elif not self._fill(deadline):
+                if self._drained and time.monotonic() >= deadline:
+                    self._drained = False  # the next call reads again
+                    break
+                if not self._fill(deadline):
                     break
         return None
 

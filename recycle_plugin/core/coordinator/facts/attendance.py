@@ -141,9 +141,10 @@ class Attendance:
 
     def is_heard(self, message: OfWorker) -> bool:
         """Return whether ``message`` counts: not from a lost, late or confused worker, nor if it comes too early."""
-        its = self._of(message.worker)
-        unheard = its.gone is Gone.LOST or its.late or its.confused
-        return not (unheard and message.BY == WORKER) and (self.started or not message.RUNNING)
+        its = self._records.get(message.worker)  # most have none
+        if its is not None and message.BY == WORKER and (its.gone is Gone.LOST or its.late or its.confused):
+            return False
+        return self._shape is not None or not message.RUNNING
 
     def named(self, rank: int) -> str:
         """Return the readable name of ``rank``'s worker, also of a lost one."""

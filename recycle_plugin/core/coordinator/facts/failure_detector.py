@@ -152,12 +152,12 @@ class FailureDetector:
         lease holds even if the deadline shrinks later, or if this clock lags, which only moves at ticks.
         """
         sign = self._signs.get(message.worker)
-        answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
-        if sign is not None:
-            sign.hear(message, self.clock)
-            sign.leased_until = self.clock + LATE_S + answer.for_s
-            (self._waiting.add if message.doing.at == WAITS else self._waiting.discard)(message.worker)
-        return answer
+        if sign is None:
+            return Lease(message.number, 0.0)
+        sign.hear(message, self.clock)
+        sign.leased_until = self.clock + LATE_S + self._lease_s
+        (self._waiting.add if message.doing.at == WAITS else self._waiting.discard)(message.worker)
+        return Lease(message.number, self._lease_s)
 
     def newcomer_heartbeat(self, message: Heartbeat | SupervisorHeartbeat) -> None:
         """Record a heartbeat of a newcomer, or of its supervisor."""
