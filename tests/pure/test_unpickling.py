@@ -28,6 +28,9 @@ READS = {
         "pickle": "the name of an error",
         "torch.load": "a checkpoint, as DeepSpeed's are",
     },
+    "recycle_plugin/core/messages/typed.py": {
+        "exec": "functions made of the names of this package's own fields, before any message is read",
+    },
     "recycle_plugin/planner/compiled.py": {
         "njit(cache=True)": "numba's files beside the package's, or in the user's own cache",
     },

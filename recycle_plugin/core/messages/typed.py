@@ -7,7 +7,7 @@ does not fit becomes no exception but an :class:`Unreadable`, with the field's n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -59,10 +59,11 @@ class TypeForm(NamedTuple):
 def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
     """Return the value of type ``kind`` that ``plain`` stands for, or an Unreadable, which calls it ``name``."""
     hint: Any = kind
+    form = form_of(hint)
     try:
-        value: T = _part(form_of(hint), plain, name)
+        value: T = plain if type(plain) in form.kinds else form.make(plain)
     except _Wrong as wrong:
-        return Unreadable(wrong.path, wrong.why)
+        return Unreadable(f"{name}{wrong.path}", wrong.why)
     return value
 
 
@@ -159,9 +160,9 @@ def _tuple(parts: tuple[Any, ...]) -> TypeForm:
             text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain)
         )
     forms = tuple(map(form_of, parts))
-    places = tuple(f"[{place}]" for place in range(len(forms)))
     text = f"tuple[{', '.join(form.text for form in forms)}]"
-    return _fixed(text, places, forms, tuple, _refusal(f"a list of {len(forms)}"))
+    places = [f"[{place}]" for place in range(len(forms))]
+    return _fixed(tuple, text, places, forms, _tuple_of(len(forms)), _refusal(f"a list of {len(forms)}"))
 
 
 def _dict(form: TypeForm) -> TypeForm:
@@ -179,22 +180,33 @@ def _dict(form: TypeForm) -> TypeForm:
 
 
 def _fixed(
+    kind: Any,
     text: str,
-    names: tuple[str, ...],
-    forms: tuple[TypeForm, ...],
-    build: Callable[[list[Any]], Any],
+    paths: Sequence[str],
+    forms: Sequence[TypeForm],
+    build: Sequence[str],
     other: Callable[[Any], Any],
 ) -> TypeForm:
-    """Return the form of a list of so many values, each of its own form. ``other`` makes what is no such list."""
-    parts, count = tuple((form.kinds, form, name) for form, name in zip(forms, names)), len(forms)
+    """Return the form of a list of so many values, each of its own form. ``build``: lines of code that return the
+    ``kind`` that has the values ``v0``, ``v1``, ... ``other`` makes what is no such list.
 
-    def make(plain: Any) -> Any:
-        if type(plain) is not list or len(plain) != count:
-            return other(plain)
-        pairs = zip(plain, parts)
-        return build([one if type(one) in kinds else _part(form, one, name) for one, (kinds, form, name) in pairs])
+    Every message is read by such forms, so their functions are compiled: a loop over the fields takes twice
+    as long.
+    """
+    scope = {"kind": kind, "new": object.__new__, "tuple_of": tuple.__new__, "built": _built, "Wrong": _Wrong}
+    scope["other"] = other
+    lines = [f"[{', '.join(f'v{place}' for place in range(len(forms)))}] = plain", "try:", " pass"]
+    for place, (path, form) in enumerate(zip(paths, forms)):
+        scope |= {f"kinds{place}": form.kinds, f"make{place}": form.make}
+        lines.append(f" if type(v{place}) not in kinds{place}: path = {path!r}; v{place} = make{place}(v{place})")
+    lines += ["except Wrong as wrong:", " wrong.path = path + wrong.path", " raise", *build]
+    head = ["def make(plain):", f" if type(plain) is not list or len(plain) != {len(forms)}: return other(plain)"]
+    exec("\n".join([*head, *(f" {line}" for line in lines)]), scope)  # nothing in it comes from a message
+    return TypeForm(text, frozenset(), scope["make"])
 
-    return TypeForm(text, frozenset(), make)
+
+def _tuple_of(count: int) -> list[str]:
+    return [f"return tuple_of(kind, ({' '.join(f'v{place},' for place in range(count))}))"]
 
 
 def _record(kind: Any) -> TypeForm:
@@ -206,7 +218,7 @@ def _record(kind: Any) -> TypeForm:
     def other(plain: Any) -> Any:
         return _by_name(kind, dict(zip(names, forms)), defaults, plain) if type(plain) is dict else refuse(plain)
 
-    return _fixed(text, tuple(f".{name}" for name in names), forms, _builder(kind, names), other)
+    return _fixed(kind, text, [f".{name}" for name in names], forms, _building(kind, names), other)
 
 
 def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict[Any, Any]) -> Any:
@@ -219,27 +231,21 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
             raise _Wrong("is missing", f".{name}")
     for name in sorted(map(str, plain.keys() - forms.keys())):
         raise _Wrong("is unknown", f".{name}")
-    return _built(kind, made)
+    return _built(kind, **made)
 
 
-def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+def _building(kind: Any, names: tuple[str, ...]) -> list[str]:
+    """Return the lines that make a ``kind`` of its fields' values; see :func:`_fixed`."""
     if not is_dataclass(kind):
-        make: Callable[[list[Any]], Any] = kind._make
-        return make
+        return _tuple_of(len(names))
     if hasattr(kind, "__post_init__") or hasattr(kind, "__slots__") or len(names) < len(fields(kind)):
-        return lambda made: _built(kind, dict(zip(names, made)))
-
-    new: Callable[[Any], Any] = object.__new__
-
-    def build(made: list[Any]) -> Any:  # its constructor would do nothing else, and take twice as long
-        thing = new(kind)
-        thing.__dict__.update(zip(names, made))
-        return thing
-
-    return build
+        return [f"return built(kind, {', '.join(f'{name}=v{place}' for place, name in enumerate(names))})"]
+    # its constructor would do nothing else, and take twice as long
+    lines = [f"its[{name!r}] = v{place}" for place, name in enumerate(names)]
+    return ["thing = new(kind)", "its = thing.__dict__", *lines, "return thing"]
 
 
-def _built(kind: Any, made: dict[Any, Any]) -> Any:
+def _built(kind: type, **made: Any) -> Any:
     """Return the object of class ``kind``. Values that its constructor refuses with ValueError are wrong."""
     try:
         return kind(**made)
