@@ -64,7 +64,7 @@ def test_every_copy_gets_the_same_bits_whoever_is_alive(lost):
 def test_a_single_number_may_be_shared_and_summed_again():
     number, store = torch.nn.Parameter(torch.tensor(2.0)), StepStore(Seat(0, 0), 4)
     weight: Any = SimpleNamespace(parameter=number, name="temperature", total=torch.clone)
-    buckets: Any = None
+    buckets: Any = SimpleNamespace(limit=1)
     gradients = Gradients(buckets, store, TorchGradients([number]), None, [weight])
     store.put(store.of_layers("reduced", 1), [torch.tensor(0.5)])
     store.put(store.of_layers("tied", 1), gradients.tie(1))

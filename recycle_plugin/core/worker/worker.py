@@ -454,14 +454,14 @@ class Worker:
         self.serve_now(waiting=False)
         self.servings.before_step(step - 1, self.store.valid_from)
         self._machine.hashing.finish()
-        settings = self._machine.units.settings()
+        settings = self._machine.units.settings() if self.servings else None
         self.store.run(instruction, self._machine.operations.compute)
         norm = self.store.get(self.store.of_layers("norm", step))  # STEP itself may have found it
-        self.servings.stepped(step, Applied(norm, settings, self.running.share))
         for each in self._observers:
-            each.applied(step, self.store.get(self.store.of_layers("norm", step)))
+            each.applied(step, norm)
         self.applied(step)
         if self.servings:
+            self.servings.stepped(step, Applied(norm, settings, self.running.share))
             self._machine.watch_state()
 
     def _validate_later(self, step: int) -> None:

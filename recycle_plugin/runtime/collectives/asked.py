@@ -35,8 +35,7 @@ class Channel(NamedTuple):
         return f"{self.source} to {self.target}, {self.tag}"
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
+class Asked(NamedTuple):
     """A collective as its caller asked for it.
 
     * ``called``: the function of torch.distributed.

@@ -45,9 +45,9 @@ class Callers:
         """Raise RecycleError if not all members of ``ranks`` would make this call of torch.distributed's ``called``.
 
         That is so inside a program, and outside the thread that trains. A group of one waits for nobody, and is
-        admitted.
+        admitted. Not for calls that are the plugin's own.
         """
-        if len(ranks) == 1 or self.is_own:
+        if len(ranks) == 1:
             return
         work, trainer = self._session.thread.work, self._session.thread.ident
         elsewhere = trainer is not None and not self._trains_here

@@ -132,8 +132,10 @@ class MemberGroup(Several, dist.ProcessGroup):
     def _summed(
         self, called: str, op: Any, tensors: Tensors, check: Callable[[], object], writes: bool = True
     ) -> dist.Work:
-        make, adjust = partial(_reduction, op), self._adjust(op)
-        return self._run(Asked(called, make, tensors, check, adjust=adjust, writes=writes, op=_added(op)))
+        mean = _is_mean(op)
+        added = dist.ReduceOp(dist.ReduceOp.SUM) if mean else op  # a mean is divided later, by those that took part
+        make, adjust = partial(_reduction, added, mean), self._adjust(op, mean)
+        return self._run(Asked(called, make, tensors, check, adjust=adjust, writes=writes, op=added))
 
     def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``broadcast`` to the live members; raises RecycleError if the root is lost."""
@@ -329,17 +331,17 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     def _begin(self, asked: Asked) -> BaseWork:
         """Start a call of the script or stock code if it can be right here (runtime/collectives/callers.py)."""
+        if self._callers.is_own:
+            for tensor in asked.tensors:
+                in_pieces(self._flight, asked, tensor.view(-1))
+            return Finished()
         if self._session.hooks.seat_group is self and self._callers.in_layer:
             self._seat_link.run(asked)
             return Finished()
         self._callers.admit(asked.called, self._ranks)
         # commits a script's pending parameters first, which may bring another membership
         touch(asked.tensors, asked.given)
-        if not self._callers.is_own:
-            return TorchWork(self._flight, self._flight.begin(asked))
-        for tensor in asked.tensors:
-            in_pieces(self._flight, asked, tensor.view(-1))
-        return Finished()
+        return TorchWork(self._flight, self._flight.begin(asked))
 
     def _whole(
         self,
@@ -382,11 +384,11 @@ class MemberGroup(Several, dist.ProcessGroup):
             )
         return bool
 
-    def _adjust(self, op: dist.ReduceOp) -> Adjust | None:
+    def _adjust(self, op: dist.ReduceOp, mean: bool) -> Adjust | None:
         """Return the change to each result of a reduction by the number that took part, if any."""
-        if _is_mean(op):
+        if mean:
             return torch.Tensor.div_
-        scales = op == dist.ReduceOp.SUM and self._session.group_sums == SCALE and not self._callers.is_own
+        scales = self._session.group_sums == SCALE and op == dist.ReduceOp.SUM and not self._callers.is_own
         return partial(scale_sum, size=len(self._ranks)) if scales else None
 
     def _check_parts(self, parts: Tensors, output: torch.Tensor) -> None:
@@ -424,13 +426,13 @@ def _sum(held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
     return AllReduce(held, dist.ReduceOp(dist.ReduceOp.SUM))
 
 
-def _reduction(op: dist.ReduceOp, held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
-    """Return the link's operation. An average is summed in fp32 at least: in fp16 a sum may be infinite where the
-    average is not. Call.held gets the tensors' dtype afterwards.
+def _reduction(op: dist.ReduceOp, mean: bool, held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
+    """Return the link's operation. A mean is summed in fp32 at least: in fp16 a sum may be infinite where the mean is
+    not. Call.held gets the tensors' dtype afterwards.
     """
-    if _is_mean(op):
+    if mean:
         held[:] = map(widened, held)
-    return AllReduce(held, _added(op))
+    return AllReduce(held, op)
 
 
 def _scattered(
@@ -445,8 +447,3 @@ def _scattered(
 
 def _is_mean(op: dist.ReduceOp) -> bool:
     return op == dist.ReduceOp.AVG
-
-
-def _added(op: dist.ReduceOp) -> dist.ReduceOp:
-    """Return the link's operation: an average is a sum, divided later by the number that took part."""
-    return dist.ReduceOp(dist.ReduceOp.SUM) if _is_mean(op) else op

@@ -19,8 +19,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
+from operator import is_
 
 import torch
 from torch.distributed import ReduceOp
@@ -137,7 +137,7 @@ class Flight:
         """Give a newcomer's script the result that its predecessor's got."""
         asked = call.asked
         kept = startup.replay(self._line(asked.gives), asked.called, asked.tensors, self._ranks)
-        call.asked, call.held = replace(asked, writes=bool(kept.values)), kept.values or []
+        call.asked, call.held = asked._replace(writes=bool(kept.values)), kept.values or []
         call.source, call.over = kept.source, True
 
     def _count_on(self) -> None:
@@ -332,10 +332,12 @@ class Flight:
         if call.handed:
             return
         call.handed = True
+        if not call.asked.writes or all(map(is_, call.held, call.asked.tensors)):
+            return
         try:
             with torch.no_grad(), call.order.kept():
                 # without no_grad, autograd would treat the tensor as modified
-                for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():
+                for tensor, value in zip(call.asked.tensors, call.held):
                     if value is not tensor:
                         write(tensor, value, call.asked.called)
         except RuntimeError as error:  # of a tensor that can't be written to, such as an expanded one
@@ -573,6 +575,8 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def _adjust(call: Call) -> None:
     asked = call.asked
+    if asked.adjust is None and all(map(is_, call.held, asked.tensors)):
+        return
     with torch.no_grad(), call.order.kept():
         if asked.adjust is not None:
             for tensor in call.held:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -50,7 +49,7 @@ def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (
         for piece, here in _cut(flat, parts, asked.called, through_host=link == SUMS and not on_host(flat)):
             if len(under_way) == UNDER_WAY:
                 finish()
-            under_way.append((piece, flight.begin(replace(asked, tensors=[here]), link)))
+            under_way.append((piece, flight.begin(asked._replace(tensors=[here]), link)))
         while under_way:
             finish()
     finally:
@@ -64,9 +63,10 @@ def _cut(
     """Yield (piece of ``flat``, where it is summed) once ``parts`` are written to that piece."""
     filled = _filled(flat, parts)
     if not through_host:
-        there, size = 0 if parts else flat.numel(), HOST_PIECE if on_host(flat) else DEVICE_PIECE
-        for end, piece in zip(range(size, flat.numel() + size, size), flat.split(size)):
-            while there < min(end, flat.numel()):
+        whole, size = flat.numel(), HOST_PIECE if on_host(flat) else DEVICE_PIECE
+        there = 0 if parts else whole
+        for end, piece in zip(range(size, whole + size, size), flat.split(size) if whole > size else (flat,)):
+            while there < min(end, whole):
                 there = next(filled)
             yield piece, piece
         return

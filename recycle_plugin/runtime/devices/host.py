@@ -50,15 +50,21 @@ class Done(NamedTuple):
         return self.at - earlier.at
 
 
+NOTHING: AbstractContextManager[object] = nullcontext()
+
+
 class CallsInOrder:
     """The order of calls, in which work is done when its call returns, on any thread."""
 
     def kept(self) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
-        return nullcontext()
+        return NOTHING
 
     def join(self) -> None:
         """Do nothing: all started work is done."""
+
+
+IN_ORDER = CallsInOrder()
 
 
 class Cpu:
@@ -93,7 +99,7 @@ class Cpu:
         return Done(time.perf_counter())
 
     def order(self) -> Order:
-        return CallsInOrder()
+        return IN_ORDER
 
     def memory(self) -> DeviceMemory:
         """Return the machine's memory, used by all processes and in total."""

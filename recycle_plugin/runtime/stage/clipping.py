@@ -42,19 +42,17 @@ class Clipping:
     def skips(self, step: int) -> bool:
         """Return whether ``step`` must not be applied."""
         norm = self.norm(step)
-        return norm is not None and not bool(torch.isfinite(norm))
+        return norm is not None and not math.isfinite(norm)
 
     def coefficient(self, step: int) -> torch.Tensor | None:
-        """Return the factor for the gradients of ``step``; None if it is 1, so that they can stay in place."""
+        """Return the factor for the gradients of ``step``, whose norm is finite or not known; None if it is 1, so that
+        they can stay in place.
+        """
         norm = self.norm(step)
-        if norm is None or self._limit <= 0 or self.skips(step):
+        if norm is None or self._limit <= 0:
             return None
         found = coefficient(norm, self._limit)
         return None if found.item() == 1.0 else found
-
-    def clips(self, step: int) -> bool:
-        """Return whether ``step`` is applied with scaled-down gradients of its own."""
-        return self.coefficient(step) is not None
 
 
 class TrueNorm:
@@ -75,7 +73,7 @@ class TrueNorm:
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
     """Return the sum of squared elements, computed in fp32 as DeepSpeed's clip_grad_norm_, but with imaginary parts."""
     parts = (torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in gradients)
-    norms = [each.float().norm(2.0) for each in parts]
+    norms = [torch.linalg.vector_norm(each.float()) for each in parts]
     return fetch(torch.stack(norms).pow(2.0).sum().float(), "a norm").item() if norms else 0.0
 
 

@@ -34,7 +34,7 @@ from recycle_plugin.runtime.state.step_hooks import hooks_of, is_scripts
 
 # optimizers known not to change gradients; Nesterov's foreach form does
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)
-Bucket = list[torch.Tensor]  # parameters
+Bucket = list[int]  # places of parameters
 
 
 def _may_change_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -94,10 +94,9 @@ class Gradients:
         blocks: BlockSums | None,
         tied: Sequence[TiedWeight],
     ) -> None:
-        self._buckets, self._store, self._gradients = buckets, store, gradients
+        self._buckets, self._store, self._gradients, self._blocks = buckets, store, gradients, blocks
         self.find_places()
         self._retrained: tuple[int, int] | None = None  # (first step, hash of the parameters)
-        self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._step = 0  # being applied, or applied last
         self._factors: list[Callable[[torch.Tensor], torch.Tensor]] = []  # that scaled its gradients
@@ -106,6 +105,7 @@ class Gradients:
     def find_places(self) -> None:
         """Use the parameters that the gradients have now."""
         self._places = {parameter: place for place, parameter in enumerate(self._gradients.parameters)}
+        self._cut = self._cut_buckets()
 
     def retrain(self, step: int, trained: int) -> None:
         """Use the parameters that the gradients have now, from ``step`` on. Before that step's sum the stage's workers
@@ -125,7 +125,7 @@ class Gradients:
         if holder is None and self._retrained is not None and self._retrained[0] == step:
             self._compare_trained(step, self._retrained[1])
         owners = self._blocks.owners(self._buckets.group) if self._blocks is not None and holder is None else None
-        reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
+        reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut]
         agree()
         if self._whole(step) is not None:
             return None  # only the others needed it
@@ -145,29 +145,35 @@ class Gradients:
     def reduce_alone(self) -> list[torch.Tensor]:
         """Sum the stage's contributions, which are all here: one tensor per parameter."""
         owners = None if self._blocks is None else self._blocks.owners(ALONE)
-        return self._take([(bucket, self._all_here(bucket, owners)) for bucket in self._cut()])
+        return self._take([(bucket, self._all_here(bucket, owners)) for bucket in self._cut])
 
     def _all_here(self, bucket: Bucket, owners: list[list[Block]] | None) -> torch.Tensor:
         if self._blocks is not None and owners is not None:
-            flat = self._blocks.total([self._places[parameter] for parameter in bucket], owners, ALONE)
+            flat = self._blocks.total(bucket, owners, ALONE)
         else:
-            flat = self._buckets.flatten(self._contributed(bucket)).clone()
+            flat = self._buckets.flatten(self._filled(bucket, self._gradients.view())).clone()
         return flat.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else flat
 
-    def _contributed(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Return this worker's contribution, zeros if it has none."""
-        found = self._gradients.view()
-        here = ((parameter, found[self._places[parameter]]) for parameter in bucket)
-        return [torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in here]
+    def _filled(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor]:
+        """Return those of ``gradients`` that are in ``bucket``, with zeros for what is missing."""
+        parameters = self._gradients.parameters
+        return [
+            torch.zeros_like(parameters[place]) if gradients is None or (one := gradients[place]) is None else one
+            for place in bucket
+        ]
 
     def _take(self, reduced: Iterable[tuple[Bucket, torch.Tensor]]) -> list[torch.Tensor]:
         """Put each bucket's sum in the place of its contributions; returns one tensor per parameter."""
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for bucket, flat in reduced:
-            found |= zip(bucket, self._buckets.unflatten(flat, bucket), strict=True)
-        whole = [found[parameter] for parameter in self._gradients.parameters]
+        whole = self._unflattened(reduced)
         self._gradients.swap(whole)
         return whole
+
+    def _unflattened(self, summed: Iterable[tuple[Bucket, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return one tensor per parameter from the flat tensors of all buckets."""
+        parameters, found = self._gradients.parameters, dict[int, torch.Tensor]()
+        for bucket, flat in summed:
+            found |= zip(bucket, self._buckets.unflatten(flat, [parameters[place] for place in bucket]), strict=True)
+        return [found[place] for place in range(len(parameters))]
 
     def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return :meth:`tie`'s result for any stage's ``totals``, given in the order of the weights' names."""
@@ -206,7 +212,7 @@ class Gradients:
         its own gradients. Raises AssertionError if the optimizer has changed the sum.
         """
         whole, sums = self._applied(step), self._gradients.view()
-        with self.of(step):
+        with swapped(self._gradients, [*whole]):
             if not clipped and _may_change_gradients(optimizer):
                 self._gradients.change(torch.clone)
             versions = _versions(whole)
@@ -299,15 +305,13 @@ class Gradients:
             return self._taken_over(bucket, holder, self._whole(step))
         if owners is not None:
             assert self._blocks is not None, "owners are of blocks"
-            total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._buckets.group)
+            total = self._blocks.total(bucket, owners, self._buckets.group)
             return total.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else total
-        return self._buckets.all_reduce(self._contributed(bucket))
+        return self._buckets.all_reduce(self._filled(bucket, self._gradients.view()))
 
     def _taken_over(self, bucket: Bucket, holder: int, whole: Sequence[torch.Tensor | None] | None) -> torch.Tensor:
         """Return the sum of ``bucket`` from the worker of rank ``holder``; ``whole``: this worker's, if it has it."""
-        found = [None if whole is None else whole[self._places[parameter]] for parameter in bucket]
-        gradients = [torch.zeros_like(each) if one is None else one for each, one in zip(bucket, found)]
-        flat = self._buckets.flatten(gradients).clone()
+        flat = self._buckets.flatten(self._filled(bucket, whole)).clone()
         dist.broadcast(flat, holder, self._buckets.group)
         return flat
 
@@ -326,27 +330,24 @@ class Gradients:
         """Return the gradients of the worker of rank ``giver``, on all group members; ``gradients``: this worker's."""
         there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         dist.broadcast(there, giver, self._buckets.group)
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for bucket in self._cut():
-            flat = self._taken_over(bucket, giver, gradients)
-            found |= zip(bucket, self._buckets.unflatten(flat, bucket), strict=True)
-        return [found[parameter] if has else None for parameter, has in zip(self._gradients.parameters, there.tolist())]
+        found = self._unflattened((bucket, self._taken_over(bucket, giver, gradients)) for bucket in self._cut)
+        return [gradient if has else None for gradient, has in zip(found, there.tolist())]
 
-    def _cut(self) -> list[Bucket]:
+    def _cut_buckets(self) -> list[Bucket]:
         """Group the parameters by dtype, and cut them into buckets as DeepSpeed does. Blocks have smaller buckets,
         since a worker has one more copy of these.
         """
         limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
         buckets: list[Bucket] = []
         by_dtype: dict[torch.dtype, Bucket] = {}
-        for parameter in self._gradients.parameters:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
+        for place, parameter in enumerate(self._gradients.parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(place)
+        for places in by_dtype.values():
             buckets.append([])
             numbers = 0
-            for parameter in parameters:
-                buckets[-1].append(parameter)
-                numbers += parameter.numel()
+            for place in places:
+                buckets[-1].append(place)
+                numbers += self._gradients.parameters[place].numel()
                 if numbers > limit:
                     buckets.append([])
                     numbers = 0

@@ -52,6 +52,7 @@ class Stepping:
         self._contributing = LiveShare()
         ScaledRates(optimizer.wrapped, lambda: self._contributing.rate_factor)
         self._applying = 0  # the step being applied
+        self._by: torch.Tensor | None = None  # the factor that clips its gradients
         self.prepared = 0
         stage.loss_scale = scale.value
 
@@ -84,10 +85,11 @@ class Stepping:
         self._await_readers()
         self._applying = step
         skips, scaled = self.clipping.skips(step), self._scale.value != 1.0
+        self._by = None if skips else self.clipping.coefficient(step)
         once = self._skip if skips else self._unscale_and_apply if scaled else partial(self._optimizer.apply, self.clip)
         if not skips and not self.gradients.any(step):  # a newcomer without any of its optimizer's state
             once = self._optimizer.pass_over
-        self.gradients.apply(step, self._optimizer.wrapped, once, scaled or self.clipping.clips(step))
+        self.gradients.apply(step, self._optimizer.wrapped, once, scaled or self._by is not None)
         # the cache may have outdated weights, cast, if a step ends in another one's train_batch
         torch.clear_autocast_cache()
         self._rescale(step, skips)
@@ -100,8 +102,7 @@ class Stepping:
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients of the step being applied. Returns its norm, None while it is not known."""
-        by = self.clipping.coefficient(self._applying)
-        if by is not None:
+        if (by := self._by) is not None:
             self.gradients.scale(lambda gradient: gradient * by)
         return self.clipping.norm(self._applying)
 
