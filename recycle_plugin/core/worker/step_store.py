@@ -228,7 +228,7 @@ class StepStore:
     def commit(self, step: int) -> None:
         """Drop all data of ``step`` and before, which all stages have applied, and the weights to take it back."""
         self.committed = max(self.committed, step)
-        self._remove_all(lambda datum: 0 <= datum.step <= step and datum.kind != "params")
+        self._remove_all([datum for datum in self._data if 0 <= datum.step <= step and datum.kind != "params"])
         if self._before is not None and self._before[0].step <= step:
             self._before = None
 
@@ -253,28 +253,34 @@ class StepStore:
         of generation ``valid_from`` or later; return it. Data is valid from that generation now.
         """
         self.valid_from = valid_from
-        return self._remove_all(
-            lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].valid_from < valid_from
-        )
+        later = [
+            datum
+            for datum, found in self._data.items()
+            if datum.step > after and datum.kind not in GIVEN and found.valid_from < valid_from
+        ]
+        self._remove_all(later)
+        return set(later)
 
     def without(self, batches: StepBatches) -> bool:
         """Drop the data of void steps that no longer counts; return whether a sum here included any of it."""
         gone = batches.gone(self._data.keys())
-        return any(datum.kind in SUMMED for datum in self._remove_all(lambda datum: datum in gone))
+        here = [datum for datum in self._data if datum in gone]
+        self._remove_all(here)
+        return any(datum.kind in SUMMED for datum in here)
 
     def drop_draws(self, step: int) -> None:
         """Drop the data of plain iterators for ``step``, which they can't fill."""
-        self._remove_all(lambda datum: datum.step == step and datum.kind == "drawn")
+        self._remove_all([datum for datum in self._data if datum.step == step and datum.kind == "drawn"])
 
     def rewind(self, step: int, valid_from: int) -> None:
         """Empty the store for a checkpoint's state of ``step``; later data is valid from generation ``valid_from``."""
-        self._remove_all(lambda datum: True)
+        self._remove_all([*self._data])
         self.committed, self.valid_from, self._before = step, valid_from, None
         self.put(self.of_layers("params", step + 1))
 
     def forget_evaluation(self, step: int) -> None:
         """Drop the data of evaluation ``step`` (negative) and all before it, which are through or given up."""
-        self._remove_all(lambda datum: step <= datum.step < 0)
+        self._remove_all([datum for datum in self._data if step <= datum.step < 0])
 
     def _step(self, instruction: Instruction) -> None:
         """Keep the old weights for an undo, and drop stashes made with them that a failure has made needless."""
@@ -284,7 +290,7 @@ class StepStore:
         self._forget_stashes(instruction.step - 1)
 
     def _forget_stashes(self, after: int) -> None:
-        self._remove_all(lambda datum: datum.kind == "stash" and datum.step > after)
+        self._remove_all([datum for datum in self._data if datum.kind == "stash" and datum.step > after])
 
     def _put(self, datum: Datum, value: Any, valid_from: int) -> None:
         if datum in self._data:
@@ -321,8 +327,6 @@ class StepStore:
             if not self._open[key]:
                 del self._open[key]
 
-    def _remove_all(self, goes: Callable[[Datum], bool]) -> set[Datum]:
-        found = set(filter(goes, self))
-        for datum in found:
+    def _remove_all(self, data: Iterable[Datum]) -> None:
+        for datum in data:
             self._remove(datum)
-        return found

@@ -47,9 +47,9 @@ class Stopwatch(Observer):
             spent, meant = self._spent[one.step], self._meant[one.step]
             spent[0] += took
             spent[1] += self._costs.of(one.op, one.stage)
-            if one in meant:
+            try:
                 meant.remove(one)
-            else:
+            except KeyError:
                 spent[2] += took
 
     def summed(self, instruction: Instruction, took_us: int) -> None:

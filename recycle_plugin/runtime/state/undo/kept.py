@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,7 @@ class KeptCopies:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._buffers
 
-    def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
+    def start(self, sources: Callable[[], Mapping[Any, torch.Tensor]]) -> None:
         """Do nothing: copies are made at once, when needed."""
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
@@ -72,10 +72,13 @@ class HostCopies:
     def nbytes(self) -> int:
         return sum(copy.nbytes for _, copy in self._copies)
 
-    def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
-        """Begin to copy ``sources``, which must not change before :meth:`take`; goes on if that has begun. Host tensors
-        are copied at once: they have no other memory to stay in.
+    def start(self, sources: Callable[[], Mapping[Any, torch.Tensor]]) -> None:
+        """Begin to copy ``sources()``, which must not change before :meth:`take`; goes on if that has begun. Host
+        tensors are copied at once: they have no other memory to stay in.
         """
+        self._start(sources())
+
+    def _start(self, sources: Mapping[Any, torch.Tensor]) -> None:
         if self._began_with(sources):
             return
         self._copies = []  # first, to free their memory
@@ -89,7 +92,7 @@ class HostCopies:
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Have copies of the present ``sources``: those begun, or new ones if something has changed."""
-        self.start(sources)
+        self._start(sources)
         for _, copy in self._copies:
             copy.wait(COPY_S)
         self._of = {}  # the coming step changes them

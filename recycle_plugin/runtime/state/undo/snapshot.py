@@ -41,7 +41,7 @@ class Snapshot:
     def prepare(self) -> None:
         """Forget the last step, and begin to copy the present state if that runs in the background."""
         self._small.forget()
-        self._copies.start(self._state.tensors(following=False))
+        self._copies.start(lambda: self._state.tensors(following=False))
 
     @torch.no_grad()
     def before_step(self) -> None:
