@@ -11,7 +11,6 @@ from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
 from recycle_plugin.commands.doctor_section import Section
-from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, in_words
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected
 from recycle_plugin.planner.log_selection import Line, Selection, choose
@@ -97,7 +96,7 @@ def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
     blocks = job.settings.policy(False, job.stages).blocks(job.shape)
     sizes = [len(each) for each in blocks.members().values()]
     live = (job.stages - 1) * job.shape.replicas
-    helpers, share = shared(blocks, live, None if job.settings.log is None else job.settings.log.most_helpers)
+    helpers, busiest = blocks.shared(live, None if job.settings.log is None else job.settings.log.most_helpers)
     found = {"blocks": len(sizes), "helpers": helpers}
     if len(sizes) == 1:
         batch = f"all {len(job.shape.batch)} micro-batches of a step"
@@ -111,17 +110,8 @@ def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
     alone = f"; stages that {' or '.join(which)} are replayed without it" * bool(which)
     return found, (
         f"help with a replay: if {helpers} of the {live} live ones help, and share {len(sizes)} blocks of up to "
-        f"{max(sizes)} micro-batches a step, it computes {share:.0%} itself{alone}"
+        f"{max(sizes)} micro-batches a step, it computes {busiest / sum(sizes):.0%} itself{alone}"
     )
-
-
-def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
-    """Return how many workers help to replay ``blocks``, and the busiest worker's share of the micro-batches. ``live``:
-    workers that are left; ``limit``: the most that may help, None for all of them.
-    """
-    sizes = [len(each) for each in blocks.members().values()]
-    helpers = min(live, len(sizes) - 1, live if limit is None else limit)
-    return helpers, sum(sizes[:: helpers + 1]) / sum(sizes)
 
 
 def _line(job: ConfiguredJob, every: int) -> Line:

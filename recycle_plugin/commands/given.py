@@ -11,6 +11,7 @@ from recycle_plugin.core.vocabulary import costs_file
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Plan, Policy
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
 
 COSTS_HELP = (
@@ -43,7 +44,7 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 @dataclass(frozen=True)
 class JobArguments:
     """A job as the arguments describe it: shape, live seats, costs and their unit. ``scale``: integers of ``costs`` in
-    one ``unit``.
+    one ``unit``. ``memory``: of each stage, () if it is not known.
     """
 
     view: ClusterView
@@ -52,6 +53,7 @@ class JobArguments:
     unit: str
     scale: int
     origin: str
+    memory: tuple[StageBytes, ...] = ()
 
     def shown(self, value: int) -> int | float:
         """Return a value of the cost model as a number of ``unit``."""
@@ -99,22 +101,25 @@ def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse.
 
 
 def job(
-    found: argparse.Namespace, milliseconds: bool = False, taken: tuple[CostModel, str] | None = None
+    found: argparse.Namespace,
+    milliseconds: bool = False,
+    taken: tuple[CostModel, str, tuple[StageBytes, ...]] | None = None,
 ) -> JobArguments:
     """Return the job that :func:`add_job`'s arguments describe. ``milliseconds``: a tick of ``--costs`` is 1 ms;
-    otherwise it has no length. ``taken``: costs in microseconds, and their source, if the arguments name none.
+    otherwise it has no length. ``taken``: costs in microseconds, their source, and memory, if the arguments name none.
     """
     refuse_empty(found)
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied, found.pp))
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is not None:
-        taken = of_run(found.profile, found.pp).costs, f"of each stage, as {found.profile} has them"
+        costs, memory = of_run(found.profile, found.pp)
+        taken = costs, f"of each stage, as {found.profile} has them", memory
     if taken is None:
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
         return JobArguments(
             view, model, techniques(found), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
-    return JobArguments(view, taken[0], techniques(found), "us", 1, taken[1])
+    return JobArguments(view, taken[0], techniques(found), "us", 1, *taken[1:])
 
 
 def refuse_empty(found: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.log_figures import StageFigures
 from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.planner.log_selection import Line
@@ -17,26 +16,19 @@ ENOUGH = 3  # steps that every worker must have measured
 def expected(
     costs: CostModel, memory: Sequence[StageBytes], split: bool, batch: int, hosts: Sequence[str], every: int
 ) -> Line:
-    """Return the line by ``costs`` and the measured ``memory`` of each stage, for steps of ``batch`` micro-batches."""
-    stages = len(costs.forward)
+    """Return the line by ``costs`` and the measured ``memory`` of each stage, for steps of which the busiest worker
+    makes ``batch`` micro-batches. Without ``memory`` nothing is read.
+    """
+    stages = costs.stages
     return Line(
-        recompute_s=work_s(costs, split, batch),
-        boundary_bytes=crossing_bytes(memory, batch),
+        recompute_s=tuple(costs.alone_s(stage, split, batch) for stage in range(stages)),
+        boundary_bytes=crossing_bytes(memory, batch) or (0,) * (stages - 1),
         failure=(1 / stages,) * stages,
         hosts=tuple(hosts),
-        load_s=max(each.weights + each.masters + each.optimizer for each in memory) / STORAGE_BYTES_PER_S,
+        load_s=max((each.state for each in memory), default=0) / STORAGE_BYTES_PER_S,
         every=every,
         network_bytes_per_s=STORAGE_BYTES_PER_S,
         read_bytes_per_s=STORAGE_BYTES_PER_S,
-    )
-
-
-def work_s(costs: CostModel, split: bool, batch: int) -> tuple[float, ...]:
-    """Return the seconds of a step of each stage in a replay by one worker, which makes its ``batch`` micro-batches."""
-    ops = (Op.F, Op.I, Op.W) if split else (Op.F, Op.B)
-    return tuple(
-        (batch * sum(costs.of(op, stage) for op in ops) + costs.of(Op.STEP, stage)) / 1e6
-        for stage in range(len(costs.forward))
     )
 
 

@@ -56,7 +56,11 @@ class Line:
 
     def recovery_s(self, first: int, end: int) -> float:
         """Return the seconds of a recovery of the group of stages ``first`` to ``end - 1``, in constant time."""
-        return self.load_s + self.every / 2 * self.step_s(first, end)
+        return self.replay_s(first, end, self.every / 2)
+
+    def replay_s(self, first: int, end: int, steps: float) -> float:
+        """Return the seconds in which that group loads a checkpoint and replays ``steps`` steps."""
+        return self.load_s + steps * self.step_s(first, end)
 
     def step_s(self, first: int, end: int) -> float:
         """Return the seconds of a step of that group in a replay."""

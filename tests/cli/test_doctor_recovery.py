@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.commands import doctor_recovery
-from recycle_plugin.commands.doctor_recovery import EVERY, shared
+from recycle_plugin.commands.doctor_recovery import EVERY
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, expected
@@ -115,14 +115,14 @@ def test_a_boundary_that_there_is_not_is_bad_input(doctor, capsys) -> None:
 @pytest.mark.parametrize(
     ("size", "live", "limit", "found"),
     (
-        (1, 3, None, (3, 0.25)),
-        (1, 9, None, (7, 0.125)),
-        (1, 3, 1, (1, 0.5)),
-        (1, 3, 0, (0, 1.0)),
-        (4, 3, None, (1, 0.5)),
-        (3, 2, None, (2, 0.5)),
+        (1, 3, None, (3, 2)),
+        (1, 9, None, (7, 1)),
+        (1, 3, 1, (1, 4)),
+        (1, 3, 0, (0, 8)),
+        (4, 3, None, (1, 4)),
+        (3, 2, None, (2, 4)),
     ),
 )
 def test_blocks_are_shared_as_they_are_dealt(size, live, limit, found):
     """Two replicas of four micro-batches."""
-    assert shared(Blocks(Topology(2, 3, 4), size), live, limit) == found
+    assert Blocks(Topology(2, 3, 4), size).shared(live, limit) == found

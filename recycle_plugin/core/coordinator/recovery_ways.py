@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.facts.restarts import FIRST_S
 from recycle_plugin.core.coordinator.state import JobState
-from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.roster import Member
 
 START_UP_S = 9.0  # from a process's start until its model is ready, unmeasured: 4 to 8 s with small models
@@ -85,20 +83,13 @@ def times_of(state: JobState) -> Times:
     measured, job = state.recovery_times, state.job
     wait = 0.0 if state.vacancies.has_spares else FIRST_S
     known, load = measured.start_up_s, measured.load_s
-    alone = [alone_s(job.costs, stage, job.policy.split_backward, len(job.shape.batch)) for stage in range(job.stages)]
+    alone = [job.costs.alone_s(stage, job.policy.split_backward, len(job.shape.batch)) for stage in range(job.stages)]
     spent = map(state.steps.figures.work_s, range(job.stages))
     return Times(
         Time(wait + (START_UP_S if known is None else known), ASSUMED if known is None else MEASURED),
         Time(0.0, UNKNOWN) if load is None else Time(load),
         tuple(Time(guess, ASSUMED) if each is None else Time(each) for guess, each in zip(alone, spent, strict=True)),
     )
-
-
-def alone_s(costs: CostModel, stage: int, splits: bool, micro_batches: int) -> float:
-    """Return the seconds that one worker needs for a stage's step, by the cost model. ``splits``: split backwards."""
-    backward = (Op.I, Op.W) if splits else (Op.B,)
-    each = sum(costs.of(op, stage) for op in (Op.F, *backward))
-    return (micro_batches * each + costs.of(Op.STEP, stage)) / 1e6
 
 
 # --- told to the user ---------------------------------------------------------------------------------

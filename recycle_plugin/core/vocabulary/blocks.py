@@ -40,3 +40,11 @@ class Blocks:
         for micro_batch in self.topology.batch:
             found.setdefault(self.of(micro_batch), []).append(micro_batch)
         return {block: tuple(members) for block, members in found.items()}
+
+    def shared(self, live: int, limit: int | None) -> tuple[int, int]:
+        """Return how many workers help to replay a step of a stage, and the micro-batches of the busiest one. ``live``:
+        workers that are left; ``limit``: the most that may help, None for all of them.
+        """
+        sizes = [len(each) for each in self.members().values()]
+        helpers = min(live, len(sizes) - 1, live if limit is None else limit)
+        return helpers, sum(sizes[:: helpers + 1])

@@ -113,6 +113,11 @@ class CostModel:
         percent = self.percent(seat) if seat is not None else 100
         return spent if percent == 100 else -(-spent * percent // 100)
 
+    def alone_s(self, stage: int, splits: bool, micro_batches: int) -> float:
+        """Return the seconds that one worker needs for a stage's step. ``splits``: split backwards."""
+        ops = (Op.F, Op.I, Op.W) if splits else (Op.F, Op.B)
+        return (micro_batches * sum(self.of(op, stage) for op in ops) + self.of(Op.STEP, stage)) / 1e6
+
     def percent(self, seat: Seat) -> int:
         """Return the time that the worker at ``seat`` takes, in percent of its stage's cost; 100 by default."""
         return self._percent.get(seat, 100)

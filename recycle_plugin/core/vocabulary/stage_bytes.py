@@ -48,6 +48,11 @@ class StageBytes:
                 raise ValueError(f"memory.{field.name} is {shown(value)}: write a whole number from 0 to {MOST_BYTES}")
 
     @property
+    def state(self) -> int:
+        """What a step changes."""
+        return self.weights + self.masters + self.optimizer
+
+    @property
     def apart(self) -> bool:
         """Whether the device's memory is not the host's."""
         return self.device != HOST

@@ -28,8 +28,10 @@ With --fault the steps are played instruction by instruction and drawn; --png wr
 "kill 1.2 before 2I1.3@1": the worker of replica 1, stage 2 dies before the input gradient of replica 1's micro-batch 3
 in step 1; "kill 1.2 after 2STEP@1": after its optimizer's step.
 
-A lost worker comes back unless --back says otherwise.  The loss of a stage's last worker ends the simulation with one
-line, also if the job would have a log: replays are not simulated here (recycle campaign plays them).
+recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 1 --micro-batches 6 --mtbf 30m --hours 6 --log 100
+
+A lost worker comes back unless --back says otherwise.  With --log the next worker that comes back replays a stage that
+has lost its last worker, with the help of all others; without, that loss ends the simulation with one line.
 
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
 of ReCycle's evaluation (digitised).  If the trace does not name the lost workers, they are drawn at random (--seed).
@@ -64,6 +66,13 @@ def add(commands: argparse._SubParsersAction) -> None:
         "plugin does if the host lives)",
     )
     made.add_argument(
+        "--log",
+        type=int,
+        metavar="STEPS",
+        help="with --trace and --mtbf: the job logs, and makes a checkpoint each time after so many steps (checkpoint."
+        "every); any worker may then be drawn to be lost",
+    )
+    made.add_argument(
         "--machine",
         metavar="NAME",
         help="what changes cost: local (measured on the runtime), cluster (the same and 3 s for communicators, "
@@ -86,13 +95,15 @@ def run(found: argparse.Namespace) -> int:
     costs = machine.by_name(found.machine)
     if found.fault:
         return failure.run(found, given, costs)
+    if found.log is not None and found.log < 1:
+        raise ValueError(f"--log {found.log}: at least 1 step between two checkpoints")
     if found.png or found.restart:
         raise ValueError("--png and --restart go with --fault")
     if given.view.lost:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
     changes, length_s = failures(found, len(given.view.live))
     try:
-        result = simulate(given, profile, costs, changes, length_s, not found.no_normalise, found.seed)
+        result = simulate(given, profile, costs, changes, length_s, not found.no_normalise, found.seed, found.log)
     except planner.PlanError as error:
         raise ValueError(str(error)) from None
     result["machine"] = {"name": found.machine, **asdict(costs)}
@@ -102,7 +113,7 @@ def run(found: argparse.Namespace) -> int:
 
 def given_job(found: argparse.Namespace, profile: Profile | None) -> JobArguments:
     """Return the job that the arguments, and the ``profile`` of --preset, describe. Raises ValueError for bad input."""
-    taken = None if profile is None else (profile.costs(found.pp, found.dp), profile.title)
+    taken = None if profile is None else (profile.costs(found.pp, found.dp), profile.title, profile.memory(found.pp))
     return job(found, milliseconds=True, taken=taken)
 
 
@@ -141,15 +152,19 @@ def simulate(
     length_s: float,
     normalise: bool,
     seed: int,
+    every: int | None,
 ) -> dict:
-    """Simulate a job's hours and return everything to print: times in seconds, throughput in samples per second."""
+    """Simulate a job's hours and return everything to print: times in seconds, throughput in samples per second.
+    ``every``: steps between the checkpoints of a job that logs, None without a log.
+    """
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
+    from recycle_plugin.lab.simulator.replay_cost import SimulatedLog
 
     shape = given.view.topology
-    states = () if profile is None else profile.state_bytes(shape.stages)
-    copies = [costs.copy.transfer_us(size) for size in states]
-    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed)
+    copies = [costs.copy.transfer_us(each.state + each.gradient) for each in given.memory]
+    log = None if every is None else SimulatedLog(every, given.costs, given.policy, given.memory, costs.copy)
+    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, log)
     history = trainer.run(changes, length_s)
     stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B)).of(given.view)
     samples = shape.replicas * shape.micro_batches * (1 if profile is None else profile.micro_batch)
@@ -241,6 +256,8 @@ COSTS = {
     "stop_s": "stopping",
     "regroup_s": "regrouping",
     "copy_s": "copies",
+    "restart_s": "waiting for a next process",
+    "replay_s": "replays",
     "redone_s": "run again",
     "fill_s": "filling the pipeline",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.stage_bytes import HOST, StageBytes
 from recycle_plugin.core.vocabulary.worker_bytes import ADAM, GRADIENT, MASTERS, WEIGHTS
 
 STATE_BYTES = WEIGHTS["bf16"] + MASTERS["bf16"] + ADAM + GRADIENT
@@ -116,8 +117,15 @@ class Profile:
 
     def state_bytes(self, stages: int) -> tuple[int, ...]:
         """Return the bytes per stage that a copy of a worker moves: parameters, Adam's state and one gradient."""
+        return tuple(each.state + each.gradient for each in self.memory(stages))
+
+    def memory(self, stages: int) -> tuple[StageBytes, ...]:
+        """Return the memory of each stage with Adam in bf16, without its device's."""
+        counts = [sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages)]
+        each = (WEIGHTS["bf16"], MASTERS["bf16"], ADAM, 0, GRADIENT, 0)
         return tuple(
-            STATE_BYTES * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages)
+            StageBytes(*(size * count for size in each), self.boundary_bytes, HOST, 0, 0, self.micro_batch)
+            for count in counts
         )
 
 

@@ -17,11 +17,16 @@ Approximations, all compared with lab/simulator/simulated_job.py, instruction by
 
 A returning worker gets ready and copies its stage's state while the others go on, assumed not to be slowed. It enters
 at a commit line, which costs regrouping, planning and the fill of an empty pipeline.
+
+In a job that logs, a stage that loses its last worker waits for the next process that comes, and this one replays the
+steps since the last checkpoint (lab/simulator/replay_cost.py) while all others wait. Checkpoints are there at once and
+cost nothing: one every so many steps, and one whenever the membership changes, as in a job.
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,6 +34,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from recycle_plugin import planner
+from recycle_plugin.core.coordinator.facts.enrolment import WAIT_S
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -36,13 +42,12 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.lab.planner.machine_costs import MachineCosts
 from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.lab.simulator.predict import predict
+from recycle_plugin.lab.simulator.replay_cost import SimulatedLog
 
 # the most (stage, micro-batch) pairs of a step that is simulated; a larger step has its plan's time
 SIMULATED = 4_000
 STEPS = 4  # simulated per membership
-NO_REPLAY = (
-    "a replay from a log is not simulated here; recycle campaign plays replays, recycle doctor predicts their time"
-)
+NO_REPLAY = "without a log (--log) the job ends there"
 PAYBACK_S = 1800.0  # within this time a moved stage has to pay for its copy
 
 
@@ -115,7 +120,8 @@ class MembershipChange:
 class HistoryTransition:
     """The cost of one change, in seconds. ``redone_s``: work that died with workers and runs again. ``fill_s``: by how
     much filling the pipeline takes longer than before; after a return all of its filling. ``copy_s``: copies that
-    training waited for.
+    training waited for. ``restart_s``: from the stop until the next process of an empty stage has its model;
+    ``replay_s``: until it has replayed.
     """
 
     at_s: float
@@ -126,13 +132,15 @@ class HistoryTransition:
     stop_s: float
     regroup_s: float
     copy_s: float
+    restart_s: float
+    replay_s: float
     redone_s: float
     fill_s: float
 
     @property
     def pause_s(self) -> float:
         """The seconds in which nobody trains."""
-        return self.detection_s + self.stop_s + self.regroup_s + self.copy_s
+        return self.detection_s + self.stop_s + self.regroup_s + self.copy_s + self.restart_s + self.replay_s
 
     @property
     def cost_s(self) -> float:
@@ -186,7 +194,7 @@ class SimulatedHistory:
 
 class SimulatedTrainer:
     """A trainer that plays changes of the membership. ``copy_us``: time to copy each stage's state to one worker.
-    ``normalise``: move workers if that pays.
+    ``normalise``: move workers if that pays. ``log``: the job's, None without one.
     """
 
     def __init__(
@@ -198,8 +206,9 @@ class SimulatedTrainer:
         copy_us: Sequence[int] | None = None,
         normalise: bool = True,
         seed: int = 0,
+        log: SimulatedLog | None = None,
     ) -> None:
-        self.costs, self.policy, self.machine = costs, policy, machine
+        self.costs, self.policy, self.machine, self.log = costs, policy, machine, log
         self.copy_us = tuple(copy_us or (0,) * topology.stages)
         self.periods = StepPeriods(costs, policy)
         self.view = topology.full()
@@ -210,8 +219,8 @@ class SimulatedTrainer:
         # when work began after the last change, and when it commits a step
         self._since, self._first = (0.0, self._full.first_us / 1e6)
         self._history = SimulatedHistory(self._full)
-        self._waiting = 0  # workers that wait for a commit line
-        self._entry: object | None = None  # stands for that line
+        self._coming: list[float] = []  # when workers that are not there will hold a state, or have held one since
+        self._entry: object | None = None  # stands for the commit line that those wait for
 
     @cached_property
     def longest_us(self) -> int:
@@ -220,10 +229,20 @@ class SimulatedTrainer:
             max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,))
         )
 
+    @property
+    def _stop_s(self) -> tuple[float, float]:
+        """The seconds until a loss is noticed, and then until all have stopped."""
+        return self.machine.detection_us / 1e6, self.longest_us / 2e6
+
     def run(self, changes: Iterable[MembershipChange], length_s: float) -> SimulatedHistory:
-        """Play ``changes`` over ``length_s`` seconds. ValueError for a loss that empties a stage, and PlanError."""
+        """Play ``changes`` over ``length_s`` seconds. ValueError for a loss that ends the job, and PlanError."""
         for change in changes:
             self._at(change.at_s, partial(self._happen, change=change))
+            if change.joined:
+                ready = change.at_s + (self.machine.return_us + max(self.copy_us)) / 1e6
+                self._coming += [ready] * change.joined
+                self._at(ready, self._ready)
+        self._coming.sort()
         while self._agenda and self._agenda[0][0] < length_s:
             at, _, happen = heappop(self._agenda)
             happen(at)
@@ -237,33 +256,41 @@ class SimulatedTrainer:
         lost = change.seats or self._draw(change.lost)
         if lost:
             self._lose(now, tuple(lost))
-        if change.joined:
-            ready = (self.machine.return_us + max(self.copy_us)) / 1e6
-            self._at(now + ready, lambda then: self._ready(then, change.joined))
 
     def _lose(self, now: float, lost: tuple[Seat, ...]) -> None:
         for seat in lost:
             if seat not in self.view.live:
                 raise ValueError(f"at {now / 3600:.2f} h the trace loses seat {seat}, which no live worker holds")
-        before, period, left = self.view, self.periods.of(self.view), self._left(now)
-        after = before.without(*lost)
-        if after.empty_stages():
-            raise ValueError(
-                f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: {NO_REPLAY}"
-            )
+        before, period, to_do = self.view, self.periods.of(self.view), self._left(now)
         self._close(now)
-        self.view, moves, copy = self._spread(after)
+        left = before.without(*lost)
+        back, restart, replay = self._replay(now, left, lost) if left.empty_stages() else ((), 0.0, 0.0)
+        self.view, moves, copy = self._spread(ClusterView(left.topology, left.live | set(back)))
         slower = self.periods.of(self.view)
-        redone = max(0.0, 1 - left) * before.lost_share({*lost, *(before.live - self.view.live)}) * slower.period_us
+        redone = max(0.0, 1 - to_do) * before.lost_share({*lost, *(before.live - self.view.live)}) * slower.period_us
         fill = max(0, slower.fill_us - period.fill_us)
-        pauses = (self.machine.detection_us / 1e6, self.longest_us / 2e6, self.machine.pause_us / 1e6, copy)
-        self._go_on(HistoryTransition(now, lost, (), moves, *pauses, redone / 1e6, fill / 1e6), left)
-        if self._waiting:
+        pauses = (*self._stop_s, self.machine.pause_us / 1e6, copy, restart, replay)
+        self._go_on(HistoryTransition(now, lost, back, moves, *pauses, redone / 1e6, fill / 1e6), to_do)
+        if self._entry is not None:
             self._await_line(self._since)
 
-    def _ready(self, now: float, number: int) -> None:
-        """Record that ``number`` workers hold a state and wait for a commit line."""
-        self._waiting += number
+    def _replay(self, now: float, left: ClusterView, lost: tuple[Seat, ...]) -> tuple[tuple[Seat, ...], float, float]:
+        """Return the seats of the ``lost`` that hold the empty stages of ``left`` again, and the seconds until their
+        processes are there, and then until these have replayed. ValueError if the job ends instead.
+        """
+        empty = left.empty_stages()
+        there = [ready - max(self.copy_us) / 1e6 - now for ready in self._coming[: len(empty)]]
+        late = len(there) < len(empty) or there[-1] > WAIT_S
+        if self.log is None or late or not left.live:
+            why = NO_REPLAY if self.log is None else f"nobody replays it within {WAIT_S:g} s (wait_timeout_s)"
+            raise ValueError(f"at {now / 3600:.2f} h stage {empty[0]} loses its last worker: {why}")
+        del self._coming[: len(empty)]
+        since = [self._history.steps % self.log.every, *(each.steps for each in self._history.segments[-1:])]
+        back = tuple(min(seat for seat in lost if seat.stage == stage) for stage in empty)
+        return back, max(0.0, there[-1] - sum(self._stop_s)), self.log.replay_s(left, min(since))
+
+    def _ready(self, now: float) -> None:
+        """Await a commit line for workers that hold a state."""
         if self._entry is None:
             self._await_line(now)
 
@@ -275,13 +302,15 @@ class SimulatedTrainer:
         """Let the waiting workers in at a commit line, unless a loss has moved it meanwhile."""
         if entry is not self._entry:
             return
-        joined, self._waiting, self._entry = self._empty(self._waiting), 0, None
+        number = bisect_right(self._coming, line)
+        joined, self._entry = self._empty(number), None
+        del self._coming[:number]
         if joined:
             self._close(line)
             self.view = ClusterView(self.view.topology, self.view.live | set(joined))
             fill = self.periods.of(self.view).fill_us / 1e6
             self._go_on(
-                HistoryTransition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0
+                HistoryTransition(line, (), joined, (), 0, 0, self.machine.pause_us / 1e6, 0, 0, 0, 0, fill), 1.0
             )
 
     def _go_on(self, transition: HistoryTransition, left: float) -> None:
@@ -325,11 +354,11 @@ class SimulatedTrainer:
     # --- who ---------------------------------------------------------------------------------------
 
     def _draw(self, number: int) -> list[Seat]:
-        """Draw live workers at random, of stages that keep one."""
+        """Draw live workers at random; without a log, of stages that keep one."""
         drawn: list[Seat] = []
         for _ in range(number):
             left = self.view.without(*drawn)
-            able = [seat for seat in sorted(left.live) if len(left.live_replicas(seat.stage)) > 1]
+            able = [seat for seat in sorted(left.live) if self.log or len(left.live_replicas(seat.stage)) > 1]
             if not able:
                 lost = len(self.view.lost) + len(drawn)
                 raise ValueError(f"a loss more than {lost} leaves a stage without a worker: {NO_REPLAY}")
