@@ -47,6 +47,17 @@ def test_a_lost_worker_is_back_after_a_second_unless_told_otherwise(capsys) -> N
     assert changes["--back", "never"] == [(1200, 1, 0)]
 
 
+def test_with_a_log_a_stage_without_a_worker_costs_a_replay(capsys) -> None:
+    job = "simulate --preset gpt3_medium --pp 3 --dp 1 --micro-batches 4 --mtbf 20m --hours 1 --log 100"
+    assert main([*job.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["transitions"]
+    assert [each["lost"] == each["joined"] for each in found] == [True, True]
+    assert all(each["replay_s"] > 1 and each["restart_s"] == pytest.approx(10, abs=0.1) for each in found)
+    assert main(job.split()) == 0
+    replays = sum(each["replay_s"] for each in found)
+    assert f"waiting for a next process 20.0 s, replays {replays:.1f} s" in capsys.readouterr().out
+
+
 def test_free_changes_cost_only_work(capsys) -> None:
     assert main(f"{JOB} --costs F=20,I=20,W=20 --mtbf 20m --hours 1 --machine free --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
@@ -95,7 +106,9 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
         ("--mtbf 10m --lost 1.2", "write losses into a trace"),
         ("--mtbf 10m --machine moon", "one of local, cluster, free"),
         ("--mtbf 10m --hours 0", "more than 0"),
-        ("--mtbf 1m --hours 5 --back never", "a replay from a log is not simulated"),
+        ("--mtbf 1m --hours 5 --back never", "without a log (--log) the job ends there"),
+        ("--mtbf 10m --log 0", "at least 1 step"),
+        ("--fault nonsense --log 9", "plays no replays"),
         ("--mtbf 10m --png x.png", "go with --fault"),
         ("--mtbf 10m --restart", "go with --fault"),
         ("--fault nonsense", "is no fault"),
@@ -106,13 +119,7 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
     ],
 )
 def test_errors_are_one_line(capsys, more: str, says: str) -> None:
-    arguments = (
-        ["--fault", "kill 1.2 before 2I1.1@9"]
-        if more == "--fault"
-        else ["--fault", "nonsense"]
-        if "nonsense" in more
-        else more.split()
-    )
+    arguments = ["--fault", "kill 1.2 before 2I1.1@9"] if more == "--fault" else more.split()
     assert main(JOB.split() + arguments) == 2
     said = capsys.readouterr().err
     assert says in said and said.startswith("recycle: ") and said.count("\n") == 1

@@ -11,10 +11,19 @@ import pytest
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.stage_bytes import StageBytes
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.planner.machine_costs import LOCAL, by_name
+from recycle_plugin.lab.planner.profile import Wire
 from recycle_plugin.lab.simulator import traces
-from recycle_plugin.lab.simulator.history import MembershipChange, SimulatedTrainer, StepPeriods, pattern
+from recycle_plugin.lab.simulator.history import (
+    MembershipChange,
+    SimulatedHistory,
+    SimulatedTrainer,
+    StepPeriods,
+    pattern,
+)
+from recycle_plugin.lab.simulator.replay_cost import SimulatedLog
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 
 SHAPE = Topology(3, 3, 4)
@@ -148,10 +157,55 @@ def test_normalisation_moves_a_worker_where_it_pays() -> None:
 
 
 def test_the_last_worker_of_a_stage() -> None:
-    with pytest.raises(ValueError, match="stage 1 loses its last worker: a replay from a log is not simulated"):
+    with pytest.raises(ValueError, match="stage 1 loses its last worker: without a log"):
         trainer(normalise=False).run([MembershipChange(1, seats=tuple(Seat(replica, 1) for replica in range(3)))], 10)
-    with pytest.raises(ValueError, match="without a worker: a replay from a log is not simulated"):
+    with pytest.raises(ValueError, match="leaves a stage without a worker: without a log"):
         trainer().run([MembershipChange(1, lost=7)], 10)
+
+
+EVEN = CostModel.uniform(3, 10_000, 10_000, 10_000, step=6_000)
+MEMORY = (StageBytes(9_000_000, 0, 18_000_000, 0, 9_000_000, 0, 500_000, "cpu", 0, 0, 1),) * 3
+
+
+@pytest.mark.parametrize(
+    ("lost", "ties", "memory", "step_s", "load_s"),
+    [
+        ("0.1 1.1", (), (), 2 * 0.03 + 0.006, 0.0),  # eight micro-batches, shared with the four that are left
+        ("0.1 1.1", ((0, 1),), (), 8 * 0.03 + 0.006, 0.0),
+        ("0.0 1.0 0.2 1.2", (), (), 8 * 0.03 + 0.006, 0.0),
+        ("0.1 1.1 0.2 1.2", (), (), 2 * (8 * 0.03 + 0.006), 0.0),  # neighbours wait for each other
+        ("0.1 1.1", (), MEMORY, 0.066 + 2 * 2 * 2 * 0.0005 + 4 * 2 * (0.00003 + 0.001), 0.027),
+    ],
+)
+def test_a_replay_takes_what_doctor_predicts_shared_by_helpers(lost, ties, memory, step_s, load_s) -> None:
+    left = Topology(2, 3, 4, ties).full().without(*map(Seat.parse, lost.split()))
+    log = SimulatedLog(10, EVEN, Policy(), memory, Wire(30, 9_000))
+    assert log.replay_s(left, 7) == pytest.approx(load_s + 7 * step_s)
+
+
+def test_the_next_worker_that_comes_replays_the_steps_since_the_last_checkpoint() -> None:
+    seat = Seat(0, 1)
+
+    def played(every: int, *at_s: float, away_s: float = 1) -> SimulatedHistory:
+        log = SimulatedLog(every, EVEN, Policy(), (), LOCAL.copy)
+        losses = [MembershipChange(at, seats=(seat,)) for at in at_s]
+        returns = [MembershipChange(at + away_s, joined=1) for at in at_s]
+        return SimulatedTrainer(Topology(1, 3, 4), EVEN, Policy(), LOCAL, log=log).run([*losses, *returns], 300)
+
+    one, more = played(50, 60), played(10**6, 60, 90, 200)
+    (first,) = one.transitions
+    before, pause = one.segments[0].steps, LOCAL.detection_us / 1e6 + 0.005
+    assert first.lost == first.joined == (seat,) and before % 50
+    assert first.replay_s == pytest.approx(before % 50 * 0.066), "two of four micro-batches"
+    assert first.restart_s == pytest.approx(1 + LOCAL.return_us / 1e6 - pause)
+    assert one.segments[1].start_s == pytest.approx(60 + first.pause_s) and one.segments[1].live == 3
+    steps, later, _ = (each.steps for each in more.segments)
+    replayed = [round(each.replay_s / 0.066) for each in more.transitions]
+    assert replayed == [steps, steps, later], (
+        "the second loss strikes in the replay, and each replay makes a checkpoint"
+    )
+    with pytest.raises(ValueError, match="nobody replays it within 900 s"):
+        played(50, 60, away_s=900)
 
 
 def test_a_loss_of_nobody_is_refused() -> None:

@@ -20,9 +20,9 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     from recycle_plugin import planner
     from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 
-    faults = tuple(map(Fault.parse, found.fault))
     if found.log is not None:
         raise ValueError("--log goes with --trace and --mtbf: --fault plays no replays")
+    faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:
         raise ValueError(f"--steps {found.steps}: at least 1")
     job = SimulatedJob(given.view, given.costs, given.policy, machine)

@@ -18,6 +18,7 @@ Simulate hours of training under a failure trace: throughput over time, averages
 
 recycle simulate --preset gpt3_6_7b-ckpt --pp 4 --dp 6 --micro-batches 12 --cap 2.0 --trace gcp
 recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 --mtbf 30m --back 2h --hours 6
+recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 1 --micro-batches 6 --mtbf 30m --hours 6 --log 100
 
 --costs are in milliseconds here.  Presets are analytic A100s: gpt3_medium, gpt3_3_35b, gpt3_6_7b, gpt_18_4b, gpt_39_1b,
 gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
@@ -27,8 +28,6 @@ recycle simulate --costs F=2,I=2,W=2,step=1 --pp 4 --dp 3 --micro-batches 6 --fa
 With --fault the steps are played instruction by instruction and drawn; --png writes a picture as real runs do.
 "kill 1.2 before 2I1.3@1": the worker of replica 1, stage 2 dies before the input gradient of replica 1's micro-batch 3
 in step 1; "kill 1.2 after 2STEP@1": after its optimizer's step.
-
-recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 1 --micro-batches 6 --mtbf 30m --hours 6 --log 100
 
 A lost worker comes back unless --back says otherwise.  With --log the next worker that comes back replays a stage that
 has lost its last worker, with the help of all others; without, that loss ends the simulation with one line.
