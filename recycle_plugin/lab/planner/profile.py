@@ -122,10 +122,10 @@ class Profile:
     def memory(self, stages: int) -> tuple[StageBytes, ...]:
         """Return the memory of each stage with Adam in bf16, without its device's."""
         counts = [sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages)]
-        each = (WEIGHTS["bf16"], MASTERS["bf16"], ADAM, 0, GRADIENT, 0)
+        w, m, boundary = WEIGHTS["bf16"], MASTERS["bf16"], self.boundary_bytes
         return tuple(
-            StageBytes(*(size * count for size in each), self.boundary_bytes, HOST, 0, 0, self.micro_batch)
-            for count in counts
+            StageBytes(w * n, m * n, ADAM * n, 0, GRADIENT * n, 0, boundary, HOST, 0, 0, self.micro_batch)
+            for n in counts
         )
 
 
