@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from math import isfinite, nan
 from pathlib import Path
+from statistics import median_high
 
 from recycle_plugin.commands.parsers import add_job, command, folder_of
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.comings import comings
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, last_event
-from recycle_plugin.observability.run_summary import end, exit_code, facts, sentence
+from recycle_plugin.observability.run_summary import MOST, end, exit_code, facts, sentence, some
 from recycle_plugin.observability.training_time import goodput
 
 DESCRIPTION = """\
@@ -29,7 +30,6 @@ recycle status node1:29500
 
 Exit code: 0 while the job runs or if it came to its planned end, 1 if it has ended otherwise; 2 for bad input.
 """
-MOST_NAMED = 24  # seats in a line
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -110,13 +110,13 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         "none committed yet" if known["step"] is None else f"{known['step']}" + _if(known["loss"], ", loss {:.6f}"),
     )
     yield "workers", f"{workers['live']} of {workers['of']}"
-    if 0 < len(known["live"]) <= MOST_NAMED:
+    if 0 < len(known["live"]) <= MOST:
         yield "live", ", ".join(known["live"])
-    yield "copies", f"of each stage's state: {', '.join(map(str, known['copies'].values()))}"
-    for one in known["gone"]:
-        yield "gone", f"{named(one['rank'], one['seat'])}, {one['before_s']:.0f} s ago: {one['why']}"
-    for one in known["joining"]:
-        yield "joining", f"{named(one['rank'], one['seat'])}: {one['told']}"
+    yield "copies", f"of each stage's state: {_copies(known['copies'])}"
+    gone = [f"{named(one['rank'], one['seat'])}, {one['before_s']:.0f} s ago: {one['why']}" for one in known["gone"]]
+    yield from (("gone", text) for text in some(gone))
+    joining = [f"{named(one['rank'], one['seat'])}: {one['told']}" for one in known["joining"]]
+    yield from (("joining", text) for text in some(joining))
     if speed["now"] is not None:
         yield "now", f"{rate['now']:.4g} samples/s, {speed['now']:.3f} s a step"
     if speed["before"] is not None and known["gone"]:
@@ -133,6 +133,15 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         yield "metrics", known["metrics"]
     if known["coordinator"] and known["state"] == "running":
         yield "to stop it", "kill {stop} on host {host} (ends the job at a commit)".format(**known["coordinator"])
+
+
+def _copies(of: dict[str, int]) -> str:
+    """Return the number of each stage's copies; of many stages the usual number, and the stages that have another."""
+    usual = median_high(of.values())
+    odd = [f"{count} of stage {stage}" for stage, count in of.items() if count != usual]
+    if len(of) <= MOST or len(odd) > MOST:
+        return ", ".join(map(str, of.values()))
+    return ", ".join([*odd, f"{usual} of all {'others' if odd else len(of)}"])
 
 
 def _joining(history: RunHistory, now: float) -> list[dict]:

@@ -21,7 +21,7 @@ from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
 from recycle_plugin.observability.measured_costs import COSTS, as_written, measured_bytes, measured_costs
 from recycle_plugin.observability.run_history import EVENTS, WARM_UP, Failure, RunHistory
-from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
+from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, some, these
 from recycle_plugin.observability.screen import printed, screen
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
@@ -88,7 +88,7 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield (
         "workers",
         "{} of {} left".format(*history.workers)
-        + "".join(f"; {name}: {text}" for name, text in (*gone(history), *back(history))),
+        + "".join(f"; {told}" for told in some([f"{name}: {text}" for name, text in (*gone(history), *back(history))])),
     )
     yield "throughput", throughput(history)
     yield from facts(history)

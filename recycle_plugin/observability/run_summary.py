@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import isfinite
 
@@ -15,6 +15,7 @@ UNKNOWN = "not in the log"
 THROUGH = " and came to its planned end"
 PLANNED = "all workers have left"  # beginning of a "finished" event's text if no other cause is known
 MANY_HOSTS = 16  # more hosts are counted instead of named
+MOST = 24  # texts of a kind; further ones are counted
 LONGEST = 200  # most characters of a cause in the sentence
 
 
@@ -174,12 +175,13 @@ def hosts(history: RunHistory) -> str:
 
 def noticed(history: RunHistory) -> str:
     """Return how long after each fault the coordinator knew of it."""
-    return ", ".join(
+    told = [
         f"{failure.seat}: {seconds(failure.seen_at - failure.struck_at)} after the fault"
         if failure.fault
         else f"{failure.seat}: at {wall_clock(failure.seen_at)} (the time of its death is not known)"
         for failure in history.failures
-    )
+    ]
+    return ", ".join(some(told))
 
 
 def slow_replicas(history: RunHistory) -> str:
@@ -197,6 +199,12 @@ def checkpoints(history: RunHistory) -> str:
     """Return the number of checkpoints written, and the path of the last one."""
     written = history.of("checkpoint")
     return f"{len(written)} written, the last one {written[-1]['path']}" if written else "none"
+
+
+def some(texts: Sequence[str]) -> list[str]:
+    """Return the texts; of more than MOST the first ones and the number of the others."""
+    left = len(texts) - MOST
+    return [*texts[:MOST], f"and {left} more"] if left > 0 else [*texts]
 
 
 def these(seats: Iterable[Seat | str]) -> str:

@@ -19,6 +19,7 @@ from recycle_plugin.cli import main
 from recycle_plugin.commands import top
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Note
+from recycle_plugin.observability.report import summary
 from recycle_plugin.observability.run_history import EventLog, RunHistory
 from recycle_plugin.observability.run_summary import facts
 from recycle_plugin.observability.screen import printed, screen
@@ -167,6 +168,26 @@ def test_what_each_seat_does(tmp_path, events, mark, text, step):
 
 def test_each_mark_has_its_words():
     assert [*WORDS] == [*Mark]
+
+
+def test_of_many_that_are_gone_status_and_the_page_name_some(tmp_path, capsys):
+    """A whole replica of 48 stages, and one worker more."""
+    told = ToldJob(3, 48, tmp_path)
+    told.train(2)
+    told.lose("2.5", *(f"1.{stage}" for stage in range(48)), how=killed)
+    told.regroup()
+    told.train(2)
+    for event in map(json.loads, told.lines):
+        assert not event["text"].startswith(f"{event['event']}:"), "the console puts the kind before the text"
+    main(["status", str(told.write())])
+    said = capsys.readouterr().out.splitlines()
+    assert "copies     of each stage's state: 1 of stage 5, 2 of all others" in said
+    for word, more in (("gone", 25), ("joining", 25)):
+        its = [line for line in said if line.startswith(f"{word:<11}")]
+        assert len(its) == 25 and its[-1] == f"{word:<11}and {more} more"
+    (noticed,) = [line for line in said if line.startswith("noticed")]
+    assert noticed.endswith(", and 25 more")
+    assert "; and 25 more" in dict(summary(RunHistory.read(tmp_path)))["workers"]
 
 
 def test_who_waits_for_whom(tmp_path):

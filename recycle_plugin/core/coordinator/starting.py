@@ -130,6 +130,6 @@ def _say_start(state: JobState, roster: Roster, job: JobSpec) -> None:
     )
     state.say(
         "deadlines",
-        f"deadlines: how long each of these may take, and what follows:\n{shown(job.deadlines.table)}",
+        f"how long each of these may take, and what follows:\n{shown(job.deadlines.table)}",
         table=[row._asdict() for row in job.deadlines.table],
     )
