@@ -156,3 +156,16 @@ def test_a_fork_of_a_worker_has_no_store(alone):
     session.forked = True
     with pytest.raises(RecycleError, match="forked"):
         ScriptStore(session, timedelta(seconds=LONG_S)).set("a", "b")
+
+
+def test_a_clone_has_the_same_keys(alone):
+    _, session = alone
+    store = ScriptStore(session, timedelta(seconds=LONG_S))
+    prefixed = dist.PrefixStore("of a script", store)
+    for one, other in ((store, store.clone()), (prefixed, prefixed.clone())):
+        other.set_timeout(timedelta(milliseconds=50))
+        one.set("a", "b")
+        assert other.get("a") == b"b"
+        with pytest.raises(dist.DistStoreError, match="nobody"):
+            other.get("nobody")
+    assert store.timeout == timedelta(seconds=LONG_S), "each has a timeout of its own"

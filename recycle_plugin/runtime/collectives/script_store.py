@@ -20,8 +20,12 @@ class ScriptStore(dist.Store):
     def __init__(self, session: Session, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)  # torch's own, which a PrefixStore sets too
-        self._call = session.store.call
+        self._session, self._call = session, session.store.call
         session.store.used_by.append(self)  # groups and PrefixStores keep only the C++ part of a store
+
+    def clone(self) -> ScriptStore:
+        """Return a store of the same keys, with a timeout of its own."""
+        return ScriptStore(self._session, self.timeout)  # type: ignore[attr-defined]
 
     def set(self, key: str, value: Any) -> None:
         """Set ``key``, anew if it has a value."""
