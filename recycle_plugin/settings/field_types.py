@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from decimal import Decimal
+from errno import E2BIG
 from subprocess import DEVNULL, run
 from typing import Annotated, Any, Literal
 
@@ -62,10 +63,14 @@ def _checked_folder(path: str) -> str:
 
 
 def _checked_command(text: str) -> str:
-    """Check with sh that the text has the syntax of a command."""
-    if not text.strip() or "\0" in text or run(["sh", "-nc", text], stderr=DEVNULL, stdin=DEVNULL).returncode:
-        raise PydanticCustomError("no_command", "no command")
-    return text
+    """Check with sh that the text has the syntax of a command, and is no longer than an argument may be."""
+    try:
+        if text.strip() and "\0" not in text and not run(["sh", "-nc", text], stderr=DEVNULL, stdin=DEVNULL).returncode:
+            return text
+    except OSError as error:
+        if error.errno != E2BIG:
+            raise
+    raise PydanticCustomError("no_command", "no command")
 
 
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
