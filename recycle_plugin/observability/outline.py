@@ -16,7 +16,7 @@ TURNS = frozenset(
 )
 """Kinds of events that steps are looked up beside."""
 FIRST = 2000  # lines after the job's start: the usual step is taken from them (observability/training_time.py)
-NEAR = 60  # least lines before and after a turn: more than the steps from which "now" is taken
+NEAR = 30  # least lines before and after a turn, and at the end: more than the 10 steps from which "now" is taken
 MOST = 10_000  # lines in all, if there are few turns
 
 _is_step = re.compile(rb'\{"time": [0-9.]+, "event": "(?:committed|loss)", [^\n]*\}').fullmatch

@@ -246,9 +246,10 @@ class RunHistory:
         return tuple(self._failure(place) for place in self._absences if self.events[place]["event"] == "lost")
 
     def _failure(self, place: int) -> Failure:
-        lost, after = self.events[place], self.events[place + 1 :]
+        lost = self.events[place]
+        after = lambda: map(self.events.__getitem__, range(place + 1, len(self.events)))  # no copy for each failure
         fault, struck_at = self._fault(lost)
-        resumed = next((event for event in after if event["event"] == "resume"), None)
+        resumed = next((event for event in after() if event["event"] == "resume"), None)
         step = resumed["committed"] + 1 if resumed else max(Commits.of(self.events[:place]).at, default=0) + 1
         return Failure(
             Seat.parse(lost["seat"]),
@@ -260,7 +261,7 @@ class RunHistory:
             struck_at,
             max(struck_at, lost["seen_at"]),
             resumed["time"] if resumed else None,
-            _first_commit(after, step) if resumed else None,
+            _first_commit(after(), step) if resumed else None,
         )
 
     def _process(self, rank: int, place: int) -> int | None:
