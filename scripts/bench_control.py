@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
+from recycle_plugin.core.messages.generation_forms import GenerationForEach
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.compute_time import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -67,7 +69,8 @@ IDLE_S = 10.0  # the time in which the coordinator's server gets only heartbeats
 class Measured(NamedTuple):
     """CPU seconds and bytes. The coordinator's: ``start``, until all may begin; ``step``, a median; ``codec``, to read
     and write a step's messages; ``loss``, until all may go on; ``many``, the same for a sixth of the workers lost at
-    once. ``left``: a worker's, to work out the rest of the step. ``told``: bytes sent to each worker at the loss. The
+    once. ``left``: a worker's, to work out the rest of the step. ``told``: bytes sent to each worker at the loss.
+    ``told_first``: bytes that one process sends to all workers at the start, so that each knows the others. The
     coordinator's server, over connections: ``idle``, the share of a core that heartbeats take, and ``served``, the
     seconds of a step; None if not measured.
     """
@@ -80,15 +83,22 @@ class Measured(NamedTuple):
     many: float
     left: float
     told: int
+    told_first: int
     idle: float | None = None
     served: float | None = None
+
+    def behind(self, before: Measured) -> str:
+        """Return in words how the bytes at the start have grown with the workers since the measurement ``before``."""
+        exponent = log(self.told_first / before.told_first) / log(self.workers / before.workers)
+        return f"bytes at the start: workers ** {exponent:.2f} from {before.workers} to {self.workers} workers"
 
     def __str__(self) -> str:
         alone = (
             f"{self.workers:5} workers: {1e3 * self.start:7.1f} ms the start, {1e3 * self.step:7.1f} ms a step and "
             f"{1e3 * self.codec:7.1f} ms to read and write its messages, {1e3 * self.loss:7.1f} ms a loss, "
             f"{1e3 * self.many:7.1f} ms the loss of a sixth, "
-            f"{self.told / 1024:7.1f} KiB told to each, which takes {1e3 * self.left:7.1f} ms to work out what is left"
+            f"{self.told_first / 1024:7.1f} KiB to all at the start, {self.told / 1024:7.1f} KiB to each at a loss, "
+            f"which takes {1e3 * self.left:7.1f} ms to work out what is left"
         )
         if self.idle is None or self.served is None:
             return alone
@@ -102,13 +112,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--alone", action="store_true", help="without connections")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_control"))
     found = parser.parse_args(arguments)
-    rows = []
+    rows: list[Measured] = []
     for replicas, stages in found.shapes:
         row = measured(Topology(replicas, stages, found.micro_batches), not found.alone)
         print(row, flush=True)
-        rows.append(row._asdict())
+        if rows and rows[-1].workers != row.workers:
+            print(row.behind(rows[-1]), flush=True)
+        rows.append(row)
     found.out.mkdir(parents=True, exist_ok=True)
-    (found.out / "control.json").write_text(json.dumps(rows, indent=1))
+    (found.out / "control.json").write_text(json.dumps([row._asdict() for row in rows], indent=1))
     return 0
 
 
@@ -139,7 +151,8 @@ def measured(shape: Topology, connects: bool = True) -> Measured:
     survivors = {ranks[seat]: held[seat] for seat in held}
     many = spent(lambda: list(one_loss(membership, survivors, *(ranks[seat] for seat in sixth))))
     left = spent(lambda: worked_out(after, costs, resume, Seat(0, 0)))
-    row = Measured(len(ranks), start, step, codec, loss, many, left, sum(map(len, sent(told, whole_job))))
+    told_to_each = sum(map(len, sent(told, whole_job)))
+    row = Measured(len(ranks), start, step, codec, loss, many, left, told_to_each, sum(map(len, first(whole_job))))
     if not connects:
         return row
     all_said = (of_step(job, ranks, step) for step in range(1, SERVED + 1))
@@ -236,6 +249,13 @@ def sent(told: Iterable[object], whole: Generation) -> Iterator[bytes]:
             whole = each
         else:
             yield encode(each)
+
+
+def first(whole: Generation) -> Iterator[bytes]:
+    """Return the frames in which the workers hear of the generation ``whole`` as their first."""
+    hosts = dict.fromkeys(member.host for member in whole.members)
+    told = GenerationForEach(whole, {host: number for number, host in enumerate(hosts)})
+    return (encode(told.first(member.seat, member.shard)) for member in whole.members)
 
 
 def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:

@@ -19,4 +19,9 @@ def test_it_writes_what_each_shape_takes(tmp_path):
     assert all(
         row[name] > 0 for row in (small, large) for name in ("start", "step", "loss", "many", "left", "idle", "served")
     )
-    assert len(done.stdout.splitlines()) == 2
+    assert large["told_first"] > small["told_first"] > 0
+    assert [line.startswith("bytes at the start: workers ** ") for line in done.stdout.splitlines()] == [
+        False,
+        False,
+        True,
+    ]
