@@ -220,6 +220,17 @@ def test_it_says_when_there_is_something_to_read(ends):
     assert readable(ends.near, PATIENCE_S)
 
 
+def test_one_read_finds_a_message_and_that_nothing_follows_it(ends, monkeypatch):
+    """Of TLS a read returns one record, and another may be there."""
+    read, reads = ends.near._read, []
+    monkeypatch.setattr(ends.near, "_read", lambda: reads.append(1) or read())
+    for number in (1, 2):
+        ends.far.send(Lease(number, 1.0))
+        assert readable(ends.near, PATIENCE_S)
+        assert [ends.near.receive(), ends.near.receive()] == [Lease(number, 1.0), None]
+        assert len(reads) == number * (1 if isinstance(getattr(ends.near, "_socket", None), socket.socket) else 2)
+
+
 # --- the end -----------------------------------------------------------------------------------------
 
 
