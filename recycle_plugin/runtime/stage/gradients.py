@@ -27,7 +27,7 @@ from recycle_plugin.runtime.devices.host import bytes_of
 from recycle_plugin.runtime.devices.port import COPY_S, Device
 from recycle_plugin.runtime.movers.shares import Sums
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
-from recycle_plugin.runtime.stage.gradient_store import GradientStore, swapped
+from recycle_plugin.runtime.stage.gradient_store import GradientStore, Slots, empty, swapped
 from recycle_plugin.runtime.stage.ports import Buckets
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.step_hooks import hooks_of, is_scripts
@@ -100,12 +100,12 @@ class Gradients:
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._step = 0  # being applied, or applied last
         self._factors: list[Callable[[torch.Tensor], torch.Tensor]] = []  # that scaled its gradients
-        self._in_place: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # by parameter, with the tensor's version
 
     def find_places(self) -> None:
         """Use the parameters that the gradients have now."""
         self._places = {parameter: place for place, parameter in enumerate(self._gradients.parameters)}
         self._cut = self._cut_buckets()
+        self._note(empty(self._gradients))
 
     def retrain(self, step: int, trained: int) -> None:
         """Use the parameters that the gradients have now, from ``step`` on. Before that step's sum the stage's workers
@@ -217,9 +217,9 @@ class Gradients:
                 self._gradients.change(torch.clone)
             versions = _versions(whole)
             self._step, self._factors = step, []
-            self._note(self._gradients.parameters)
+            self._note(self._gradients.view())
             step_once()
-            self._in_place = {}
+            self._note(empty(self._gradients))
         assert versions == _versions(whole), "the optimizer has changed gradients that a peer may still need"
         left = zip(sums, self._sums(step), strict=True)  # what has begun for the next step stays
         self._gradients.swap([None if mine is gradient else mine for mine, gradient in left])
@@ -237,16 +237,18 @@ class Gradients:
         old ones stay for peers that lack them.
         """
         found = zip(self._gradients.parameters, self._gradients.view(), strict=True)
-        unchanged = [parameter for parameter, gradient in found if self.holds(parameter, gradient)]
-        self._in_place = {}  # so that each old tensor can be freed in turn
+        unchanged = [self.holds(parameter, gradient) for parameter, gradient in found]
+        self._note(empty(self._gradients))  # so that each old tensor can be freed in turn
         self._gradients.change(factor)
         self._factors.append(factor)
-        self._note(unchanged)
+        self._note([gradient if same else None for gradient, same in zip(self._gradients.view(), unchanged)])
 
     def holds(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
         """Return whether ``gradient``, applied to ``parameter``, is as it was put there (see :meth:`applied_to`)."""
-        put, version = self._in_place.get(parameter, (None, 0))
-        return put is not None and gradient is put and put._version == version
+        place = self._places.get(parameter)
+        if place is None or gradient is None or gradient is not self._put[place]:
+            return False
+        return gradient._version == self._versions[place]
 
     def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what the last step applied to ``parameter``, until its commit: the kept sum, scaled again."""
@@ -256,10 +258,9 @@ class Gradients:
             gradient = factor(gradient)
         return gradient
 
-    def _note(self, parameters: Iterable[torch.Tensor]) -> None:
-        found = self._gradients.view()
-        here = ((parameter, found[self._places[parameter]]) for parameter in parameters)
-        self._in_place = {one: (gradient, gradient._version) for one, gradient in here if gradient is not None}
+    def _note(self, gradients: Slots) -> None:
+        """Note the ``gradients`` that are as they were put in their places, with their versions."""
+        self._put, self._versions = gradients, _versions(gradients)
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradient that ``step`` applies to each of ``parameters``, for other workers; it must not be
