@@ -9,6 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS
 from tests.support.optimizers import INVERTIBLE, OTHERS, Subject, same
 
@@ -111,6 +112,15 @@ def test_what_is_changed_after_the_copy_was_begun_is_copied_again(what):
     subject.step(subject.random(2))
     subject.undo.restore()
     assert same(subject.state(), before)
+
+
+def test_a_snapshot_beside_the_state_does_not_look_at_it_before_the_step(monkeypatch):
+    subject, looked = Subject(ALL["sgd"], "snapshot"), []
+    monkeypatch.setattr(StageState, "tensors", lambda state, following=True: looked.append(following) or {})
+    subject.undo.prepare()
+    assert not looked
+    subject.undo.before_step()
+    assert looked == [False]
 
 
 # --- all --------------------------------------------------------------------------------------------
