@@ -25,7 +25,7 @@ from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, s
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.lab.runs import JobRun, environment
 from recycle_plugin.launch import free_port
-from recycle_plugin.observability.run_history import read_events
+from recycle_plugin.observability.event_log import read_events
 
 RANKS, REPLICAS = 4, 2
 STARTED = 5  # both jobs are past this step before they take turns

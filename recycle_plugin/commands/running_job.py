@@ -13,7 +13,8 @@ from recycle_plugin.core.messages.from_coordinator import Answer, RunFolder
 from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.observability.run_history import EVENTS, RunHistory
+from recycle_plugin.observability.event_log import EVENTS
+from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import end
 from recycle_plugin.runtime.control.connections import ControlWay, SocketControl, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess

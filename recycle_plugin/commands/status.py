@@ -14,7 +14,8 @@ from statistics import median_high
 from recycle_plugin.commands.parsers import add_job, command, folder_of
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.comings import comings
-from recycle_plugin.observability.run_history import EVENTS, RunHistory, last_event
+from recycle_plugin.observability.event_log import EVENTS, last_event
+from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import MOST, end, exit_code, facts, sentence, some
 from recycle_plugin.observability.training_time import goodput
 

@@ -10,7 +10,8 @@ import time
 
 from recycle_plugin.commands.parsers import add_job, command, folder_of
 from recycle_plugin.commands.status import ended_early
-from recycle_plugin.observability.run_history import EventLog, RunHistory
+from recycle_plugin.observability.event_log import EventLog
+from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import end, exit_code, sentence
 from recycle_plugin.observability.screen import printed, screen
 
@@ -45,7 +46,7 @@ def run(found: argparse.Namespace) -> int:
         return 1
     log = EventLog(folder, whole=False)
     if found.once or not sys.stdout.isatty():
-        history = log.history()
+        history = RunHistory(log.events())
         print("\n".join(printed(line, PIPED.columns) for line in screen(history, time.time(), PIPED)))
         return exit_code(history)
     history = _drawn(log)
@@ -55,7 +56,7 @@ def run(found: argparse.Namespace) -> int:
 
 def _drawn(log: EventLog) -> RunHistory:
     """Draw the job until it ends and return its history; the terminal is restored."""
-    history = log.history()
+    history = RunHistory(log.events())
     sys.stdout.write(BEGIN)
     try:
         while end(history) is None:
@@ -64,7 +65,7 @@ def _drawn(log: EventLog) -> RunHistory:
             sys.stdout.write(f"{HOME}{END_OF_LINE.join(lines)}{END_OF_LINE.rstrip()}{END_OF_SCREEN}")
             sys.stdout.flush()
             time.sleep(EVERY_S)
-            history = log.history()
+            history = RunHistory(log.events())
     finally:
         sys.stdout.write(LEAVE)
         sys.stdout.flush()

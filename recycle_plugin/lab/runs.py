@@ -26,7 +26,8 @@ from typing import Self, TypeVar
 import psutil
 
 from recycle_plugin.launch import free_port
-from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
+from recycle_plugin.observability.event_log import EVENTS, read_events
+from recycle_plugin.observability.run_history import RunHistory
 
 T = TypeVar("T")
 MARK = "RECYCLE_RUN"  # in the environment of every process of a run

@@ -19,8 +19,9 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
+from recycle_plugin.observability.event_log import EVENTS
 from recycle_plugin.observability.measured_costs import COSTS, as_written, measured_bytes, measured_costs
-from recycle_plugin.observability.run_history import EVENTS, WARM_UP, Failure, RunHistory
+from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, some, these
 from recycle_plugin.observability.screen import printed, screen
 from recycle_plugin.observability.trace import read_traces

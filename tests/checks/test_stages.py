@@ -16,7 +16,7 @@ from recycle_plugin.lab.checks.rows import Row
 from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries, on_gpu, stages
 from recycle_plugin.lab.gpu.place import StagePlace
 from recycle_plugin.lab.runs import JobRun, RunFailed, RunOutcome
-from recycle_plugin.observability.run_history import read_events
+from recycle_plugin.observability.event_log import read_events
 
 
 @pytest.fixture

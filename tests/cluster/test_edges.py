@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from recycle_plugin.lab.runs import processes_with
-from recycle_plugin.observability.run_history import EVENTS, read_events
+from recycle_plugin.observability.event_log import EVENTS, read_events
 from tests.support.jobs import (
     STEPS,
     after_step,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.commands.status import status
+from recycle_plugin.observability.event_log import EventLog
 from recycle_plugin.observability.outline import FIRST, MOST
-from recycle_plugin.observability.run_history import EventLog, RunHistory
+from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.seats import seat_states
 from tests.support.run_folder import LOG, resume
 
@@ -62,7 +63,7 @@ def test_as_a_log_grows_its_outline_does_not(tmp_path):
     log = EventLog(tmp_path, whole=False)
     for first in range(0, len(events), 7777):
         write(tmp_path, iter(events[first : first + 7777]))
-        found = log.history()
+        found = RunHistory(log.events())
         assert len(found.events) < MOST + FIRST + 200
     now = events[-1]["time"]
     assert status(found, now) == status(RunHistory.read(tmp_path), now)

@@ -19,7 +19,8 @@ from recycle_plugin.commands.status import lines, status
 from recycle_plugin.launch import free_port
 from recycle_plugin.observability import report
 from recycle_plugin.observability.comings import OVER, comings
-from recycle_plugin.observability.run_history import EVENTS, RunHistory, place
+from recycle_plugin.observability.event_log import EVENTS
+from recycle_plugin.observability.run_history import RunHistory, place
 from recycle_plugin.observability.run_summary import sentence
 from recycle_plugin.observability.training_time import goodput
 from tests.support.run_folder import WHY, Read, rewrite

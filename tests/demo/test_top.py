@@ -19,8 +19,9 @@ from recycle_plugin.cli import main
 from recycle_plugin.commands import top
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Note
+from recycle_plugin.observability.event_log import EventLog
 from recycle_plugin.observability.report import summary
-from recycle_plugin.observability.run_history import EventLog, RunHistory
+from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import facts
 from recycle_plugin.observability.screen import printed, screen
 from recycle_plugin.observability.seats import WORDS, Mark, seat_states
@@ -221,15 +222,15 @@ def test_a_log_is_read_on_as_it_grows(tmp_path):
     path.write_bytes(first[: first.index(b'"start"') + 2000])
     log, places = EventLog(tmp_path), [*range(first.index(b'"start"') + 2000, len(whole), 777), len(whole)]
     for before, place in zip(places, places[1:]):
-        assert log.history().events == RunHistory.read(tmp_path).events
+        assert RunHistory(log.events()).events == RunHistory.read(tmp_path).events
         with path.open("ab") as file:
             file.write(whole[before:place])
-    found = log.history()
+    found = RunHistory(log.events())
     assert found.events == RunHistory.read(tmp_path).events and found.began == 200.0 and found.last == 9
     with path.open("ab") as file:
         file.write(b'{"time": 300.0, "event": "committed"}\n{"nothing": 1}\n')
     with pytest.raises(ValueError, match=f"line {len(whole.splitlines()) + 2} is no event"):
-        log.history()
+        RunHistory(log.events())
 
 
 @pytest.mark.parametrize(

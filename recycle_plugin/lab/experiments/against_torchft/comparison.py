@@ -17,7 +17,7 @@ from typing import NamedTuple
 from recycle_plugin.lab.experiments.against_torchft.sides import LOOPS, Side
 from recycle_plugin.lab.experiments.against_torchft.strikes import Job, TrainedShape, given, in_turns, strike
 from recycle_plugin.lab.runs import RunFailed, environment
-from recycle_plugin.observability.run_history import read_events
+from recycle_plugin.observability.event_log import read_events
 
 FAULT_FREE = "no fault"
 OURS, RELEASE, TUNED = "recycle", "torchft 0.2.0", "torchft 0.2.0, 1 s"

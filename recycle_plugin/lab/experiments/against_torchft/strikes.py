@@ -22,7 +22,7 @@ from recycle_plugin.lab.experiments.against_torchft.sides import LOOPS, Side
 from recycle_plugin.lab.experiments.measurements import TooShort
 from recycle_plugin.lab.experiments.turns import Window, take_turns
 from recycle_plugin.lab.runs import JobRun, environment
-from recycle_plugin.observability.run_history import read_events
+from recycle_plugin.observability.event_log import read_events
 
 DEADLINE_S = 180.0  # of each wait in a run
 SAME_S = 0.05  # seconds between peers at the end of the same step, at most
