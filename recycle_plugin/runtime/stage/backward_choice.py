@@ -6,7 +6,8 @@ forward with I alone, as with small layers, whose time is the host's. So a stage
 the shorter way from then on.
 
 All backwards of a measured step are made one way, and only if its W come in the order of its I. So a sum has one order
-of additions, and the same bits, whatever was measured.
+of additions, and the same bits, whatever was measured. A step that a failure interrupts is an exception: its program
+may have the W in another order, as its sum has another order anyway.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class BackwardChoice:
         return self._way or micro_batch in self._pairs
 
     def keep_apart(self) -> None:
-        """Have no measurement choose: on this stage both ways add uses of a parameter in different orders."""
+        """Have no measurement choose: on this stage both ways add uses of a parameter in different orders. Only a split
+        backward shows that: uses that begin after the choice are found by the next measurement.
+        """
         self.measuring, self._chosen, self._wait = False, False, float("inf")
 
     def runs(self, key: Key, whole: bool) -> None:

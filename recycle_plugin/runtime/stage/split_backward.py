@@ -22,7 +22,8 @@ torch.distributed.pipelining does, holds all activations until W, and recomputes
 cannot split reentrant checkpoints, or a stage whose inputs have no gradient.
 
 A weight may also be used outside its layer (``F.linear(x, layer.weight)``). I sets that gradient aside, and W adds it.
-With three or more uses of both kinds the order of that sum is not torch's.
+With three or more uses of both kinds, or with two in different reentrant checkpoints, the order of that sum is not
+torch's.
 
 A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets its gradients at once, as without
 a split. A layer is fused from then on in three cases:
