@@ -68,6 +68,8 @@ SIMPLE = {
     type(None): st.none(),
     Any: plain,
     JobSpec: st.sampled_from((job(), RICH)),
+    # its constructor refuses most others: only some have a micro-batch, and only some a peer
+    Instruction: st.sampled_from([*map(Instruction.parse, ("1F0.2@7", "2REDUCE@3", "0SA1.1>1.1", "1W0.0@-1"))]),
 }
 
 
