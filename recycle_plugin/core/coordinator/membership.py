@@ -208,8 +208,7 @@ class Membership:
         completed.
         """
         state = self.state
-        if state.vanished:
-            vanishing.resolve(state)
+        vanishing.resolve(state)
         while state.left_midway:
             state.left_midway = False
             resuming.complete(state)

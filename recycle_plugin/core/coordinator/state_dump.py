@@ -15,6 +15,8 @@ from importlib import import_module
 from math import isfinite
 from typing import Any
 
+from recycle_plugin.core.messages.said import Sender
+
 PLAIN = (type(None), bool, int, str)
 VALUES = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 PACKAGE = "recycle_plugin.core"
@@ -108,7 +110,7 @@ def _attributes(thing: Any) -> Iterable[tuple[str, Any]]:
     return (
         (name, getattr(thing, name))
         for name in names
-        if not isinstance(getattr(type(thing), name, None), cached_property)
+        if not isinstance(getattr(type(thing), name, None), (cached_property, Sender))
     )
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, overload
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -33,10 +33,16 @@ class ToCoordinator:
         cls.BY, cls.RUNNING, cls.AHEAD, cls.MOST = by, running, ahead, most
 
 
-class _Sender:
+class Sender:
     """The worker of a message, made at the first look: functools.cached_property's lock takes longer than the rest."""
 
-    def __get__(self, message: OfWorker, kind: type[OfWorker]) -> WorkerId:
+    @overload
+    def __get__(self, message: None, kind: type) -> Sender: ...
+    @overload
+    def __get__(self, message: OfWorker, kind: type) -> WorkerId: ...
+    def __get__(self, message: OfWorker | None, kind: type) -> Sender | WorkerId:
+        if message is None:
+            return self
         worker = message.__dict__["worker"] = WorkerId(message.rank, message.incarnation)
         return worker
 
@@ -47,4 +53,4 @@ class OfWorker(ToCoordinator):
 
     rank: int
     incarnation: int = field(default=0, kw_only=True)
-    worker = _Sender()
+    worker = Sender()

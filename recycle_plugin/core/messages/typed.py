@@ -245,7 +245,7 @@ def _building(kind: Any, names: tuple[str, ...]) -> list[str]:
     return ["thing = new(kind)", "its = thing.__dict__", *lines, "return thing"]
 
 
-def _built(kind: type, **made: Any) -> Any:
+def _built(kind: type, /, **made: Any) -> Any:
     """Return the object of class ``kind``. Values that its constructor refuses with ValueError are wrong."""
     try:
         return kind(**made)
