@@ -95,7 +95,7 @@ def test_a_host_that_is_lost_whole_takes_its_logs_along(replica_each, reference,
     changes = {"name": "a_replica_a_host"}, gate(tmp_path, 9), gate(tmp_path, 18)
     kills = faults("kill 1.0 before 0F1.0@7", "kill 1.1 before 1F1.0@7", "kill 0.1 before 1F0.0@19")
     run = replica_each(*EXACT, "recycle.heartbeat_timeout_s=3", kills, **apart(by, *changes))
-    run.hear("confirmed", 2)
+    run.hear("restart", 2)
     pair.crash("beta")
     if by == "host":
         run.hear("log_gone")
